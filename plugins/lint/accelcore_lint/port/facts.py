@@ -9,6 +9,7 @@ from functools import cached_property
 import libcst as cst
 from libcst import metadata
 
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.place import Place
 from accelcore_lint.port.tree import Tree, argument, text_of
@@ -22,9 +23,9 @@ _LOCAL_RANK = re.compile(
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 
 _INDEXED = re.compile(
-    r"\.cuda\((?:device=)?(\w+\.\w+)[,)]|device\([\"']cuda[\"'], *(?:index=)?(\w+\.\w+)\)|[\"']cuda:\{(\w+\.\w+)\}[\"']"
-    r"|[\"']cuda:[\"'] *\+ *str\((\w+\.\w+)\)|[\"']cuda:%d[\"'] *% *\(?(\w+\.\w+)\b"
-    r"|[\"']cuda:\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
+    r"\.(?:cuda|npu)\((?:device=)?(\w+\.\w+)[,)]|device\([\"'](?:cuda|npu)[\"'], *(?:index=)?(\w+\.\w+)\)"
+    r"|[\"'](?:cuda|npu):\{(\w+\.\w+)\}[\"']|[\"'](?:cuda|npu):[\"'] *\+ *str\((\w+\.\w+)\)"
+    r"|[\"'](?:cuda|npu):%d[\"'] *% *\(?(\w+\.\w+)\b|[\"'](?:cuda|npu):\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
 )
 _RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
@@ -44,38 +45,65 @@ class Facts(Tree):
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
         super().__init__(wrapper, level)
         chosen = self.index_option
-        read = self._read_at(chosen) if chosen else None
+        read = self._read_at(chosen) if "." in chosen else None
         self.place = Place(self, by_hand=self._chooses_by_hand(), index=chosen, read=read)
 
     def _chooses_by_hand(self) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""
         unknown = [
             index
-            for index in self.made_current
-            if not isinstance(index, (cst.SimpleString, cst.FormattedString, cst.Integer))
-            and not _DEVICE.search(text_of(index))
+            for index in self.made_indexes
+            if index is not None
+            and not isinstance(index, cst.Integer)
+            and not (_DEVICE.search(text_of(index)) and index in self.made_current)
             and not self.is_local_rank(index)
         ]
         options = {name for call in self._added_options() for name in _option_names(call)}
         launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
-        return not self.spawns and (bool(unknown) or "rank" in options or launched)
+        return bool(unknown) or (not self.spawns and ("rank" in options or launched))
+
+    @cached_property
+    def made_indexes(self) -> list[cst.BaseExpression | None]:
+        """Return the indexes of the devices that the script makes current; None for a device without an index."""
+        return [index for made in self.made_current for index in self.indexes_of(made)]
+
+    def indexes_of(self, device: cst.BaseExpression, seen: tuple[str, ...] = ()) -> list[cst.BaseExpression | None]:
+        """Return the indexes that a device may have, by what the file assigns to names; itself if it is a number."""
+        named, index = index_of(device)
+        if named:
+            return [index]
+        if isinstance(device, cst.IfExp):
+            return self.indexes_of(device.body, seen) + self.indexes_of(device.orelse, seen)
+        if isinstance(device, cst.SimpleString):
+            return []  # another device, such as "cpu"
+        if isinstance(device, cst.Call) and self.name(device.func) == "torch.device" and device.args:
+            given = argument(device, "index", 1)
+            return self.indexes_of(device.args[0].value, seen) if given is None else [given]
+        text = text_of(device)
+        values = [value for value in self.values(device) if text_of(value) != text] if text not in seen else []
+        devices = [value for value in values if not isinstance(value, (cst.Integer, cst.Name, cst.Attribute))]
+        if not devices or len(devices) != len(values) or self._is_local_rank(text, device, ()):
+            return [device]
+        return [index for value in devices for index in self.indexes_of(value, (*seen, text))]
 
     @cached_property
     def own_options(self) -> set[str]:
         """Return the script's own options that are called as a device, such as `args.cuda`."""
-        return own_options(self.module.code)
+        return own_options(self.code)
 
     @cached_property
     def index_option(self) -> str:
-        """Return the option by whose number the script chooses its only device, such as `args.gpu`; "" if none is."""
+        """Return the option by whose number the script chooses its only device, or the number itself; "" if none is."""
         if self._selected_by:
             return text_of(next(iter(self._selected_by.values())))
-        code = self.module.code
+        code = self.code
         found = {next(filter(None, match.groups())) for match in _INDEXED.finditer(code)}
+        if not found:
+            return self._constant_index
         chosen = found.pop() if len(found) == 1 else ""
         space, _, option = chosen.partition(".")
         values = self.assigned.get(space, [])
-        others = rf"set_device(_index)?\(|local_rank|{chosen} *[=!<>]=? *-?\d"
+        others = rf"local_rank|{chosen} *[=!<>]=? *-?\d"
         certain = (
             option in {name for call in self._added_options() if _is_index(call) for name in _option_names(call)}
             and len(values) == 1
@@ -84,8 +112,27 @@ class Facts(Tree):
             and chosen not in self.assigned
             and not (self.indexes - {"0"} or self.hidden_by or self.spawns or self.level is Level.TORCH)
             and not re.search(others, code, re.IGNORECASE)
+            and {text_of(index) for index in self.made_indexes if index is not None} <= {chosen}
         )
         return chosen if certain else ""
+
+    @cached_property
+    def _constant_index(self) -> str:
+        """Return the number of the only device that the script names, such as "1"; "" if it is 0, or not certain."""
+        made = {"" if index is None else text_of(index) for index in self.made_indexes}
+        numbers = self.indexes | (made - {""})
+        code = re.sub(r"#.*", "", self.code)
+        others = re.search(
+            r"local_rank|parallel|init_process_group|device_count|device_ids|(cuda|npu)(:[\"'{%]|[\"'] *,)",
+            code,
+            re.IGNORECASE,
+        )
+        plain = re.search(rf"\.({'|'.join(DEVICES)})\(\s*(non_blocking|\))|[\"']({'|'.join(DEVICES)})[\"']", code)
+        several = others or (plain and made != numbers) or self.moved_to or self.hidden_by or self.spawns
+        if len(numbers) != 1 or several or self.backends or self.level is Level.TORCH:
+            return ""
+        (number,) = numbers
+        return number if number.isdecimal() and number != "0" else ""
 
     @cached_property
     def _selected_by(self) -> dict[cst.Name, cst.BaseExpression]:
@@ -225,7 +272,8 @@ class Facts(Tree):
 
     def sets_device(self, index: cst.BaseExpression) -> bool:
         """Return whether the script makes this index the current device somewhere."""
-        return any(text_of(made) == text_of(index) for made in self.made_current)
+        made_current = [index_of(made)[1] or made for made in self.made_current]
+        return any(text_of(made) == text_of(index) for made in made_current)
 
     def device(self, site: cst.CSTNode) -> str:
         """Return the source of the device for a site, as `Place.device`, or of its name.

@@ -13,7 +13,8 @@ from libcst import matchers as m
 from accelcore_lint.port.tree import text_of
 
 _CLIPS = re.compile(
-    r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\((\w+)\.parameters\(\), (?:max_norm=)?([^,()]+)\)"
+    r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\( ?"
+    r"(?:parameters=)?(\w+)\.parameters\(\), (?:max_norm=)?([^,()]+?),? ?\)"
 )
 _OF_TENSOR = re.compile(
     r"(?!(?:args|opt|opts|options|self|config|cfg|conf|params|hparams|flags)\.)\w+\.device", re.IGNORECASE
@@ -100,7 +101,7 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     if re.search(_OF_RANKS, source):
         raise NotCanonicalError("the script trains on several ranks by itself")
     text = text_of(loop)
-    if word := re.search(r"\.grad\b|\b(continue|break|yield|return|retain_graph)\b", text):
+    if word := re.search(r"\.grad\b|\b(yield|retain_graph)\b", text):
         raise NotCanonicalError(f"there is `{word[0]}` in it")
     if (several := text.count(".backward(")) > 1:
         raise NotCanonicalError(f"it calls backward {several} times: a trainer has one optimizer")
@@ -126,6 +127,9 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
         raise NotCanonicalError("there are several optimizers")
     _check_devices(block, accel, source)
     data = _data(loop, made, accumulates=bool(steps.every))
+    if steps.jumps:
+        _check_jumps(loop, steps, model)
+        data = ""  # what a loop leaves before its end is read as before
     if steps.zeroed not in (optimizer, model):
         raise NotCanonicalError("gradients are not cleared in it, or of something else")
     found = Loop(loop, anchor, model, optimizer, steps.loss, data, steps.backward, steps.update, steps.gone)
@@ -139,6 +143,17 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     if steps.scaler:
         found.gone += [line for line in _plain(block, anchor) if text_of(line.body[0]).startswith(f"{steps.scaler} = ")]
     return found
+
+
+def _check_jumps(loop: cst.For, steps: _Steps, model: str) -> None:
+    """Raise if `break`, `continue` or `return` may leave a pass after its forward pass and before the update."""
+    if steps.every:
+        raise NotCanonicalError("it accumulates, and may leave a window open")
+    called = False
+    for line in lines_of(loop.body):
+        called = called or re.search(rf"\b{model}\(", text_of(line)) is not None
+        if called and steps.jumps.get(line, "step") != "step":
+            raise NotCanonicalError("it may skip the update after the forward pass")
 
 
 def _check_devices(block: Block, accel: str, source: str) -> None:
@@ -226,9 +241,12 @@ class _Steps:
         self.loss = self.optimizer = self.zeroed = ""
         self.backward: cst.CSTNode = loop
         self.update: cst.CSTNode = loop
+        self.jumps: dict[cst.CSTNode, str] = {}
         self._stage = "forward"
         self.in_window = self._in_window = self.zeroed_in_window = False
         for line in lines_of(loop.body):
+            if m.findall(line, m.Break() | m.Continue() | m.Return()):
+                self.jumps[line] = self._stage
             self._read(line, loop)
         if not (self.loss and self.optimizer):
             raise NotCanonicalError("backward and step are not both lines of its own body")
@@ -239,7 +257,7 @@ class _Steps:
 
     def _read(self, line: cst.BaseStatement, loop: cst.For) -> None:
         text = text_of(line.with_changes(leading_lines=[])) if isinstance(line, cst.SimpleStatementLine) else ""
-        text = text.split("  #")[0].strip()
+        text = re.sub(r"\s+", " ", text.split("  #")[0].strip())
         if isinstance(line, cst.With) and ".autocast(" in text_of(line.items[0].item) and len(line.items) == 1:
             if self._stage != "forward" or ".backward()" in text_of(line):
                 raise NotCanonicalError("autocast is around more than the forward pass")

@@ -97,6 +97,10 @@ class Place:
         self._use(site)
         return self.name
 
+    def can_choose(self, site: cst.CSTNode) -> bool:
+        """Return whether `backend` has one for an expression."""
+        return not self._obstacle(site)
+
     def _chosen_for(self, site: cst.CSTNode) -> cst.Name | None:
         """Return the name of a device that the script already chooses, in the function around a site or before."""
         return self._existing.get(self._scope(site)) or self._existing.get(None)
@@ -219,7 +223,7 @@ class Place:
         """Return the source of the rank of a function that the script starts; -1 means a single process there."""
         name = self._tree.spawned[function.name.value]
         asks = re.search(rf"\b{name} *((==|!=|>|<) *-1|(>=|<) *0)\b", text_of(function))
-        passes = f"{function.name.value}(-1" in self._tree.module.code
+        passes = f"{function.name.value}(-1" in self._tree.code
         return f"max({name}, 0)" if asks or passes else name
 
     def imports(self) -> set[str]:

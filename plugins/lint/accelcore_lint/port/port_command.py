@@ -120,6 +120,8 @@ def _ported(path: Path, level: Level, within: tuple[Path, ...] | None) -> Ported
             write_script(script, outcome.source, within)
     except cst.ParserSyntaxError as error:
         return Ported(path, error=f"line {error.raw_line} is not Python that can be read: {error.message}")
+    except cst.CSTValidationError as error:
+        return Ported(path, error=f"cannot be rewritten: {error}")
     except (FileError, UnfaithfulError) as error:
         return Ported(path, error=str(error))
     return Ported(path, script.source, outcome)

@@ -36,15 +36,26 @@ def sweep(module: cst.Module) -> cst.Module:
 
 
 class _Sweep(cst.CSTTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self._elifs: set[cst.CSTNode] = set()
+
+    def visit_If(self, node: cst.If) -> None:
+        if isinstance(node.orelse, cst.If):
+            self._elifs.add(node.orelse)
+
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         return _swept(updated_node)
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement:
         """Remove a condition with nothing under it, if its test is a name, or was rewritten to a comparison."""
         last, new = original_node.orelse, updated_node.orelse
-        if isinstance(last, cst.Else) and _is_empty(last.body) and new is not None and not _has_comment(new):
+        is_empty_else = isinstance(last, cst.Else) and _is_empty(last.body)
+        if new is not None and (is_removed(new) or (is_empty_else and not _has_comment(new))):
             updated_node = updated_node.with_changes(orelse=None)
         empty = _is_empty(original_node.body) and not _has_comment(updated_node)
+        if original_node in self._elifs and any(line.comment for line in updated_node.leading_lines):
+            return updated_node
         if not empty or updated_node.orelse is not None or not isinstance(updated_node.test, _PLAIN):
             return updated_node
         line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)

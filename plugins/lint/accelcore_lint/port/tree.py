@@ -32,7 +32,7 @@ class Tree:
 
     Attributes:
         level: as given; TRAINER has rules of its own, and otherwise those of ROLES.
-        module: the file.
+        module, code: the file, and its source.
         identifiers: all names that it uses or defines.
         uses: how often it uses each of them.
         attributes, defined_methods, functions, calls, seeds: those in it.
@@ -49,10 +49,11 @@ class Tree:
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
         self.level = level
         self.module = wrapper.module
+        self.code = wrapper.module.code
         self._names: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.QualifiedNameProvider)
         self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(metadata.ParentNodeProvider)
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
-        self._has_star = STAR_IMPORT.search(self.module.code) is not None
+        self._has_star = STAR_IMPORT.search(self.code) is not None
         survey = _Survey(self)
         self.module.visit(survey)
         self.identifiers = survey.identifiers
@@ -274,8 +275,9 @@ def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:
 
 
 def text_of(node: cst.CSTNode) -> str:
-    """Return the source of a node without the parentheses around it."""
-    if isinstance(node, cst.BaseExpression) and node.lpar:
+    """Return the source of a node without the parentheses around it; `()` keeps them."""
+    is_empty = isinstance(node, cst.Tuple) and not node.elements
+    if isinstance(node, cst.BaseExpression) and node.lpar and not is_empty:
         node = node.with_changes(lpar=(), rpar=())
     return cst.Module([]).code_for_node(node).strip()
 

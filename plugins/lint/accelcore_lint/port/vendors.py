@@ -92,7 +92,8 @@ def vendor_lines(source: str) -> set[int]:
                 continue  # chosen by a condition, so that it is None elsewhere
             if (f"{earlier}.{text}" if before == "." else text) in own:
                 continue
-            if (text in words and not in_accelcore) or (_OPTION.fullmatch(text) and not in_accelcore):
+            is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
+            if (text in words or is_option) and not in_accelcore:
                 found.add(line)
         elif kind == tokenize.STRING and not statement_begins:
             match = _STRING.fullmatch(text)

@@ -45,6 +45,8 @@ if (i + 1) % n == 0:
     optimizer.zero_grad()
 """
 
+CLIP = "torch.nn.utils.clip_grad_norm_(\n    parameters=model.parameters(),\n    max_norm=0.5,\n)\n"
+
 
 def script(body, data="batches"):
     return SCRIPT.format(data=data, body="\n".join(f"        {line}" for line in body.strip().splitlines()))
@@ -58,6 +60,9 @@ TAKEN = [
     pytest.param(script(PLAIN.replace("loss.backward()", "loss.mean().backward()")), id="an expression"),
     pytest.param(script(PLAIN.replace("loss.backward()", "(loss + 0.5 * loss).backward()")), id="a sum"),
     pytest.param(script(PLAIN + "schedule.step()\n"), id="a schedule after each batch"),
+    pytest.param(script("if i > 3:\n    break\n" + PLAIN, "loader"), id="an end before the forward pass"),
+    pytest.param(script("if i == 1:\n    continue\n" + PLAIN + "if i == 4:\n    return\n"), id="a batch left out"),
+    pytest.param(script(PLAIN.replace("optimizer.step", CLIP + "optimizer.step")), id="clipping over several lines"),
     pytest.param(script("if torch.cuda.is_available():\n    x = x.cuda()\n" + PLAIN), id="moved if there is a device"),
 ]
 
@@ -68,7 +73,8 @@ def test_a_loop_that_is_taken_trains_as_before(source, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     outcome = port_source(source, Level.TRAINER)
     assert [note.text.split(";")[0] for note in outcome.loops] == ["replaced by a trainer"]
-    assert ("trainer.batches(loader)" in outcome.source) == ("enumerate(loader)" in source)
+    whole = "enumerate(loader)" in source and "break" not in source
+    assert ("trainer.batches(loader)" in outcome.source) == whole
     assert port_runs.losses(outcome.source) == pytest.approx(port_runs.losses(source), rel=1e-5)
 
 
@@ -108,6 +114,9 @@ def test_an_evaluation_in_a_loop_calls_the_model(monkeypatch):
         (script(PLAIN).replace("(model.parameters()", "([*model.parameters(), *other.parameters()]"), "one model"),
         (script(PLAIN).replace("x.to(device)", 'x.to(options["device"])'), "another device"),
         (script(PLAIN + "print(model.weight.grad)\n"), ".grad"),
+        (script("if i > 3:\n    break\n" + WINDOW, "loader"), "window open"),
+        (script(PLAIN.replace("loss.backward()", "if loss > 9:\n    continue\nloss.backward()")), "skip the update"),
+        (script(PLAIN.replace("optimizer.step()", "if loss > 9:\n    break\noptimizer.step()")), "skip the update"),
         (script("y = x.cuda(i + 1)\n" + PLAIN), "was left"),
         (script("if use_gpu:\n    x = x.cuda()\n" + PLAIN), "use_gpu"),
         (script("x = x.cuda() if use_gpu else x\n" + PLAIN), "use_gpu"),

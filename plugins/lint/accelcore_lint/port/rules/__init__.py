@@ -1,7 +1,7 @@
 """The rules of a port, in the order in which they are asked about a node. One idea a file."""
 
 from accelcore_lint.port.model import Rule
-from accelcore_lint.port.rules.amp import AUTOCAST, CUSTOM
+from accelcore_lint.port.rules.amp import AUTOCAST, AUTOCAST_NAME, CUSTOM
 from accelcore_lint.port.rules.availability import AVAILABILITY
 from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
 from accelcore_lint.port.rules.guards import GUARDS, IS_CUDA
@@ -21,6 +21,7 @@ from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
     SWITCHES, STREAMS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST,
-    CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
+    AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA,
+    *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.tree import argument, text_of
-from accelcore_lint.port.vendors import DEVICES, device_text
+from accelcore_lint.port.vendors import DEVICES
 
 _NAME = re.compile(
     r"(.*[._])?(device|dev|device_type|device_name|default_device|map_location|map_loc|loc)", re.IGNORECASE
 )
-_PREFIX = tuple(f"{name}:" for name in DEVICES)
-_FORM = re.compile(rf"({'|'.join(DEVICES)}):{{0?(:d)?}}")
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
@@ -38,54 +37,14 @@ def whole(node: cst.BaseExpression, text: str, imports: Sequence[str] = ()) -> R
     return Rewrite(build, node.children, imports)
 
 
-def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
-    """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
-    if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):
-        value = node.evaluated_value
-        if not device_text(value) or "{" in value or "%" in value:
-            return False, None
-        _, _, index = value.partition(":")
-        return True, cst.Integer(index) if index else None
-    if isinstance(node, cst.FormattedString) and len(node.parts) == 2:
-        head, part = node.parts
-        if (
-            isinstance(head, cst.FormattedStringText)
-            and head.value in _PREFIX
-            and isinstance(part, cst.FormattedStringExpression)
-        ):
-            plain = part.format_spec is None and part.conversion is None
-            return plain, part.expression if plain else None
-    if isinstance(node, cst.BinaryOperation) and isinstance(node.left, cst.SimpleString):
-        value = str(node.left.evaluated_value)
-        if isinstance(node.operator, cst.Modulo) and value in {f"{name}:%d" for name in DEVICES}:
-            right = node.right
-            if isinstance(right, cst.Tuple) and len(right.elements) == 1:
-                right = right.elements[0].value
-            return not isinstance(right, cst.Tuple), right
-        if isinstance(node.operator, cst.Add) and value in _PREFIX and isinstance(node.right, cst.Call):
-            is_text = text_of(node.right.func) == "str" and len(node.right.args) == 1
-            return is_text, node.right.args[0].value if is_text else None
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "format":
-        form = node.func.value
-        if isinstance(form, cst.SimpleString) and _FORM.fullmatch(str(form.evaluated_value)):
-            return len(node.args) == 1 and node.args[0].keyword is None, node.args[0].value if node.args else None
-    return False, None
-
-
-def _is_first(device: cst.BaseExpression) -> bool:
-    """Return whether an expression certainly is the first device: 0, "cuda" or "cuda:0"."""
-    named, index = index_of(device)
-    return text_of(index if named and index is not None else device) == "0" or (named and index is None)
-
-
-def _own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
+def own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
     """Return whether an index is that of the process's only device."""
     if index is None or text_of(index) == "None" or facts.is_local_rank(index):
         return True
     name = facts.name(index.func) if isinstance(index, cst.Call) else None
     if name is not None and name.endswith(".current_device"):
         return True
-    one = facts.indexes <= {"0"} and all(_is_first(made) for made in facts.made_current)
+    one = facts.indexes <= {"0"} and all(made is None or text_of(made) == "0" for made in facts.made_indexes)
     return one and _is_zero(facts, index) and not any(_is_other(facts, moved) for moved in facts.moved_to)
 
 
@@ -101,6 +60,11 @@ def _is_other(facts: Facts, name: cst.Name) -> bool:
     return not (name.value == "None" or is_device or facts.is_local_rank(name) or _is_zero(facts, name))
 
 
+def _has_indexes(facts: Facts) -> bool:
+    """Return whether the port names devices by their index, as the script does."""
+    return facts.level is Level.TORCH or facts.place.by_hand
+
+
 def _refused(index: cst.BaseExpression) -> Left:
     return Left(
         f"device index {text_of(index)}: a process has one device here, which ACCEL_DEVICE or the launcher chooses"
@@ -114,13 +78,13 @@ def index_source(index: cst.BaseExpression) -> str:
 
 def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
     """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
-    if _own_device(facts, index) and (
-        facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
-    ):
+    if own_device(facts, index) and (facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)):
         return facts.device(site) if index is None else facts.place.device(site)
     assert index is not None, "the device without an index is the process's own"
-    if facts.level is not Level.TORCH:
-        return facts.place.device(site) if facts.place.by_hand and facts.sets_device(index) else _refused(index)
+    if not _has_indexes(facts):
+        return _refused(index)
+    if facts.level is not Level.TORCH and facts.sets_device(index):
+        return facts.place.device(site)
     if facts.is_whole(index) or facts.is_local_rank(index):
         return f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
     if facts.sets_device(index):
@@ -130,16 +94,13 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
 
 def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
     """Return the source of the device's name as a string, or the reason why it is not certain."""
-    if facts.level is Level.TORCH:
-        kind = facts.place.kind(site)
-        if index is None or (text_of(index) == "0" and _own_device(facts, index)):
-            return kind
+    own = own_device(facts, index)
+    if index is None or (own and text_of(index) == "0"):
+        return facts.place.kind(site)
+    if _has_indexes(facts) and not (own and facts.level is not Level.TORCH):
         text = index_source(index)
-        return f'f"{{{kind}}}:{{{text}}}"' if '"' not in text else _refused(index)
-    if not _own_device(facts, index):
-        assert index is not None, "the device without an index is the process's own"
-        return _refused(index)
-    return facts.place.kind(site) if index is None or text_of(index) == "0" else f"str({facts.place.device(site)})"
+        return f'f"{{{facts.place.kind(site)}}}:{{{text}}}"' if '"' not in text else _refused(index)
+    return f"str({facts.place.device(site)})" if own else _refused(index)
 
 
 def _chosen(facts: Facts, node: cst.BaseExpression) -> list[cst.BaseExpression] | None:
@@ -235,10 +196,11 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return None
     if isinstance(wanted, Left):
         return wanted
-    plain = index is None or (text_of(index) == "0" and _own_device(facts, index))
-    if wanted == "location" and facts.level is Level.TORCH and index is not None and not plain:
-        # torch.load refuses "cpu:0", so that an index must not appear where there may be no accelerator.
-        source = facts.place.device(node) if facts.sets_device(index) else _refused(index)
+    plain = index is None or (text_of(index) == "0" and own_device(facts, index))
+    if wanted == "location" and _has_indexes(facts) and index is not None and not plain:
+        source = facts.place.device(node) if facts.sets_device(index) else kind_source(facts, node, index)
+        if isinstance(source, str) and source.startswith('f"'):  # torch.load refuses "cpu:0"
+            source = f'({source} if {facts.place.kind(node)} != "cpu" else "cpu")'
     elif wanted == "kind":
         source = kind_source(facts, node, index)
     else:

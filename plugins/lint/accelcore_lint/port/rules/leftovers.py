@@ -6,8 +6,9 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import APEX
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import index_of, whole
+from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, type_text
 
@@ -33,13 +34,17 @@ _DEFAULT = "one vendor's function, without a generic one"
 
 
 _ERRORS = tuple(f"torch.{device}.OutOfMemoryError" for device in DEVICES)
+_SCALERS = tuple(f"torch.{device}.amp.GradScaler" for device in DEVICES)
 
 
-def _decide_error(node: cst.Attribute, facts: Facts) -> Rewrite | None:
-    """Write the error by the name that torch has for it on all devices; it is the same class."""
-    if facts.name(node) not in _ERRORS:
-        return None
-    return whole(node, f"{facts.torch}.OutOfMemoryError", facts.needs_torch)
+def _decide_class(node: cst.Attribute, facts: Facts) -> Rewrite | None:
+    """Write the error by the name that torch has for it on all devices; it is the same class. Annotations likewise."""
+    name = facts.name(node)
+    if name in _ERRORS:
+        return whole(node, f"{facts.torch}.OutOfMemoryError", facts.needs_torch)
+    if name in _SCALERS and any(isinstance(outer, cst.Annotation) for outer in facts.parents(node)):
+        return whole(node, f"{facts.torch}.amp.GradScaler", facts.needs_torch)
+    return None
 
 
 def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
@@ -104,10 +109,10 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
 
 LEFTOVERS = (
     Rule(
-        "error",
-        "the error of a device that is out of memory",
+        "class",
+        "the error of a device that is out of memory, and annotations of scalers",
         (cst.Attribute,),
-        _decide_error,
+        _decide_class,
         (
             Example(
                 Level.TORCH,

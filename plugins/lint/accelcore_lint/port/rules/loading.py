@@ -5,8 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, kind_source, whole
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -31,10 +32,15 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
     return Rewrite(lambda updated: updated.with_changes(**starred), node.children)
 
 
-def _decide_map(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
+def _decide_map(node: cst.Lambda | cst.Dict, facts: Facts) -> Rewrite | Left | None:
     """Replace `lambda storage, loc: storage.cuda(0)`, which moves all that is loaded to a device."""
     arg = facts.parent(node)
-    if not isinstance(arg, cst.Arg) or arg.keyword is None or arg.keyword.value != "map_location":
+    holder = arg.keyword if isinstance(arg, cst.Arg) else arg.targets[0].target if isinstance(arg, cst.Assign) else None
+    if holder is None or text_of(holder) not in ("map_location", "loc"):
+        return None
+    if isinstance(node, cst.Dict):
+        return _decide_dict(node, facts)
+    if not isinstance(arg, cst.Arg):
         return None
     body = node.body
     params = node.params.params
@@ -54,6 +60,20 @@ def _decide_map(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
     if isinstance(source, Left):
         return source
     return whole(node, source)
+
+
+def _decide_dict(node: cst.Dict, facts: Facts) -> Rewrite | None:
+    """Replace `{"cuda:0": f"cuda:{rank}"}`, which moves what the first device has saved to this one."""
+    pair = node.elements[0] if len(node.elements) == 1 else None
+    if not isinstance(pair, cst.DictElement):
+        return None
+    (of_device, first), (to_device, index) = index_of(pair.key), index_of(pair.value)
+    if not (of_device and to_device) or first is None or text_of(first) != "0":
+        return None
+    to = kind_source(facts, node, index)
+    if isinstance(to, Left):
+        return None
+    return whole(node, f'{{f"{{{facts.place.kind(node)}}}:0": {to}}}')
 
 
 PINS = Rule(
@@ -79,9 +99,14 @@ PINS = Rule(
 MAPS = Rule(
     "map_location",
     "functions that move what is loaded",
-    (cst.Lambda,),
+    (cst.Lambda, cst.Dict),
     _decide_map,
     (
+        Example(
+            Level.ROLES,
+            'state = torch.load(path, map_location={"cuda:0": f"cuda:{local_rank}"})',
+            'state = torch.load(path, map_location={f"{accel.device.type}:0": str(accel.device)})',
+        ),
         Example(
             Level.ROLES,
             "state = torch.load(path, map_location=lambda storage, loc: storage.cuda())",

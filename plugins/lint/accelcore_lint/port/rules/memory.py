@@ -33,7 +33,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if len(node.args) > 1 or not own:
         return Left(f"{name} of a device of its own")
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
-    if facts.level is not Level.TORCH and name in _FIGURES and not resets and not facts.place.is_apart(node):
+    if facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
     module = f"{facts.torch}.accelerator"
     source = f"{module}.{_ACCELERATOR[name]}()"

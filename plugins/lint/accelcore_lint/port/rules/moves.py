@@ -34,7 +34,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left(f"arguments of {method}() that are not known")
     index = given.pop("device").value if "device" in given else None
-    if index is not None and isinstance(index, cst.Name) and is_device_name(index.value) and not facts.is_whole(index):
+    if index is not None and _is_device(index, facts):
         source: str | Left = text_of(index)
     elif index is not None and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
         source = f"{tensor[1]}.device"
@@ -53,6 +53,15 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return updated.with_changes(func=receiver.with_changes(attr=cst.Name("to")), args=[first, *kept])
 
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
+
+
+def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether the argument of a move is the script's own name of a device, which is never None."""
+    if isinstance(index, cst.Name):
+        return is_device_name(index.value) and not facts.is_whole(index)
+    values = [text_of(value) for value in facts.values(index)]
+    made = bool(values) and "None" not in values and not facts.is_local_rank(index) and not facts.is_whole(index)
+    return isinstance(index, cst.Attribute) and is_device_name(index.attr.value) and made
 
 
 def _device_argument(node: cst.Call, facts: Facts) -> cst.Arg | None:

@@ -44,7 +44,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
-        stays = facts.has_engine or _SPARSE.search(facts.module.code) or _is_copied(node, facts)
+        stays = facts.has_engine or _SPARSE.search(facts.code) or _is_copied(node, facts)
         if given is None or "params" not in given or stays:
             return None
         try:
@@ -62,7 +62,7 @@ def _is_copied(node: cst.Call, facts: Facts) -> bool:
     whole = rf"(?<![\w.'\"])(?:{known})(?![\w.(=])"
     copies = (text_of(call) for call in facts.calls if facts.name(call.func) in _COPIES)
     held = rf"['\"] *: *(?:{known}) *[,}}\n]"
-    return any(re.search(whole, text) for text in copies) or re.search(held, facts.module.code) is not None
+    return any(re.search(whole, text) for text in copies) or re.search(held, facts.code) is not None
 
 
 def _decide_npu(node: cst.Call, facts: Facts, kind: str) -> Rewrite | Left:

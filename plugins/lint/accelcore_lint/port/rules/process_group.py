@@ -59,6 +59,8 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
     if not _is_group(node):
         return None
     parent = facts.parent(node)
+    while isinstance(parent, cst.IfExp):
+        parent = facts.parent(parent)
     if isinstance(parent, (cst.Expr, cst.Comparison, cst.ComparisonTarget)):
         return None
     call = facts.parent(parent) if isinstance(parent, cst.Arg) else None
@@ -75,33 +77,36 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
                 return _default(facts, node)
             return Left("the default of an option whose choices are process-group backends")
     is_backend = (
-        (
-            isinstance(parent, cst.Assign)
-            and len(parent.targets) == 1
-            and "backend" in text_of(parent.targets[0].target).lower()
-        )
-        or (isinstance(parent, cst.Param) and "backend" in parent.name.value)
-        or (isinstance(parent, cst.IfExp) and _is_argument_of_init(facts, parent))
-    )
+        isinstance(parent, cst.Assign)
+        and len(parent.targets) == 1
+        and "backend" in text_of(parent.targets[0].target).lower()
+    ) or (isinstance(parent, cst.Param) and "backend" in parent.name.value)
     if is_backend:
         return _default(facts, node)
     return Left("a process-group backend's name in a place where it is not certain what it is for")
 
 
-def _is_argument_of_init(facts: Facts, node: cst.CSTNode) -> bool:
-    arg = facts.parent(node)
-    call = facts.parent(arg) if isinstance(arg, cst.Arg) else None
-    return isinstance(call, cst.Call) and facts.name(call.func) in _INIT
+def _decide_question(node: cst.Call, facts: Facts) -> Rewrite | None:
+    """Ask for the backend that is used instead of "nccl"."""
+    if facts.name(node.func) != "torch.distributed.is_nccl_available" or node.args:
+        return None
+    return whole(
+        node, f"{facts.torch}.distributed.is_backend_available({_default_name(facts, node)})", facts.needs_torch
+    )
 
 
 def _default(facts: Facts, node: cst.SimpleString) -> Rewrite:
+    return Rewrite(whole(node, _default_name(facts, node)).build, (), facts.needs_torch)
+
+
+def _default_name(facts: Facts, node: cst.CSTNode) -> str:
+    """Return the source of torch's default backend for the device."""
     try:
         device = facts.place.device(node)
     except UnplacedError:
         # Which process asks does not matter here: the kind of device is the same in all of them.
         device = f'({facts.torch}.accelerator.current_accelerator(check_available=True) or "cpu")'
-    source = f"{facts.torch}.distributed.get_default_backend_for_device({device})"
-    return Rewrite(whole(node, source).build, (), facts.needs_torch)
+    return f"{facts.torch}.distributed.get_default_backend_for_device({device})"
 
 
 PROCESS_GROUP = Rule(
@@ -115,9 +120,16 @@ PROCESS_GROUP = Rule(
 BACKEND_NAMES = Rule(
     "backend name",
     "names of process-group backends",
-    (cst.SimpleString,),
-    _decide_name,
+    (cst.SimpleString, cst.Call),
+    lambda node, facts: (_decide_question if isinstance(node, cst.Call) else _decide_name)(node, facts),
     (
+        Example(
+            Level.ROLES,
+            'backend = "nccl" if torch.distributed.is_nccl_available() else "gloo"',
+            "backend = torch.distributed.get_default_backend_for_device(accel.device) if "
+            "torch.distributed.is_backend_available("
+            'torch.distributed.get_default_backend_for_device(accel.device)) else "gloo"',
+        ),
         Example(
             Level.TORCH,
             'torch.distributed.init_process_group("nccl", rank=rank, world_size=n)',

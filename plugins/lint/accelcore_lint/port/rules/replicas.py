@@ -1,4 +1,4 @@
-"""Replicas of a model: `DistributedDataParallel(model, device_ids=[rank])`."""
+"""Devices of replicas and barriers: `DistributedDataParallel(model, device_ids=[rank])`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rules.device_strings import device_source
 from accelcore_lint.port.tree import argument, text_of
 
@@ -26,11 +27,13 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
             "DataParallel drives several devices from one process: start one for each, and use DistributedDataParallel"
         )
         return Left(reason, inner=True)
-    if facts.name(node.func) not in _DDP:
+    if facts.name(node.func) not in (*_DDP, "torch.distributed.barrier"):
         return None
     given = [arg for arg in node.args if arg.keyword is not None and arg.keyword.value in _DEVICES]
     ids = argument(node, "device_ids")
     models = [arg for arg in node.args if arg.keyword is None or arg.keyword.value == "module"]
+    if facts.name(node.func) not in _DDP:
+        return _where_there_is_one(facts, node, given) if isinstance(ids, (cst.List, cst.Tuple)) else None
     if any(arg.star for arg in node.args) or len(models) != 1:
         return Left("the devices of DistributedDataParallel, given by position") if len(node.args) > 1 else None
     if ids is None or text_of(ids) == "None" or isinstance(ids, cst.IfExp):
@@ -40,6 +43,13 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     index = ids.elements[0].value
     if facts.level is Level.TORCH or (facts.place.is_apart(node) and facts.is_local_rank(index)):
         return _where_there_is_one(facts, node, given)
+    try:
+        return _of_backend(facts, node, given, index)
+    except UnplacedError:
+        return _where_there_is_one(facts, node, given)
+
+
+def _of_backend(facts: Facts, node: cst.Call, given: list[cst.Arg], index: cst.BaseExpression) -> Rewrite | Left:
     source = device_source(facts, node, index)
     own = text_of(index) in ("device", "args.device") or not (isinstance(index, cst.Integer) or facts.chooses_by(index))
     if isinstance(source, Left) and not own:
@@ -110,6 +120,11 @@ REPLICAS = Rule(
             Level.ROLES,
             "net = torch.nn.parallel.DistributedDataParallel(module=model, device_ids=[local_rank])",
             "net = accel.replicate(module=model)",
+        ),
+        Example(
+            Level.ROLES,
+            "torch.distributed.barrier(device_ids=[local_rank])",
+            "torch.distributed.barrier(device_ids=[local_rank] if torch.accelerator.is_available() else None)",
         ),
     ),
 )

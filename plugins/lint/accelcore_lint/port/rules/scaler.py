@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import index_of
 from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _OF_DEVICE = {f"torch.{device}.amp.{module}GradScaler" for device in DEVICES for module in ("", "grad_scaler.")}
 _GENERIC = ("torch.amp.GradScaler", "torch.GradScaler")
+_SPACE = cst.SimpleWhitespace(" ")
 _SETTINGS = {
     "init_scale": "init",
     "growth_factor": "growth",
@@ -23,10 +26,15 @@ _ONLY_TORCHS = {
     "set_backoff_factor", "set_growth_interval", "_scale", "_enabled", "_per_optimizer_states", "_check_inf_per_device",
 }  # fmt: skip
 
+_SETS_SCALE = re.compile(r"scaler\w*\.update\([^)]")
+"""A call that gives the scaler its next scale, which only torch's takes."""
+
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     name = facts.name(node.func)
     names = (*_SETTINGS, "enabled")
+    if any(arg.star == "**" for arg in node.args):
+        return _with_device(node, facts) if name in _OF_DEVICE else None
     if name in _OF_DEVICE:
         given = arguments(node, *names)
     elif name in _GENERIC:
@@ -38,9 +46,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left("arguments of GradScaler that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
-    with_backend = (
-        facts.level is not Level.TORCH and not facts.place.is_apart(node) and not facts.attributes & _ONLY_TORCHS
-    )
+    stays = facts.attributes & _ONLY_TORCHS or _SETS_SCALE.search(facts.code)
+    with_backend = facts.level is not Level.TORCH and not facts.place.is_apart(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
 
     def build(updated: cst.Call) -> cst.BaseExpression:
@@ -59,6 +66,15 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
     return Rewrite(build, claims=gone, imports=() if with_backend else facts.needs_torch)
+
+
+def _with_device(node: cst.Call, facts: Facts) -> Rewrite:
+    """Keep `**options` of torch's own scaler, and give it the device."""
+    func = cst.parse_expression(f"{facts.torch}.amp.GradScaler")
+    device = cst.Arg(cst.parse_expression(facts.place.kind(node)), comma=cst.Comma(cst.SimpleWhitespace(""), _SPACE))
+    return Rewrite(
+        lambda updated: updated.with_changes(func=func, args=[device, *updated.args]), [node.func], facts.needs_torch
+    )
 
 
 SCALER = Rule(

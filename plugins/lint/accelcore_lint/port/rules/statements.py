@@ -5,14 +5,16 @@ from __future__ import annotations
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.rules.device_strings import index_of, index_source, whole
+from accelcore_lint.port.rules.device_strings import index_source, own_device, whole
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _MODULES = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}
 _RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
+_CURRENT = {f"torch.{device}.current_stream" for device in DEVICES}
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated", "ipc_collect")
 
 
@@ -21,9 +23,31 @@ def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] 
     if len(node.body) != 1 or not isinstance(node.body[0], cst.Expr) or not isinstance(node.body[0].value, cst.Call):
         return None
     call = node.body[0].value
+    if _waits_for_stream(call, facts):
+        return "synchronize", call
     name = facts.name(call.func) or ""
     module, _, function = name.rpartition(".")
     return (function, call) if module in _MODULES else None
+
+
+def _waits_for_stream(call: cst.Call, facts: Facts) -> bool:
+    """Return whether a call is `torch.npu.current_stream().synchronize()`, also by a name for the stream."""
+    func = call.func
+    if not isinstance(func, cst.Attribute) or func.attr.value != "synchronize" or call.args:
+        return False
+    return _is_current(func.value, facts) or _is_only_waited_for(func.value, facts)
+
+
+def _is_current(node: cst.BaseExpression, facts: Facts) -> bool:
+    return isinstance(node, cst.Call) and not node.args and facts.name(node.func) in _CURRENT
+
+
+def _is_only_waited_for(name: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a name is the current stream wherever it is assigned, and is only used to wait for it."""
+    values = facts.values(name)
+    waits = sum(text_of(call.func) == f"{text_of(name)}.synchronize" for call in facts.calls)
+    known = bool(values) and all(_is_current(value, facts) for value in values)
+    return known and isinstance(name, cst.Name) and facts.uses[name.value] == len(values) + waits
 
 
 def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrite:
@@ -41,6 +65,10 @@ def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrit
 
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
+    made = node.body[0] if len(node.body) == 1 else None
+    if isinstance(made, cst.Assign) and _is_current(made.value, facts):
+        only = len(made.targets) == 1 and _is_only_waited_for(made.targets[0].target, facts)
+        return Rewrite(removed, node.body) if only else None
     found = called(node, facts)
     if found is None or found[0] not in _CALLS:
         return None
@@ -51,22 +79,17 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         return Left(f"arguments of {name} that are not known")
     if name == "ipc_collect":
         return Left("ipc_collect: other devices have nothing like it")
-    text = "" if device is None else text_of(device)
-    own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or index_of(device)[0]
+    named, index = index_of(device) if device is not None else (True, None)
+    own = named or device is None or facts.is_local_rank(device) or text_of(device) == "0"
     if facts.level is not Level.TORCH:
-        if name == "synchronize" and own and not facts.place.is_apart(node):
+        if name == "synchronize" and own and facts.place.can_choose(node):
             return None  # an expression, wherever it stands
         if name == "set_device" and device is not None and _is_known(facts, node, device):
             # What follows takes the current device.
-            return _guarded(facts, node, f"{module}.set_device_index({index_source(device)})")
+            return _guarded(facts, node, f"{module}.set_device_index({index_source(index or device)})")
         if name == "set_device":
             return _set_device(facts, node, device)
-    if device is not None and index_of(device)[0]:
-        return (
-            Left(f"{name} of the device {text}")
-            if text.strip("\"'") not in DEVICES
-            else _guarded(facts, node, f"{module}.{name}()")
-        )
+    device = index if named else device
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
     given = "" if device is None or new == "empty_cache" else index_source(device)
     return _guarded(facts, node, f"{module}.{new}({given})")
@@ -74,14 +97,16 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
 
 def _is_known(facts: Facts, node: cst.CSTNode, device: cst.BaseExpression) -> bool:
     """Return whether a device is made current by a number that lines elsewhere, which take the current one, need."""
-    chosen = facts.is_local_rank(device) or (facts.place.by_hand and not index_of(device)[0])
+    chosen = facts.is_local_rank(device) or (facts.place.by_hand and index_of(device) != (True, None))
     return facts.place.is_apart(node) and chosen
 
 
 def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     """Wait through the backend, also in the middle of a line; report other calls there."""
     module, _, function = (facts.name(node.func) or "").rpartition(".")
-    if module not in _MODULES or function not in _CALLS:
+    if _waits_for_stream(node, facts):
+        function = "synchronize"
+    elif module not in _MODULES or function not in _CALLS:
         return None
     device = argument(node, "device", 0)
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0"
@@ -99,12 +124,9 @@ def _set_device(facts: Facts, node: cst.SimpleStatementLine, device: cst.BaseExp
 
 
 def _is_chosen(facts: Facts, device: cst.BaseExpression) -> bool:
-    """Return whether an expression is a `torch.device` of this rank's index, in the script itself."""
-    for value in [device, *facts.values(device)]:
-        named, index = index_of(value)
-        if named and index is not None and facts.is_local_rank(index):
-            return True
-    return False
+    """Return whether an expression is a `torch.device`, or the name of one, that the backend has."""
+    made = facts.indexes_of(device)
+    return made != [device] and all(index is None or own_device(facts, index) for index in made)
 
 
 ALONE = Rule(
@@ -124,6 +146,11 @@ ALONE = Rule(
             "if torch.accelerator.is_available():\n    torch.accelerator.set_device_index(rank)",
         ),
         Example(Level.ROLES, "torch.cuda.set_device(local_rank)\nprint(local_rank)", "print(local_rank)"),
+        Example(
+            Level.ROLES,
+            "stream = torch.npu.current_stream()\nstream.synchronize()",
+            "accel.runtime.synchronize()",
+        ),
     ),
 )
 

@@ -92,7 +92,7 @@ def _knows_all(facts: Facts) -> bool:
     calls = [call for call in facts.calls if facts.name(call.func) in _MADE | _ENTERED | _CURRENT]
     made = {subject for kind, subject in forms if kind == _MAKE}
     used = [subject for kind, subject in forms if kind in (_MAKE, _ENTER, _WAIT)]
-    code = re.sub(r"#.*", "", facts.module.code)
+    code = re.sub(r"#.*", "", facts.code)
     written = sum(len(re.findall(rf"(?<![\w.]){re.escape(stream)}\b", code)) for stream in made)
     waits = any(kind == _WAIT for kind, _ in forms)
     return waits and len(forms) == len(calls) and set(used) <= made and len(used) == written

@@ -115,19 +115,28 @@ def _asks(condition: cst.BaseExpression, facts: Facts) -> bool:
 
 def _makes(call: cst.Call, facts: Facts) -> bool:
     """Return whether a call certainly makes a tensor from sizes, or from data on the host."""
-    if any(arg.keyword is not None or arg.star for arg in call.args):
+    if any(arg.keyword is not None or arg.star == "**" for arg in call.args):
         return False
-    return len(call.args) != 1 or _is_host(call.args[0].value, facts)
+    # Several arguments are sizes. A starred one may be none at all.
+    plain = [arg.value for arg in call.args if not arg.star]
+    return len(plain) > 1 or (len(plain) == 1 and _is_host(plain[0], facts)) or not call.args
 
 
 def _is_host(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
     if isinstance(node, (cst.List, cst.Tuple, cst.ListComp, cst.Integer)):
         return True
+    if isinstance(node, cst.Subscript):
+        return text_of(node.value).endswith(".shape")
     if isinstance(node, cst.Call):
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else text_of(node.func)
         return (facts.name(node.func) or "").startswith("numpy.") or method in ("size", "len", "int", "numpy", "tolist")
-    values = facts.values(node)
+    # A name may also be assigned what is made of it here: `labels = torch.cuda.LongTensor(labels)`.
+    values = [value for value in facts.values(node) if text_of(node) not in map(text_of, _given(value))]
     return bool(values) and depth > 0 and all(_is_host(value, facts, depth - 1) for value in values)
+
+
+def _given(value: cst.BaseExpression) -> list[cst.BaseExpression]:
+    return [arg.value for arg in value.args] if isinstance(value, cst.Call) else []
 
 
 TYPED = Rule(

@@ -1,0 +1,47 @@
+"""The index in the name of a device: `"cuda:1"`, `f"cuda:{rank}"`, `"npu:%d" % rank`."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.vendors import DEVICES, device_text
+
+_PREFIX = tuple(f"{name}:" for name in DEVICES)
+_FORM = re.compile(rf"({'|'.join(DEVICES)}):{{0?(:d)?}}")
+
+
+def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
+    """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
+    if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):
+        value = node.evaluated_value
+        if not device_text(value) or "{" in value or "%" in value:
+            return False, None
+        _, _, index = value.partition(":")
+        return True, cst.Integer(index) if index else None
+    if isinstance(node, cst.FormattedString) and len(node.parts) == 2:
+        head, part = node.parts
+        if (
+            isinstance(head, cst.FormattedStringText)
+            and head.value in _PREFIX
+            and isinstance(part, cst.FormattedStringExpression)
+        ):
+            plain = part.format_spec is None and part.conversion is None
+            return plain, part.expression if plain else None
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.left, cst.SimpleString):
+        value = str(node.left.evaluated_value)
+        if isinstance(node.operator, cst.Modulo) and value in {f"{name}:%d" for name in DEVICES}:
+            right = node.right
+            if isinstance(right, cst.Tuple) and len(right.elements) == 1:
+                right = right.elements[0].value
+            return not isinstance(right, cst.Tuple), right
+        if isinstance(node.operator, cst.Add) and value in _PREFIX and isinstance(node.right, cst.Call):
+            is_text = text_of(node.right.func) == "str" and len(node.right.args) == 1
+            return is_text, node.right.args[0].value if is_text else None
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "format":
+        form = node.func.value
+        if isinstance(form, cst.SimpleString) and _FORM.fullmatch(str(form.evaluated_value)):
+            return len(node.args) == 1 and node.args[0].keyword is None, node.args[0].value if node.args else None
+    return False, None

@@ -1,0 +1,113 @@
+"""Which device a ported script uses: the number in a name, the current one, or the only one that it names."""
+
+from __future__ import annotations
+
+import pytest
+from accelcore_lint.port import Level, port_source
+
+_CURRENT = 'current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")\n'
+
+
+def _ported(source, level=Level.ROLES):
+    outcome = port_source(source, level)
+    assert port_source(outcome.source, level).source == outcome.source
+    return outcome
+
+
+def test_processes_that_choose_a_device_by_a_table_of_their_own_keep_that_choice():
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\n\n\n"
+        "def work(rank, table):\n    number = table[rank]\n    loc = 'npu:{}'.format(number)\n"
+        "    torch.npu.set_device(loc)\n    model = Net().npu()\n    torch.load(path, map_location=loc)\n\n\n"
+        "mp.spawn(work, nprocs=2, args=({0: 4, 1: 5},))\n"
+    )
+    outcome = _ported(source)
+    assert outcome.after == 0
+    assert not outcome.left
+    assert "torch.accelerator.set_device_index(loc)" in outcome.source
+    assert 'f"{current_device.type}:{number}" if current_device.type != "cpu" else "cpu"' in outcome.source
+    assert "Net().to(current_device)" in outcome.source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_device_that_is_made_current_by_its_name_keeps_its_number(level):
+    source = (
+        "import torch\nN = int(environ['N'])\ntorch.npu.set_device(f'npu:{N}')\nx = x.to(f'npu:{N}')\ny = y.npu()\n"
+    )
+    outcome = _ported(source, level)
+    assert outcome.after == 0
+    assert not outcome.left
+    assert "torch.accelerator.set_device_index(N)" in outcome.source
+
+
+def test_the_first_device_may_have_a_name_before_it_is_made_current():
+    source = (
+        "import torch\n\n\nclass Trainer:\n    def __init__(self):\n"
+        '        self.device = "cuda:0" if torch.cuda.is_available() else "cpu"\n'
+        "        torch.cuda.set_device(self.device)\n"
+    )
+    outcome = _ported(source)
+    assert "        self.device = accel.device.type\n" in outcome.source
+    assert not outcome.left
+    assert "set_device" not in outcome.source
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'device = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")\nmodel.to(device)\n',
+        "torch.cuda.set_device(1)\nmodel.cuda()\n",
+        "model.cuda(1)\nx = x.to('cuda:1')\n",
+    ],
+)
+def test_a_script_that_names_one_device_by_its_number_selects_that_one(source):
+    outcome = _ported(f"import torch\n{source}")
+    assert "accel = accelcore.select(local_rank=1)\n" in outcome.source
+    assert outcome.after == 0
+    assert not outcome.left
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.cuda(1)\nx = x.cuda()\n",  # the second goes to device 0
+        "model.cuda(1)\nx = x.cuda(2)\n",
+        "model.cuda(1)\nfor i in range(torch.cuda.device_count()):\n    x[i] = x[i].cuda(i)\n",
+        "model = torch.nn.DataParallel(model, device_ids=[1, 2]).cuda(1)\n",
+    ],
+)
+def test_a_script_with_several_devices_does_not(source):
+    outcome = _ported(f"import torch\n{source}")
+    assert "local_rank=1" not in outcome.source
+    assert outcome.left
+
+
+def test_the_device_of_a_checkpoint_is_moved_as_before():
+    source = "import torch\nwhere = {'cuda:0': 'cuda:%d' % local_rank}\ntorch.load(path, map_location=where)\n"
+    assert _ported(source).left  # `where` may be for something else
+    source = source.replace("where", "map_location")
+    assert '{f"{accel.device.type}:0": str(accel.device)}' in _ported(source).source
+
+
+@pytest.mark.parametrize(
+    ("value", "new"),
+    [("self.device = device", "x.to(self.device)"), ("self.device = None", "x.cuda(self.device)")],
+)
+def test_an_attribute_with_a_device_is_one_unless_it_may_be_none(value, new):
+    source = (
+        f"import torch\n\n\nclass Net:\n    def __init__(self, device):\n        {value}\n        x.cuda(self.device)\n"
+    )
+    assert new in _ported(source).source
+
+
+def test_a_function_that_can_choose_no_device_waits_and_replicates_without_a_backend():
+    source = (
+        "import os\nimport torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n\n"
+        "def wait():\n    torch.cuda.synchronize()\n\n\n"
+        "def wrap(model):\n    return DDP(model, device_ids=[LOCAL_RANK])\n\n\n"
+        'def choose(name):\n    os.environ["CUDA_VISIBLE_DEVICES"] = name\n'
+    )
+    outcome = _ported(source)
+    assert not outcome.left
+    assert "if torch.accelerator.is_available():\n        torch.accelerator.synchronize()" in outcome.source
+    assert "device_ids=[LOCAL_RANK] if torch.accelerator.is_available() else None" in outcome.source

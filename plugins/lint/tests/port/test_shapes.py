@@ -1,0 +1,44 @@
+"""Source of unusual shape: what a rewrite leaves is valid Python and does what it did."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+
+
+def _ported(source, level=Level.ROLES):
+    outcome = port_source(source, level)
+    compile(outcome.source, "script", "exec")
+    assert port_source(outcome.source, level).source == outcome.source
+    return outcome
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_empty_tuples_are_read(level):
+    source = "import torch\nkept: tuple[()] = ()\nx = model(()).cuda()\n"
+    assert _ported(source, level).after == 0
+
+
+@pytest.mark.parametrize("comment", ["", "    # the second\n"])
+@pytest.mark.parametrize("last", ["", "    else:\n        print(3)\n"])
+def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
+    source = (
+        "import torch\n\n\ndef main(kind):\n    if kind == 1:\n        print(1)\n"
+        f"{comment}    elif kind == 2:\n        torch.cuda.set_device(0)\n{last}    return torch.ones(2).cuda()\n"
+    )
+    ported = _ported(source).source
+    assert comment in ported
+    assert ("elif kind == 2:\n        pass\n" in ported) is bool(comment or last)
+
+
+@pytest.mark.parametrize(
+    ("line", "new"),
+    [
+        ("context = torch.cuda.amp.autocast\nwith context(True):\n    pass", "context = torch.cuda.amp.autocast"),
+        ("scaler = torch.cuda.amp.GradScaler()\nscaler.update(2.0)", "torch.amp.GradScaler(accel.device.type)"),
+        ("scaler = torch.cuda.amp.GradScaler(**options)", "torch.amp.GradScaler(accel.device.type, **options)"),
+        ("labels = [1]\nlabels = torch.cuda.LongTensor(labels)", "torch.LongTensor(labels).to(accel.device)"),
+        ("def step(scaler: torch.cuda.amp.GradScaler): ...", "def step(scaler: torch.amp.GradScaler): ..."),
+        ("stream = torch.cuda.current_stream()\nuse(stream)\nstream.synchronize()", "torch.cuda.current_stream()"),
+    ],
+)
+def test_a_form_decides_what_a_line_becomes(line, new):
+    assert new in _ported(f"import torch\n{line}\n").source
