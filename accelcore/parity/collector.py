@@ -100,6 +100,7 @@ class Collector:
         self._flushes_after_backward = False
         # The tensors that were seen, by id: the tensor, its version, and the module that made it.
         self._made: dict[int, tuple[ReferenceType[Tensor], int, str]] = {}
+        self._updated: list[tuple[str, str, Tensor]] = []  # parameters whose optimizers have made their steps
         self._users: dict[str, str] = {}  # for each module, the module that uses its output
 
     def close(self) -> None:
@@ -265,14 +266,14 @@ class Collector:
             self._saw_all("old state", [each for each in state if not self._is_as_before(each[2])])
 
     def after_update(self, optimizer: Optimizer, end_step: Callable[[], None] | None) -> None:
-        """Look at the state of an optimizer and the parameters after its step."""
+        """Look at the state of an optimizer after its step."""
         if not self._is_open or torch.compiler.is_compiling():
             return
         held = self._parameters_of(optimizer)
         state = _state_of(optimizer, held)
         self._saw_all("state", state)
         self._states |= {id(each): (ref(each), to_local(each)._version) for *_, each in state}
-        self._saw_all("parameter", held)
+        self._updated += held
         if end_step is not None:
             end_step()
 
@@ -281,6 +282,7 @@ class Collector:
         self.operators.stop()
         if not self._is_open:
             return None
+        self._saw_all("parameter", self._updated)  # now: a trainer has copied its fp32 masters to them
         for watched in self.models:
             self._saw_all("buffer", _named(watched, watched.model.named_buffers()))
         finished = self.last()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,14 @@ from accelcore.parity.tolerance import WITHOUT_TOLERANCE, Pairs, Parted, Toleran
 from accelcore.util.rounding import unit_of
 
 _AT_THE_END = frozenset(kind for kinds in BEFORE.values() for kind in kinds)
+_LOSS_SCALE = re.compile(r"trainer (parallel|precision|loss_scale)|autocast")
+_SCALED_BY = {
+    "grad": _LOSS_SCALE,
+    "gradient": _LOSS_SCALE,
+    "operator of backward": _LOSS_SCALE,
+    "reduced": re.compile(r"trainer (flat|precision)|optimizer \d+ route"),  # some kernels unscale and clip
+}
+"""Settings under which two runs may scale gradients by other factors, by the kind of event."""
 _SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parameter", "buffer")
 """Kinds of events that do not depend on how a batch is divided among ranks."""
 
@@ -79,6 +88,7 @@ class _Comparison:
         changed = {each.name for each in self._settings}
         self._kinds = _SAME_IN_EVERY_JOB if "ranks" in changed else tuple(PHASE_OF)
         self._divided = not changed.isdisjoint(("ranks", "trainer parallel"))
+        self._scaled = {kind for kind, settings in _SCALED_BY.items() if any(map(settings.search, changed))}
         self._exact = not arithmetic(self._settings) and not self._facts.get("took_batches")
         self._coarsest = max(_compiled_unit(each.facts["settings"]) for each in self._readers)
         self._notes = list(self._facts.get("notes", []))
@@ -124,6 +134,7 @@ class _Comparison:
         else:
             tolerance = Tolerance(
                 both, pairs, coarsest=self._coarsest, before=self._before, is_hidden=self._is_hidden,
+                scaled=self._scaled,
                 odd={event for event, rank in self._odd(number).items() if rank == self._rank},
             )  # fmt: skip
             parted = tolerance.first(next((each for each in checked if each["is_certain"]), None))

@@ -56,7 +56,11 @@ class Finder(Hooks):
 
     def _watch(self, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any] | None:
         """Watch a model that is new, and return the arguments to call it with; None for its own."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or module in self._collector.known:
+        known = self._collector.known
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or module in known:
+            return None
+        if any(part in known for part in module.modules()):  # a wrapper of a trainer's model, as of DDP
+            known.add(module)
             return None
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return None

@@ -167,7 +167,7 @@ class Record(Observer):
             self._collector.close()
             self._open.close()
         if self._writer is not None:
-            self._writer.write(complete=complete)
+            self._writer.write()
             last_step = self._collector.step - 1
             if missed := [step for step in self._operators if step > last_step]:
                 logger.warning("the operators of steps %s were not recorded: the last step was %d", missed, last_step)
@@ -206,7 +206,7 @@ class Record(Observer):
             if self._random is not None:
                 draw_on_host(next(watched.model.parameters()).device.type)
             facts = {"operators": self._operators, "random": self._random, "batches": self._batches}
-            self._writer = Writer(self._folder, rank_and_size()[0], {"settings": {}, "complete": False, **facts})
+            self._writer = Writer(self._folder, rank_and_size()[0], {"settings": {}, **facts})
             self._writer.keep("generators", self._at_start)
         if self._batches and not self._kept:
             self._kept["generator"] = torch.get_rng_state()

@@ -16,13 +16,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
+from zlib import crc32
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from accelcore.errors import RecordingError
@@ -71,16 +74,19 @@ class Writer:
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         self._folder = folder / f"rank-{rank:05d}"
         self._facts = {"what": "accelcore recording", "format": _FORMAT, "rank": rank, "steps": 0, **facts}
+        self._facts["run"] = uuid4().hex
         self._waiting: list[Step] = []
         with _writing(self._folder):
             if self._folder.exists():
                 shutil.rmtree(self._folder)
             self._folder.mkdir(parents=True)
+            self._write_facts()
 
     def keep(self, name: str, tensors: dict[str, Tensor], **texts: str) -> None:
         """Write whole tensors; `Reader.kept` returns them by the same name."""
+        sums = json.dumps({each: _sum(tensor) for each, tensor in tensors.items()})
         with _writing(self._folder):
-            save_file(tensors, self._folder / f".{name}", texts)
+            save_file(tensors, self._folder / f".{name}", {**texts, "sums": sums})
             os.replace(self._folder / f".{name}", self._folder / f"{name}.safetensors")
 
     def add(self, step: Step) -> None:
@@ -92,9 +98,19 @@ class Writer:
 
     def write(self, **facts: Any) -> None:
         """Write the steps that wait, and changed facts."""
+        with _writing(self._folder):
+            if json.loads((self._folder / _FILE).read_text(encoding="utf-8"))["run"] != self._facts["run"]:
+                raise RecordingError(
+                    f"another run records into {self._folder}",
+                    why="it began later, and has replaced what this run had written",
+                    remedy="give each run a folder of its own",
+                )
         if self._waiting:
-            tables: dict[tuple[Row, ...], int] = {}  # most steps have the same one
-            steps = {each.number: tables.setdefault(tuple(each.rows), len(tables)) for each in self._waiting}
+            tables: list[Sequence[Row]] = []  # most steps have the same one
+            for each in self._waiting:
+                if each.rows not in tables:
+                    tables.append(each.rows)
+            steps = {each.number: tables.index(each.rows) for each in self._waiting}
             rows = [[[*row.event, *row[1:]] for row in table] for table in tables]
             samples = {f"{each.number}.{key}": values for each in self._waiting for key, values in each.values.items()}
             events = json.dumps({"tables": rows, "steps": steps})
@@ -102,7 +118,10 @@ class Writer:
             self._facts["steps"], self._waiting = self._waiting[-1].number, []
         self._facts |= facts
         with _writing(self._folder):
-            replace_file(self._folder / _FILE, json.dumps(self._facts).encode())
+            self._write_facts()
+
+    def _write_facts(self) -> None:
+        replace_file(self._folder / _FILE, json.dumps(self._facts).encode())
 
 
 class Reader:
@@ -141,7 +160,7 @@ class Reader:
         """Return a step."""
         path, rows = self._steps[number]
         with _reading(self._folder), safe_open(path, framework="pt") as file:
-            values = {key: file.get_tensor(f"{number}.{key}") for key in {row.key for row in rows}}
+            values = {key: _checked(file, f"{number}.{key}") for key in {row.key for row in rows}}
             for key, joined in values.items():
                 if joined.shape != (sum(row.size for row in rows if row.key == key),):
                     raise ValueError(f"step {number} has another number of values of {key}")
@@ -153,8 +172,21 @@ class Reader:
 
     def kept(self, name: str) -> dict[str, Tensor]:
         """Return whole tensors that `Writer.keep` has written."""
-        with _reading(self._folder):
-            return load_file(self.path(name))
+        with _reading(self._folder), safe_open(self.path(name), framework="pt") as file:
+            return {each: _checked(file, each) for each in file.keys()}  # noqa: SIM118  # it is no dict
+
+
+def _sum(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's bytes."""
+    return crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _checked(file: Any, name: str) -> Tensor:
+    """Return a tensor of a file."""
+    tensor: Tensor = file.get_tensor(name)
+    if _sum(tensor) != json.loads(file.metadata()["sums"])[name]:
+        raise ValueError(f"{name} has another checksum than when it was written")
+    return tensor
 
 
 def _row(kind: str, module: str, item: str, number: int, key: str, shape: list[int], source: str, size: int) -> Row:

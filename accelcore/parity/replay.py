@@ -187,9 +187,11 @@ class Replay(Record):
                 f"only here: {', '.join(sorted(here - there)[:5]) or 'none'}",
                 remedy="replay the script that was recorded, with the same model",
             )
+        # A model in low precision may give its state in fp32.
+        held = {name: each.dtype for name, each in (*watched.model.named_parameters(), *watched.model.named_buffers())}
         others = [
             name for name, value in own.items()
-            if not torch.equal(value.detach().cpu().to(recorded[name].dtype), recorded[name])
+            if not _is_same(value.detach().cpu().to(held.get(name, value.dtype)), recorded[name])
         ]  # fmt: skip
         self._other_weights += [watched.full(name) for name in others]
         trainers = [each for each in self._trainers if each.model is watched.model]
@@ -211,6 +213,11 @@ class Replay(Record):
                 result=self._of_batch and asdict(self._of_batch),
             )
             self.result = compare(self._reference, self._folder, rank=rank_and_size()[0])
+
+
+def _is_same(own: Tensor, recorded: Tensor) -> bool:
+    """Return whether two weights are the same in the coarser of their dtypes."""
+    return torch.equal(own.to(recorded.dtype), recorded) or torch.equal(recorded.to(own.dtype), own)
 
 
 def _of_batch(layers: Sequence[LayerDifference], size: int) -> Result:

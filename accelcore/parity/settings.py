@@ -26,7 +26,7 @@ _PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*|ACCEL_DEVICE")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _ARITHMETIC = (
     "device", "kind", "torch", "processor", "threads", "fp32", "ranks", "compiled", "autocast",
-    "trainer precision", "trainer fp32", "trainer parallel", "trainer compile", "trainer flat",
+    "trainer precision", "trainer loss_scale", "trainer fp32", "trainer parallel", "trainer compile", "trainer flat",
 )  # fmt: skip
 """Settings under which equal inputs give equal bits on a deterministic device."""
 _KERNELS = (" fused", " foreach", " route")

@@ -6,6 +6,7 @@ For everything else, the tolerance is a number of units of rounding, times how f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -65,6 +66,8 @@ class Tolerance:
         before: what was seen last at the end of a step, in both runs.
         odd: reduced gradients that are other ones on this rank than on all others.
         is_hidden: whether only what needs no tolerance is compared.
+        scaled: kinds of gradients that the runs may scale otherwise, by a loss scale, a strategy, or clipping within
+            an optimizer's kernel. They are compared up to a factor, which is that of the first one of a step.
     """
 
     def __init__(
@@ -76,11 +79,14 @@ class Tolerance:
         before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]],
         odd: Container[Event],
         is_hidden: bool,
+        scaled: Container[str],
     ) -> None:
         self._pairs, self._before, self._odd, self._is_hidden = pairs, before, odd, is_hidden
         self._units = [_units(step, coarsest) for step in both]
         self._scales = _scales(pairs)
         self._weights, self._reduced = _by_place(pairs, "weight"), _by_place(pairs, "reduced")
+        self._scaled = scaled
+        self._factors: dict[tuple[bool, torch.dtype], float] = {}
         self._carried = 1.0  # by how many units of rounding the events so far are apart
         self._computes = False  # whether an event so far is of the step's own arithmetic
         self._noisy: set[tuple[str, str]] = set()  # parameters whose gradients are apart by more than a small share
@@ -93,11 +99,23 @@ class Tolerance:
                 kind = "operator of backward" if wrong["backward"] else "operator"
                 event = Event(kind, wrong["module"], f"{wrong['operator']} 0")
                 return Parted(mine._replace(event=event), wrong["ratio"])
-            apart = distance(mine.values, theirs.values)
+            apart = distance(mine.values, self._unscaled(mine, theirs))
             ratio = self._excess(mine, theirs, apart)
             if ratio is not None:
                 return Parted(mine, ratio, apart.masks)
         return None
+
+    def _unscaled(self, mine: Seen, theirs: Seen) -> Tensor:
+        """Return the replayed values, divided by the factor that gradients of this kind and dtype have in common."""
+        kind, values = mine.event.kind, theirs.values
+        if kind not in self._scaled or values.shape != mine.values.shape:
+            return values
+        recorded, replayed = mine.values.double(), values.double()
+        group = kind == "reduced", values.dtype
+        if group not in self._factors and bool(recorded.any()):
+            factor = float((recorded @ replayed) / (recorded @ recorded))
+            self._factors[group] = factor if factor > 0 and math.isfinite(factor) else 1.0
+        return replayed / self._factors.get(group, 1.0)
 
     def _excess(self, mine: Seen, theirs: Seen, apart: Distance) -> float | None:
         """Return how many units of rounding an event is apart; None if that is explained."""

@@ -26,7 +26,7 @@ class Distance(NamedTuple):
 
     def ratio(self, unit: float, scale: float = 0.0) -> float:
         """Return the error in units of rounding of the larger of `size` and `scale`."""
-        if self.equal:
+        if self.equal or self.error == 0:
             return 0.0
         below = unit * max(self.size, scale)
         return self.error / below if below > 0 and math.isfinite(self.error) else math.inf

@@ -72,8 +72,9 @@ def test_a_changed_table_is_damage(reference, change):
     path = reference / "rank-00000" / "steps-00000001.safetensors"
     with safe_open(path, framework="pt") as file:
         samples, events = {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["events"])  # noqa: SIM118
+        sums = file.metadata()["sums"]
     change(events)
-    save_file(samples, path, {"events": json.dumps(events)})
+    save_file(samples, path, {"events": json.dumps(events), "sums": sums})
     with pytest.raises(accelcore.RecordingError, match="damaged"):
         accelcore.Replay(reference)
 
@@ -92,6 +93,30 @@ def test_samples_that_are_cut_off_are_damage(reference):
     path.unlink()
     with pytest.raises(accelcore.RecordingError, match="damaged"):
         accelcore.Replay(reference)
+
+
+@pytest.mark.parametrize("name", ["steps-00000001", "weights-0", "generators"])
+def test_a_changed_byte_of_a_tensor_is_damage(reference, name):
+    path = reference / "rank-00000" / f"{name}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(accelcore.RecordingError, match=r"damaged(?s:.*)checksum"), accelcore.Replay(reference):
+        train()
+
+
+def test_a_second_run_into_the_folder_of_one_that_goes_on_is_named(tmp_path):
+    def both():
+        with accelcore.Record(tmp_path / "ref"):
+            train()
+            with accelcore.Record(tmp_path / "ref"):
+                train()
+
+    with pytest.raises(accelcore.RecordingError, match="another run"):
+        both()
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train()
+    assert replay.result.agrees
 
 
 def test_operators_after_the_last_step_are_reported(tmp_path, caplog):

@@ -37,14 +37,37 @@ def test_a_recorded_training_has_the_bits_of_a_plain_one_and_replays(accel, tmp_
     assert replay.result.steps == 4 // options.get("accumulate", 1)
 
 
-def test_another_precision_agrees_up_to_its_rounding_and_is_named_among_the_settings(accel, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        ({"precision": "bf16"}, "precision"),
+        ({"precision": "fp16"}, "precision"),  # gradients of a scaled loss
+        ({"precision": "O2"}, "precision"),
+        ({"loss_scale": 3.0}, "loss_scale"),
+        ({"flat": True}, "flat"),  # its optimizer clips while it updates
+    ],
+)
+def test_other_options_agree_up_to_rounding_and_are_named_among_the_settings(accel, tmp_path, options, setting):
     with accelcore.Record(tmp_path / "ref"):
-        train(accel)
+        train(accel, clip_norm=0.1)
     with accelcore.Replay(tmp_path / "ref") as replay:
-        train(accel, precision="bf16")
+        train(accel, clip_norm=0.1, **options)
     assert replay.result.agrees, replay.result
     assert not replay.result.exact
-    assert "trainer precision" in [each.name for each in replay.result.settings]
+    assert f"trainer {setting}" in [each.name for each in replay.result.settings]
+
+
+@pytest.mark.parametrize("options", [{"loss_scale": 4.0}, {"flat": True}])
+def test_a_wrong_gradient_is_named_under_another_loss_scale_and_layout_too(accel, tmp_path, options):
+    def double(step, model):
+        if step == 2:
+            model[-1].weight.register_hook(lambda gradient: 2 * gradient)
+
+    with accelcore.Record(tmp_path / "ref"):
+        train(accel, clip_norm=0.1)
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train(accel, double, clip_norm=0.1, **options)
+    assert (replay.result.phase, replay.result.step, replay.result.module) == ("backward", 2, "5"), replay.result
 
 
 def test_lost_statistics_of_batchnorm_are_named_under_rounding_too(accel, tmp_path):
