@@ -180,12 +180,13 @@ class Optimizers:
         if lr is not None:
             options["lr"] = lr
         for key, value in chain(options.items(), *(group.items() for group in groups)):
-            if isinstance(value, str) and value.strip("+-. ")[:1].isdigit():
-                raise ConfigurationError(
-                    f"{key}={value!r} is text, not a number",
-                    why="YAML reads 1e-3 as text",
-                    remedy=f"give {key}=float({value!r}), or write 1.0e-3 in the file",
-                )
+            for number in value if isinstance(value, list | tuple) else (value,):  # betas
+                if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
+                    raise ConfigurationError(
+                        f"{key}={value!r} is text, not a number",
+                        why="YAML reads 1e-3 as text",
+                        remedy=f"give float({number!r}), or write 1.0e-3 in the file",
+                    )
         # Named parameters are pairs, as from model.named_parameters(). The optimizer refuses what is no tensor.
         members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
         parameters = tuple(member for member in members if isinstance(member, torch.Tensor))

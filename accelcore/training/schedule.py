@@ -210,7 +210,7 @@ def _make(make: Make, optimizer: Optimizer, updates: int, warmup: float) -> LRSc
     if rising >= updates:
         raise ConfigurationError(
             f"warmup={warmup!r} is as long as the whole training, of {updates} updates",
-            remedy="give a shorter warm-up, or train longer",
+            remedy="give a shorter warm-up, or train longer; without updates, look at the length of the loader",
         )
     # The schedulers of a sequence are made in order, because each sets the learning rate.
     first = LinearLR(optimizer, 1 / (rising + 1), total_iters=rising) if rising else None

@@ -185,7 +185,7 @@ def test_a_type_error_within_a_model_stays_what_it_is(accel):
         accel.trainer(model, sgd(model))(torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"lr": 0.1, "weight_decay": "0.1"}])
+@pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"weight_decay": "0.1"}, {"betas": [0.9, "0.95"]}])
 def test_a_number_that_yaml_reads_as_text(accel, options):
     with pytest.raises(ConfigurationError, match=r"is text, not a number(.|\n)*float\("):
         accel.optimizers.create("adamw", net().parameters(), **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from toys import OPTIMIZERS, data, loss_of, net
 
 import accelcore
@@ -38,6 +38,12 @@ def test_backward_without_update_is_reported_when_the_epoch_ends(accel, caplog, 
     for batch in trainer.batches(data(3)):
         trainer.backward(loss_of(trainer.forward, batch))
     assert "trainer.update() was not called" in caplog.text
+
+
+def test_an_epoch_without_batches_is_reported(accel, caplog):
+    trainer = make(accel)
+    assert list(trainer.batches(DataLoader(torch.ones(3, 6), 4, drop_last=True))) == []
+    assert "no batches" in caplog.text
 
 
 def test_a_folder_without_a_checkpoint_is_reported_or_refused(accel, tmp_path, caplog):

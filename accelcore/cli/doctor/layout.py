@@ -78,7 +78,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     values = {name: value for name, value in diagnosis.environment.items() if value is not None}
     for name, value in values.items():
         yield 2, f"{name}={shown(value, 200)}", ""
-    yield 2, f"not set: {len(diagnosis.environment) - len(values)} others (--json lists them)", ""
+    unset = len(diagnosis.environment) - len(values)
+    yield 2, f"{unset} {'other ' if values else ''}variables are not set (--json lists them)", ""
     if diagnosis.autoload:
         yield from _headed("import torch calls")
         for autoload in diagnosis.autoload:

@@ -92,6 +92,8 @@ class DataStream:
                         why="inside it a checkpoint was resumed, the epoch was set, or another loop began",
                         remedy="start a new loop after trainer.resume(...); read two loaders as one: zip(one, other)",
                     )
+            if not self.taken and self._collectives.rank == 0:
+                logger.warning("the loader has no batches: this epoch trains nothing; look for drop_last=True")
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
                 self.epoch, self.taken = self.epoch + 1, 0

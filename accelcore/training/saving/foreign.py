@@ -121,7 +121,11 @@ def _renamed(model: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
 def _of_folder(folder: Path) -> dict[str, Any]:
     name = next((name for name in _FILES if (folder / name).is_file()), None)
     if name is None:
-        raise CheckpointError(f"there is no model in {folder}", available=f"known file names: {', '.join(_FILES)}")
+        raise CheckpointError(
+            f"there is no model in {folder}",
+            available=f"known file names: {', '.join(_FILES)}",
+            remedy="give the folder that has one; trainer.resume(folder) reads what trainer.save(folder) saved",
+        )
     files, model = [name], {}
     if name.endswith(".json"):  # an index of several files
         files = sorted(set(json.loads((folder / name).read_bytes())["weight_map"].values()))
@@ -139,7 +143,7 @@ def _read(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} has more than tensors and plain values, and reading it would run code",
-            why=first_line(error),
+            why=first_line(str(error).rpartition("WeightsUnpickler error: ")[2]).partition(". Please")[0],
             remedy="if you trust it, allow its classes by torch.serialization.add_safe_globals; or save only the "
             "state_dicts again",
         ) from error
