@@ -24,6 +24,8 @@ class KnownFault:
         instead: accelcore's workaround, likewise.
         reference: a description of the bug; a URL if there is one.
         seen: the version and device with which we reproduced it; empty if we did not.
+        findings: a regular expression of what the conformance suite says of operators with this bug. The suite then
+            reports the bug instead of a failure. Empty if the suite sees nothing of it.
     """
 
     kernel: str
@@ -33,6 +35,7 @@ class KnownFault:
     instead: str
     reference: str
     seen: str
+    findings: str = ""
 
     @property
     def installed(self) -> str | None:

@@ -52,6 +52,7 @@ class Verdict:
         why: the reason, if it did not pass.
         where: file and line of each call on the way to the failure, from the test down.
         on_host: the operator, if the device hands it to the CPU, with the kernels that it lacks.
+        known_bug: the operator, if a known bug of the installed versions shows in it, with the bug.
     """
 
     role: str
@@ -64,6 +65,7 @@ class Verdict:
     where: list[str] = field(default_factory=list)
     traceback: str = ""
     on_host: str = ""
+    known_bug: str = ""
 
 
 @dataclass
@@ -245,6 +247,9 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
             for verdict in card.verdicts if outcome == "not tried" else ():
                 if (verdict.outcome, verdict.role, verdict.why) == (outcome, role, why):
                     click.echo(f"    {verdict.what}{_case(verdict)}")
+    for verdict in card.verdicts:
+        if verdict.known_bug:
+            click.echo(f"\n{click.style('a known bug', fg='yellow')}  operators: {verdict.known_bug}")
     handed = [verdict.on_host for verdict in card.verdicts if verdict.on_host]
     if handed:
         click.echo(f"\n{click.style('on the host', fg='yellow')}  operators: {', '.join(handed)}")

@@ -3,11 +3,13 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import import_module, invalidate_caches
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import pytest
@@ -17,6 +19,7 @@ from accelcore_cpu.backend import create
 import accelcore
 from accelcore.cli import main
 from accelcore.cli import verify as command
+from accelcore.known_faults import KnownFault
 from accelcore.testing import whole_suite as suite
 from accelcore.testing.support.options import ORACLES, options_of
 
@@ -92,6 +95,34 @@ def test_a_lie_of_an_operator_is_caught_and_named(every, request):
     assert {name: text for name, text in said.items() if lies.LIES[name].says not in text} == {}
     for name in said:
         ask(lies.LIES[name], create(), request)
+
+
+@pytest.mark.parametrize(
+    ("findings", "left"),
+    [
+        ("tanh, .*: the gradient 0 is wrong in .*", ""),
+        ("tanh, float32, as it is: the gradient 0 is wrong in .*", "tanh, float32, strided"),
+        ("tanh", "tanh, float32, as it is"),
+        ("tan, .*", "tanh, float32, as it is"),
+    ],
+)
+def test_a_known_bug_is_named_and_hides_no_other(findings, left, monkeypatch):
+    """Only findings that the bug's pattern matches as a whole are the bug."""
+    bug = KnownFault("tanh", "torch", ">=2", "its gradient is off", "nothing", "a reference", "", findings)
+    plugin = SimpleNamespace(faults=(bug,))
+    monkeypatch.setattr("accelcore.testing.suite.operators.find", lambda name: plugin)
+    said = {}
+    with lies.LIES["gradient_that_is_a_little_off"].around():
+        if not left:
+            suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
+        else:
+            with pytest.raises(AssertionError, match=left) as failure:
+                suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
+            assert not re.search(f"^{findings}$", str(failure.value), re.M)
+    assert said == ({} if left else {"known_bug": f"tanh: {bug}"})
+    said.clear()
+    suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
+    assert said == {}, "a bug that does not show is not reported"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accelcore import Backend
+from accelcore.devices.plugins import find
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
@@ -24,17 +25,19 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
         pytest.skip(f"{name}: torch's kernel on the CPU may crash, so there is nothing to compare with")
     info = operators()[name]
     declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
-    state = accel.runtime.rng_state()
+    state, plugin = accel.runtime.rng_state(), find(accel.name)
     try:
         with accel.precision.fp32("ieee"):
             dtypes = [*(getattr(torch, each) for each in sorted(declared)), torch.int64, torch.bool]
-            found = compare(accel.device, name, info, dtypes, count)
+            found = compare(accel.device, name, info, dtypes, count, () if plugin is None else plugin.faults)
     finally:
         accel.runtime.set_rng_state(state)
     assert not found.wrong, "\n".join(found.wrong)
     if not found.compared:
         reason = found.refused[0] if found.refused else f"{name}: torch has no sample of it that runs on the CPU"
         pytest.skip(f"refused: {reason}" if found.refused else reason)
+    if found.seen:
+        record("known_bug", f"{name}: {'; '.join(map(str, found.seen))}")
     if found.on_host:
         record("on_host", f"{name} ({', '.join(sorted(found.on_host))})")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from accelcore.known_faults import KnownFault
 from accelcore.testing.support.expected import Expected
 from accelcore.testing.support.host_kernels import HostKernels
 from accelcore.testing.support.layouts import LAYOUTS, placed, wide
@@ -34,15 +35,27 @@ class Found:
 
     Attributes:
         compared: how many results were compared by value.
-        wrong: each difference, in a sentence.
+        known: known bugs of the installed versions that show in findings.
+        wrong: each other difference, in a sentence.
+        seen: the known bugs that were seen.
         refused: errors with which the device refuses the operator.
         on_host: operators that the device hands to the CPU.
     """
 
+    known: Sequence[KnownFault] = ()
     compared: int = 0
     wrong: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     on_host: set[str] = field(default_factory=set)
+    seen: dict[KnownFault, None] = field(default_factory=dict)
+
+    def note(self, finding: str) -> None:
+        """Add what is wrong, or the known bug that it shows."""
+        fault = next((each for each in self.known if re.fullmatch(each.findings, finding)), None)
+        if fault is None:
+            self.wrong.append(finding)
+        else:
+            self.seen[fault] = None
 
 
 @dataclass
@@ -179,7 +192,7 @@ class Case:
                 warnings.simplefilter("always")
                 results = run()
         except AssertionError as error:
-            self.found.wrong.append(f"{where}: {error}")
+            self.found.note(f"{where}: {error}")
             return
         except Exception as error:  # noqa: BLE001  a device raises errors of any kind
             text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
@@ -187,25 +200,26 @@ class Case:
             usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
             rare = empty or not usual
             refuses = rare or isinstance(error, NotImplementedError) or _REFUSES.search(text)
-            (self.found.refused if refuses else self.found.wrong).append(f"{where}: {type(error).__name__}: {text}")
+            (self.found.refused.append if refuses else self.found.note)(f"{where}: {type(error).__name__}: {text}")
             return
         self.found.on_host |= kernels.names | {self.name for each in said if _says_fallback(str(each.message))}
         if len(results) != len(expected):
-            self.found.wrong.append(f"{where}: {len(results)} tensors instead of {len(expected)}")
+            self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}")
             return
         if form == "as it is" and self.name not in CONVERTS and self._same_strides():
             for (part, tensor), each, own, of_cpu in zip(results, expected, self._memory, memory, strict=False):
                 floating = self.dtype.is_floating_point and each.right.dtype.is_floating_point
                 kinds = (self.dtype, torch.float64) if floating else (each.right.dtype, each.right.dtype)
                 if (tensor.dtype, each.right.dtype) == kinds:  # or it is a conversion, which may or may not be a copy
-                    self.found.wrong += [f"{where}: {part} {said}" for said in _memory_differs(own, of_cpu)]
+                    for difference in _memory_differs(own, of_cpu):
+                        self.found.note(f"{where}: {part} {difference}")
         for (part, tensor), each in zip(results, expected, strict=True):
             said_wrong = each.differs_in_form(tensor)
             if not (said_wrong or self.draws or self.name in NOT_UNIQUE):
                 said_wrong = each.differs(tensor)
             self.found.compared += 1
             if said_wrong:
-                self.found.wrong.append(f"{where}: {part} {said_wrong}")
+                self.found.note(f"{where}: {part} {said_wrong}")
 
     def _same_strides(self) -> bool:
         """Return whether the oracle's arguments lie in memory as the sample's do."""

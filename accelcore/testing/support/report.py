@@ -88,7 +88,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         traceback = report.longreprtext[-_LONGEST:] if outcome == "failed" else ""
         item.stash[_END] = {
             "outcome": outcome, "why": why, "where": where, "traceback": traceback,
-            "seconds": round(report.duration, 3), "on_host": dict(report.user_properties).get("on_host", ""),
+            "seconds": round(report.duration, 3),
+            **{name: dict(report.user_properties).get(name, "") for name in ("known_bug", "on_host")},
         }  # fmt: skip
     return report
 

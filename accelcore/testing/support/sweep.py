@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accelcore.known_faults import KnownFault
 from accelcore.testing.support.case import Case, Found, tensors
 from accelcore.testing.support.layouts import emptied, enlarged, placed, repeated, scalars
 from accelcore.testing.support.samples import REPEATABLE, ROUGH, SAMPLED, samples
@@ -17,7 +18,9 @@ _MOST_RESULTS = 10  # of an enlarged sample
 _MOST_ELEMENTS = 2**20  # of its results
 
 
-def compare(device: torch.device, name: str, info: Any, dtypes: list[torch.dtype], count: int) -> Found:
+def compare(
+    device: torch.device, name: str, info: Any, dtypes: list[torch.dtype], count: int, faults: Sequence[KnownFault] = ()
+) -> Found:
     """Compare an operator in each of the dtypes that it has on the CPU: values, gradients, in place and `out=`.
 
     Results have to share memory with arguments where those of the CPU do, and nowhere else.
@@ -29,8 +32,9 @@ def compare(device: torch.device, name: str, info: Any, dtypes: list[torch.dtype
         name, info: the operator and its OpInfo.
         dtypes: what to try; an operator that has none of them is run in one dtype that it has.
         count: how many of its samples to run in each dtype; twice as many in fp32, and one of whole numbers.
+        faults: the device's known bugs.
     """
-    found, known = Found(), info.supported_dtypes("cpu")
+    found, known = Found([fault for fault in faults if fault.applies]), info.supported_dtypes("cpu")
     binary = type(info).__name__ == "BinaryUfuncInfo"
     elementwise = binary or type(info).__name__ == "UnaryUfuncInfo"
     if name in ROUGH:
