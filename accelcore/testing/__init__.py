@@ -24,7 +24,10 @@ _ROLES = (
     *("backend", "collectives", "compiler", "operators", "optimizers", "parallel", "precision", "runtime", "scaler"),
     "training",
 )
-_PARTS = ("contexts", "drawn", "levels", "op_tables", "optimizer_state", "transfers")
+_PARTS = (
+    *("contexts", "drawn", "levels", "modules", "op_tables"),
+    *("optimizer_state", "optimizer_steps", "transfers"),
+)
 pytest.register_assert_rewrite(
     *(f"accelcore.testing.suite.{name}" for name in _ROLES + _PARTS)
 )  # before they are imported

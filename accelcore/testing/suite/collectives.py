@@ -17,7 +17,7 @@ from accelcore.testing.support.declared import LOW_PRECISION, declared
 from accelcore.testing.support.job import two_ranks
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import eps
-from accelcore.testing.support.ranks import OPERATIONS, base_of, reduced
+from accelcore.testing.support.ranks import EXACT, OPERATIONS, base_of, reduced
 
 _ALONE = timedelta(seconds=5)  # how long a group waits for ranks that do not exist
 
@@ -106,6 +106,19 @@ class TestCollectives:
             assert VIEWS[kind](torch.tensor(found)).tolist() == VIEWS[kind](expected).tolist(), "not what was asked for"
             assert found == expected.tolist(), "the neighbours of a view were changed"
 
+    @pytest.mark.parametrize("dtype", EXACT)
+    def test_every_digit(self, accel: Backend, dtype: str) -> None:
+        """Numbers that need every digit of their dtype arrive exactly; a dtype that is not declared may be refused."""
+        pair = [torch.tensor([value], dtype=getattr(torch, dtype)) for value in EXACT[dtype]]
+        for rank in _job(accel):
+            found = {key.split()[0]: value for key, value in rank["exact"].items() if key.split()[1] == dtype}
+            for operation, value in found.items():
+                if isinstance(value, str):
+                    assert dtype not in accel.capabilities.model_dtypes, f"{operation} of {dtype} is {value}"
+                    continue
+                expected = _together(operation, *pair).to(pair[0].dtype).item()
+                assert value == expected, f"{operation} makes {value} of {EXACT[dtype]} in {dtype}, not {expected}"
+
     @pytest.mark.parametrize("dtype", LOW_PRECISION)
     def test_low_precision(self, accel: Backend, dtype: str) -> None:
         """Gradients can be summed and averaged in every dtype they come in; an average does not overflow."""
@@ -167,7 +180,9 @@ def _together(operation: str, first: torch.Tensor, second: torch.Tensor) -> torc
     if operation == "broadcast":
         return second
     both = torch.stack([first, second])
-    return {"sum": both.sum(0), "avg": both.mean(0), "min": both.amin(0), "max": both.amax(0)}[operation]
+    if operation == "avg":
+        return both.mean(0)
+    return {"sum": both.sum(0), "min": both.amin(0), "max": both.amax(0)}[operation]
 
 
 def _refusal(group: Any, device: torch.device) -> str | None:

@@ -28,8 +28,8 @@ class _Shifted(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(8)
 
     def forward(self, rows: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
-        shifted: torch.Tensor = self.norm(rows) + shift
-        return shifted
+        normed: torch.Tensor = self.norm(rows.to(self.norm.weight.dtype))
+        return normed.to(rows.dtype) + shift
 
 
 class TestCompiler:
@@ -55,16 +55,30 @@ class TestCompiler:
             assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
 
     def test_compiled_follows_its_module(self, accel: Backend) -> None:
-        """A compiled module follows later changes of mode, weights and buffers, new shapes and named arguments."""
+        """A compiled module follows changes of mode, weights and buffers, and of its inputs' shapes, dtypes and values.
+
+        It has gradients where they are enabled, and calls the hooks of its parts.
+        """
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             module, reference = _Shifted().to(accel.device), _Shifted()
+            calls: list[int] = []
+            module.norm.register_forward_hook(lambda *_: calls.append(1))
             compiled = accel.compiler.compile(module, {})
-            for count, training in ((16, True), (5, True), (16, False)):
+            other = next((name for name in accel.capabilities.model_dtypes if name != "float32"), "float32")
+            calls_of = ((16, True, "float32"), (5, True, "float32"), (16, False, other))
+            for number, (count, training, name) in enumerate(calls_of):
                 ((rows, _),) = batches(1, count)
+                rows = rows.to(getattr(torch, name))
                 for each in (module.train(training), reference.train(training)):
                     torch.nn.init.constant_(each.norm.weight, count)
-                found = compiled.module(rows.to(accel.device), shift=2.0)
-                assert error(found, reference(rows, shift=2.0)) < 1e-4, "what became of the module later does not count"
+                with torch.set_grad_enabled(number > 0):
+                    found = compiled.module(rows.to(accel.device), shift=number / 2)
+                expected = reference(rows, shift=number / 2)
+                assert found.dtype == rows.dtype, f"of {rows.dtype} a compiled module makes {found.dtype}"
+                limit = max(1e-4, 4 * eps(rows.dtype))
+                assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
+                assert found.requires_grad == (number > 0), "whether gradients are enabled does not count later"
+                assert len(calls) == number + 1, "a hook of a part of the module was not called once"
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
                 assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
 

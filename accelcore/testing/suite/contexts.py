@@ -16,6 +16,7 @@ from accelcore import Backend
 from accelcore.known_faults import CAST_WITHOUT_GRADIENT
 from accelcore.testing.support.declared import TABLES, declared
 from accelcore.testing.support.oracles import eps, error
+from accelcore.util.text import first_line
 
 _of_tables = pytest.mark.parametrize("table", TABLES)
 
@@ -144,6 +145,48 @@ class ContextTests:
                 raise ZeroDivisionError
             assert layer(rows).dtype == exact, "a region that an error left goes on"
 
+    @_of_tables
+    def test_weights_in_regions_of_two_dtypes(self, accel: Backend, table: str) -> None:
+        """A region of another dtype inside of one casts weights from their own values, not from the outer cast."""
+        names = accel.capabilities.autocast_dtypes
+        if len(names) < 2:
+            pytest.skip("not declared: a second autocast dtype")
+        with _declared(accel, table):
+            fp16, bf16 = torch.float16, torch.bfloat16
+            rows = torch.ones(1, 8, device=accel.device)
+            for outer, inner, weight in ((bf16, fp16, 1 + 2.0**-9), (fp16, bf16, 2.0**17)):
+                layer = nn.Linear(8, 1).to(accel.device)
+                with torch.no_grad():
+                    layer.weight.fill_(weight)
+                    layer.bias.zero_()
+                with accel.autocast(outer, table=table):
+                    layer(rows)
+                    with accel.autocast(inner, table=table):
+                        try:
+                            output = layer(rows)
+                        except RuntimeError as error:
+                            pytest.skip(f"refused: {first_line(error)}")  # torch's cache of weights knows one dtype
+                assert output.dtype == inner, f"in a region of {inner} it computes in {output.dtype}"
+                assert output.item() == 8 * weight, f"in a region of {inner} a weight was rounded to {outer} first"
+
+    @_of_tables
+    def test_autocast_decorates(self, accel: Backend, table: str) -> None:
+        """As a decorator, autocast holds in each call of a function, and ends with it, also by an error."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+
+            @accel.autocast(low, table=table)
+            def run(depth: int) -> list[torch.dtype]:
+                if depth > 1:
+                    raise ZeroDivisionError
+                return [layer(rows).dtype, *(run(depth - 1) if depth else []), layer(rows).dtype]
+
+            assert run(1) == [low] * 4, "in a decorated function autocast does nothing, or ends too early"
+            assert layer(rows).dtype == torch.float32, "autocast goes on behind a decorated function"
+            with pytest.raises(ZeroDivisionError):
+                run(2)
+            assert layer(rows).dtype == torch.float32, "autocast goes on behind an error in a decorated function"
+
     @pytest.mark.parametrize("width", [1023, 1024, 4097])
     @_of_tables
     def test_autocast_of_wide_layers(self, accel: Backend, table: str, width: int) -> None:
@@ -220,10 +263,12 @@ class ContextTests:
         with _declared(accel, table):
             low, _, rows = _of(accel)
             whole = torch.ones(2, 2, device=accel.device, dtype=torch.int64)
-            before = rows.clone()
+            before, wide = rows.clone(), "float64" in accel.capabilities.model_dtypes
             with accel.autocast(low, table=table):
                 assert (whole + whole).dtype == torch.int64, "whole numbers were cast"
                 assert (rows > 0).dtype == torch.bool
+                if wide:
+                    assert functional.linear(rows.double(), rows.double()).dtype == torch.float64, "float64 was cast"
                 (rows @ rows.T).add_(1)
                 assert rows.sum().dtype in (torch.float32, low)
                 held = torch.zeros(len(rows), len(rows), device=accel.device)

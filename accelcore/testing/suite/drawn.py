@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accelcore import Backend
+from accelcore.util.text import first_line
 
 _COUNT = 100_000
 _SIGMAS = 6.5  # a normal number is beyond it once in 1e10
@@ -41,6 +42,17 @@ _DRAWS: dict[str, Callable[[Backend], Tensor]] = {
     "multinomial": lambda accel: torch.multinomial(_ones(accel)[:50], _COUNT, replacement=True),
     "exponential_": lambda accel: torch.empty(_COUNT, device=accel.device).exponential_(),
 }
+_BY_PARAMETERS: dict[str, Callable[[Backend], Tensor]] = {  # which a device may refuse
+    "exponential_ of rate 4": lambda accel: torch.empty(_COUNT, device=accel.device).exponential_(4.0),
+    "normal by tensors": lambda accel: torch.normal(_ones(accel) * 5, _ones(accel) * 2),
+    "normal by its deviations": lambda accel: torch.normal(5.0, _ones(accel) * 2),
+    "bernoulli_ by a tensor": lambda accel: _ones(accel).bernoulli_(_ones(accel) * 0.3),
+    "poisson": lambda accel: torch.poisson(_ones(accel) * 3),
+    "geometric_": lambda accel: torch.empty(_COUNT, device=accel.device).geometric_(0.25),
+    "log_normal_": lambda accel: torch.empty(_COUNT, device=accel.device).log_normal_(1.0, 0.25),
+    "randint of 40 bits": lambda accel: torch.randint(0, 2**40, (_COUNT,), device=accel.device),
+    "the last bits of randint": lambda accel: torch.randint(0, 2**40, (_COUNT,), device=accel.device) % 4,
+}
 
 _MOMENTS = {  # mean, variance, and the fourth central moment over the square of the variance
     "rand": (1 / 2, 1 / 12, 1.8),
@@ -53,13 +65,27 @@ _MOMENTS = {  # mean, variance, and the fourth central moment over the square of
     "randint": (49.5, 9999 / 12, 1.8),
     "multinomial": (24.5, 2499 / 12, 1.8),
     "exponential_": (1.0, 1.0, 18.0),  # twice its own, because the tail of its squares is long
+    "exponential_ of rate 4": (1 / 4, 1 / 16, 18.0),
+    "normal by tensors": (5.0, 4.0, 3.0),
+    "normal by its deviations": (5.0, 4.0, 3.0),
+    "bernoulli_ by a tensor": (0.3, 0.21, 1.8),
+    "poisson": (3.0, 3.0, 4.0),
+    "geometric_": (4.0, 12.0, 18.0),
+    "log_normal_": (math.exp(1.03125), math.expm1(0.0625) * math.exp(2.0625), 8.0),
+    "randint of 40 bits": ((2**40 - 1) / 2, (2**80 - 1) / 12, 1.8),
+    "the last bits of randint": (1.5, 1.25, 1.8),
 }
 
 _of_draws = pytest.mark.parametrize("draw", _DRAWS)
 
 
 def _drawn(accel: Backend, draw: str) -> Tensor:
-    return _DRAWS[draw](accel).detach().cpu().double()
+    if draw in _DRAWS:
+        return _DRAWS[draw](accel).detach().cpu().double()
+    try:
+        return _BY_PARAMETERS[draw](accel).detach().cpu().double()
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"refused: {draw}: {first_line(error)}")
 
 
 def _correlation(one: Tensor, other: Tensor) -> float:
@@ -97,6 +123,54 @@ class DrawnTests:
             )
             assert torch.equal(gradient != 0, kept), "the gradient of dropout has another mask"
             assert torch.allclose(gradient[kept], torch.tensor(scale).double(), rtol=eps), "it has another scale"
+        ones = torch.ones(4, 6, 10, 5, device=accel.device, dtype=dtype)
+        for leaf in (ones.permute(3, 1, 0, 2), ones.permute(0, 3, 1, 2), ones[:, ::2]):
+            leaf = leaf.detach().requires_grad_()
+            output = functional.dropout(leaf, rate)
+            (found,) = torch.autograd.grad(output.sum(), leaf)
+            assert torch.equal(found.cpu() != 0, output.cpu() != 0), "in other strides its gradient has another mask"
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+    def test_draws_in_other_dtypes(self, accel: Backend, dtype: torch.dtype) -> None:
+        """Numbers have mean, variance, bounds and digits of their dtype."""
+        if str(dtype).removeprefix("torch.") not in accel.capabilities.model_dtypes:
+            pytest.skip(f"not declared: models in {dtype}")
+        accel.runtime.seed(24)
+        empty = torch.empty(_COUNT, device=accel.device, dtype=dtype)
+        draws = {
+            "rand": (torch.rand(_COUNT, device=accel.device, dtype=dtype), "rand"),
+            "uniform_": (empty.clone().uniform_(), "rand"),
+            "randn": (torch.randn(_COUNT, device=accel.device, dtype=dtype), "randn"),
+            "normal_": (empty.clone().normal_(), "randn"),
+        }
+        for name, (tensor, alike) in draws.items():
+            drawn, (mean, variance, fourth) = tensor.cpu().double(), _MOMENTS[alike]
+            found, spread, rounding = float(drawn.mean()), float(drawn.var()), torch.finfo(dtype).eps
+            assert abs(found - mean) <= _SIGMAS * math.sqrt(variance / _COUNT) + rounding, (
+                f"{name} has mean {found:.4f}"
+            )
+            deviation = _SIGMAS * variance * math.sqrt((fourth - 1) / _COUNT)
+            assert abs(spread - variance) <= deviation + 4 * rounding, f"{name} has variance {spread:.4f}"
+            if alike == "rand":
+                assert float(drawn.min()) >= 0, f"{name} drew {float(drawn.min())}"
+                assert float(drawn.max()) < 1, f"{name} in {dtype} drew the upper end"
+            if dtype == torch.float64:
+                assert bool((drawn * 2**26 % 1 != 0).any()), f"{name} in float64 has the digits of fp32"
+
+    def test_few_numbers(self, accel: Backend) -> None:
+        """Draws of few numbers go on from each other, and short permutations are even."""
+        accel.runtime.seed(25)
+        for draw in (torch.rand, torch.randn):
+            for count in (1, 3):
+                firsts = torch.stack([draw(count, device=accel.device)[0] for _ in range(64)])
+                assert len(set(firsts.tolist())) > 60, f"{draw.__name__}({count}) draws the same numbers again"
+        for count, orders in ((2, 2), (3, 6)):
+            drawn = torch.stack([torch.randperm(count, device=accel.device) for _ in range(600)]).cpu()
+            counts = torch.unique(drawn, dim=0, return_counts=True)[1].tolist()
+            share = 1 / orders
+            deviation = math.sqrt(600 * share * (1 - share))
+            even = len(counts) == orders and not any(_off(found, 600 * share, deviation) for found in counts)
+            assert even, f"of 600 permutations of {count} each order came {counts} times"
 
     def test_dropout_at_the_ends(self, accel: Backend) -> None:
         """Dropout keeps everything at 0 and in evaluation, and nothing at 1; by channel it drops whole channels."""
@@ -162,6 +236,12 @@ class DrawnTests:
         assert not _off(found[2], 0.75 * _COUNT, math.sqrt(0.1875 * _COUNT)), "multinomial does not go by weight"
         several = torch.multinomial(_ones(accel)[:100], 100).cpu()
         assert len(set(several.tolist())) == 100, "multinomial without replacement repeats"
+        pairs = torch.multinomial(torch.tensor([0.1, 0.3, 0.6], device=accel.device).expand(20_000, 3), 2).cpu()
+        left = torch.bincount(3 - pairs.sum(1), minlength=3).tolist()
+        for index, (one, other) in enumerate(((0.3, 0.6), (0.1, 0.6), (0.1, 0.3))):
+            share = one * other / (1 - one) + other * one / (1 - other)
+            deviation = math.sqrt(20_000 * share * (1 - share))
+            assert not _off(left[index], 20_000 * share, deviation), "without replacement it does not go by weight"
 
     @_of_draws
     def test_independence(self, accel: Backend, draw: str) -> None:

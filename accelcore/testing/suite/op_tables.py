@@ -23,6 +23,16 @@ _PROBES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a col
     "bmm": lambda row, column: torch.bmm(row[None], column[None]),
     "linear": lambda row, column: functional.linear(row, column.t()),
     "conv2d": lambda row, column: functional.conv2d(row.reshape(1, 2, 1, 1), column.reshape(1, 2, 1, 1)),
+    "conv1d": lambda row, column: functional.conv1d(row.reshape(1, 2, 1), column.reshape(1, 2, 1)),
+    "baddbmm": lambda row, column: torch.baddbmm(row[:, :1, None], row[None], column[None]),
+    "mv": lambda row, column: torch.mv(row, column[:, 0]),
+    "scaled_dot_product_attention": lambda row, column: functional.scaled_dot_product_attention(
+        row[None, None], row[None, None], row[None, None]
+    ),
+    "prod": lambda row, column: row.prod(),
+    "mse_loss": lambda row, column: functional.mse_loss(row, row),
+    "kl_div": lambda row, column: functional.kl_div(row, row, reduction="sum"),
+    "binary_cross_entropy_with_logits": lambda row, column: functional.binary_cross_entropy_with_logits(row, row),
     "relu": lambda row, column: torch.relu(row),
     "mul": lambda row, column: row * row,
     "neg": lambda row, column: -row,
@@ -129,12 +139,18 @@ class OpTables:
             assert all("::" in operator for operator in operators), "an operator's name has its namespace"
             names = {operator.split("::")[1].split(".")[0] for operator in operators}
             if accel.capabilities.autocast_dtypes:
-                row, column = torch.ones(1, 2, device=accel.device), torch.ones(2, 1, device=accel.device)
-                with accel.autocast(table=table):
-                    low = {name for name, run in _PROBES.items() if run(row, column).dtype != torch.float32}
-                listed = names & set(_PROBES)
-                assert listed == low, f"of {', '.join(_PROBES)} it lists {sorted(listed)}, and intercepts {sorted(low)}"
-                assert {"mm", "addmm"} <= low, "matrix products are not in low precision"
+                given = torch.ones(1, 2, device=accel.device), torch.ones(2, 1, device=accel.device)
+                low = getattr(torch, accel.capabilities.autocast_dtypes[0])
+                with accel.autocast(low, table=table):
+                    lowered, left = (
+                        {name for name, run in _PROBES.items() if run(*[each.to(kind) for each in given]).dtype == low}
+                        for kind in (torch.float32, low)
+                    )
+                listed, found = names & set(_PROBES), lowered | (_PROBES.keys() - left)
+                assert listed == found, (
+                    f"of {', '.join(_PROBES)} it lists {sorted(listed)}, and intercepts {sorted(found)}"
+                )
+                assert {"mm", "addmm"} <= lowered, "matrix products are not in low precision"
 
     def test_unknown_table(self, accel: Backend) -> None:
         """A table that does not exist is refused."""

@@ -11,6 +11,7 @@ import torch
 
 from accelcore import Backend
 from accelcore.devices.plugins import find
+from accelcore.testing.suite.modules import ModuleTests
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
@@ -42,7 +43,7 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
         record("on_host", f"{name} ({', '.join(sorted(found.on_host))})")
 
 
-class TestOperators:
+class TestOperators(ModuleTests):
     """Operators of training."""
 
     @pytest.mark.parametrize("name", SAMPLED)

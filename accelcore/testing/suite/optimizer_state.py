@@ -158,6 +158,13 @@ class StateOfOptimizers:
         assert worst < 0.05, f"the state of route {optimizer.route} is off by {worst:.1e}"
         worst = max(map(error, members, expected))
         assert worst < STEPS * eps(low), f"route {optimizer.route} is off by {worst:.1e}"
+        saved = copy.deepcopy(optimizer.state_dict())
+        twin = accel.optimizers.create(name, parameters(accel.device, low), **with_rate(options))
+        twin.load_state_dict(copy.deepcopy(saved))
+        for number, entry in twin.state_dict()["state"].items():
+            for key, value in entry.items():
+                same = torch.equal(torch.as_tensor(value), torch.as_tensor(saved["state"][number][key]))
+                assert same, f"the {key} of a {dtype} parameter is rounded when it is loaded"
 
     @pytest.mark.parametrize("name", NINE)
     def test_state_dtype(self, accel: Backend, name: str) -> None:

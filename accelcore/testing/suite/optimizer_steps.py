@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accelcore import AccelError, Backend, UnsupportedError
 from accelcore.testing.suite.optimizer_state import on_host, routes_of
 from accelcore.testing.support.declared import declared
-from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, oracle, parameters, step
+from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, options_of, oracle, parameters, step
 from accelcore.testing.support.oracles import error, spoil, weights
 
 _MOST = 36  # tensors: kernels take them in parts of a power of two
@@ -79,7 +79,7 @@ class StepsOfOptimizers:
     def test_options_of_groups(self, accel: Backend, name: str) -> None:
         """Each parameter group has its own options, by every route."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            for options in ORACLES[name][1][1:]:
+            for options in (*options_of(name).values(), ORACLES[name][1][-1]):
                 if "use_global_grad_norm" in options:
                     continue  # the norm is that of all groups
 
@@ -132,6 +132,82 @@ class StepsOfOptimizers:
                 return
             train(optimizer, members, tensor=True)
             assert max(map(error, members, expected)) < 2e-5, "a learning rate that changed in place is not seen"
+
+    @of_every
+    def test_changes_between_steps(self, accel: Backend, name: str) -> None:
+        """A step uses the current hyperparameters and weights, which a schedule or a checkpoint may have set."""
+        changes = {option: values[option] for option, values in options_of(name).items()}
+
+        def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+            first, second = optimizer.param_groups
+            for number in range(4):
+                step(optimizer, members, number)
+                first["lr"] /= 4
+                if "weight_decay" in first:
+                    first["weight_decay"] += 0.5
+                for option, value in changes.items() if number == 1 else ():
+                    if isinstance(value, float | tuple) and second.get(option):
+                        second[option] = value
+                with torch.no_grad():
+                    for parameter in members:
+                        parameter.add_(1.0)
+
+        def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
+            return [{"params": members[:2]}, {"params": members[2:], "lr": 0.1}]
+
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            found, expected = parameters(accel.device), parameters(torch.device("cpu"), torch.float64)
+            options = {"lr": LR, **ORACLES[name][1][-1]}
+            train(accel.optimizers.create(name, groups(found), **options), found)
+            train(oracle(name, groups(expected), **options), expected)
+            assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
+
+    @of_every
+    def test_zeros(self, accel: Backend, name: str) -> None:
+        """Parameters, gradients and single elements that are 0 are updated as others are."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            zeros, ones, mixed = torch.zeros(2, 3), torch.ones(2, 3), torch.tensor([[0.0, 2.0, 0.0], [-1.0, 0.0, 3.0]])
+            pairs = [(start, gradient) for start in (zeros, ones, mixed) for gradient in (zeros, ones, mixed)]
+
+            def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+                for number in range(3):
+                    for parameter, (_, gradient) in zip(members, pairs, strict=True):
+                        given = gradient + 1.0 if number == 0 else gradient
+                        parameter.grad = given.to(parameter.device, parameter.dtype, copy=True)
+                    optimizer.step()
+
+            for options in ({}, ORACLES[name][1][-1]):
+                expected = [nn.Parameter(start.double()) for start, _ in pairs]
+                train(oracle(name, expected, **{"lr": LR, **options}), expected)
+                for choice in accel.optimizers.explain(name, **{"lr": LR, **options}):
+                    found = [nn.Parameter(start.to(accel.device, copy=True)) for start, _ in pairs]
+                    try:
+                        optimizer = accel.optimizers.create(name, found, route=choice.route, **{"lr": LR, **options})
+                    except UnsupportedError:
+                        continue
+                    train(optimizer, found)
+                    for one, other, (start, gradient) in zip(found, expected, pairs, strict=True):
+                        assert error(one, other) < 2e-5, (
+                            f"route {choice.route} with {options}: {start.tolist()} with the gradient "
+                            f"{gradient.tolist()} is wrong"
+                        )
+
+    @of_every
+    def test_hooks_and_clearing(self, accel: Backend, name: str) -> None:
+        """Hooks of a step are called once each; `zero_grad` clears gradients, or sets them to 0."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            members, calls = parameters(accel.device), list[str]()
+            optimizer = accel.optimizers.create(name, members, lr=LR)
+            optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+            optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+            step(optimizer, members, 0)
+            assert calls == ["before", "after"], f"in one step the hooks called were {calls}"
+            optimizer.zero_grad(set_to_none=False)
+            left = [parameter.grad for parameter in members if parameter.grad is not None]
+            assert not any(bool(gradient.any()) for gradient in left), "zero_grad(set_to_none=False) leaves gradients"
+            step(optimizer, members, 1)
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in members), "zero_grad() leaves gradients"
 
     @of_every
     def test_overflow_is_skipped_by_every_optimizer(self, accel: Backend, name: str) -> None:

@@ -207,27 +207,6 @@ class TestOptimizers(StateOfOptimizers, StepsOfOptimizers):
         assert first.tolist() == [0.5] * 4
         assert second.tolist() == [0.5] * 4
 
-    @pytest.mark.parametrize("name", ["sgd", "adamw"])
-    def test_changes_between_steps(self, accel: Backend, name: str) -> None:
-        """A step uses the current hyperparameters and weights, which a schedule or a checkpoint may have set."""
-
-        def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
-            for number in range(4):
-                step(optimizer, members, number)
-                optimizer.param_groups[0]["lr"] /= 4
-                optimizer.param_groups[1]["weight_decay"] += 0.5
-                with torch.no_grad():
-                    for parameter in members:
-                        parameter.add_(1.0)
-
-        def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
-            return [{"params": members[:2]}, {"params": members[2:], "lr": 0.1, "weight_decay": 0.25}]
-
-        found, expected = parameters(accel.device), parameters(torch.device("cpu"), torch.float64)
-        train(accel.optimizers.create(name, groups(found), lr=LR), found)
-        train(oracle(name, groups(expected), lr=LR), expected)
-        assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
-
     def test_explain(self, accel: Backend) -> None:
         """For every optimizer exactly one route is chosen, and the others have a reason."""
         assert {"sgd", "adamw"} <= set(accel.optimizers.names()), "every backend can at least run torch's loops"

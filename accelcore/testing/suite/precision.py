@@ -28,6 +28,27 @@ def _convolve(a: Tensor, b: Tensor) -> Tensor:
     return conv2d(a.t()[None, :, None, :], b.t()[:, :, None, None])[0, :, 0, :].t()
 
 
+def _in_backward(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two matrices in a backward pass."""
+    leaf = torch.zeros(a.shape[0], b.shape[1], device=a.device, requires_grad=True)
+    return torch.autograd.grad(leaf @ b.t(), leaf, a)[0]
+
+
+def _in_backward_of_convolution(a: Tensor, b: Tensor) -> Tensor:
+    leaf = torch.zeros(1, b.shape[1], 1, a.shape[0], device=a.device, requires_grad=True)
+    return torch.autograd.grad(conv2d(leaf, b[:, :, None, None]), leaf, a.t()[None, :, None, :])[0][0, :, 0, :].t()
+
+
+_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a product": torch.mm,
+    "a convolution": _convolve,
+    "a batched product": lambda a, b: torch.bmm(a[None], b[None])[0],
+    "a linear layer": lambda a, b: linear(a, b.t()),
+    "backward of a product": _in_backward,
+    "backward of a convolution": _in_backward_of_convolution,
+}
+
+
 def _bits_kept(device: torch.device, multiply: Callable[[Tensor, Tensor], Tensor]) -> int:
     """Return how many fraction bits of its fp32 factors a product keeps, up to `MOST_BITS`.
 
@@ -171,11 +192,12 @@ class TestPrecision(OpTables, ContextTests):
             accel.autocast(dtype)
 
     def test_ieee_fp32(self, accel: Backend) -> None:
-        """Under `fp32="ieee"` products and convolutions keep all bits, whatever was set outside."""
+        """Under `fp32="ieee"` products of every kind, also in backward, keep all bits, whatever was set outside."""
         with _torchs_setting("medium"):
             with accel.precision.fp32("ieee"):
-                bits, of_convolution = (_bits_kept(accel.device, multiply) for multiply in (torch.mm, _convolve))
-            assert bits == of_convolution == MOST_BITS, f"a product kept {bits} bits, a convolution {of_convolution}"
+                bits = {name: _bits_kept(accel.device, multiply) for name, multiply in _PRODUCTS.items()}
+            fewer = [f"{name} kept {kept} bits" for name, kept in bits.items() if kept != MOST_BITS]
+            assert not fewer, ", ".join(fewer)
 
     def test_fp32_is_accurate(self, accel: Backend) -> None:
         """Large fp32 products are as exact as fp32 allows, also in `fp32="fast"` if that is declared exact."""

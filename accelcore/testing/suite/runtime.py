@@ -91,6 +91,8 @@ class TestRuntime(DrawnTests, TransferTests):
             assert not torch.are_deterministic_algorithms_enabled(), "a seed alone made torch deterministic"
             accel.runtime.seed(1, deterministic=True)
             assert torch.are_deterministic_algorithms_enabled(), "deterministic=True was ignored"
+            accel.runtime.seed(2)
+            assert torch.are_deterministic_algorithms_enabled(), "a later seed ends deterministic=True"
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         finally:
             torch.use_deterministic_algorithms(before)
@@ -150,12 +152,15 @@ class TestRuntime(DrawnTests, TransferTests):
         assert all(torch.equal(value, before[name]) for name, value in state.items())
 
     def test_random_state_of_another_device(self, accel: Backend) -> None:
-        """A state of another kind of device is reported by name, and the rest is restored."""
+        """A state of another kind of device is reported by name, and the rest is restored, also without NumPy's."""
         state = accel.runtime.rng_state()
         expected = draw(accel)
         unknown = accel.runtime.set_rng_state({**state, "a generator of another device": torch.zeros(8)})
         assert unknown == ["a generator of another device"], "what could not be restored is not reported"
         assert draw(accel) == expected
+        of_torch = {name: value for name, value in state.items() if "numpy" not in name}
+        assert accel.runtime.set_rng_state(of_torch) == []
+        assert torch.randn(8, device=accel.device).cpu().tolist() == expected[0], "a state without NumPy's was ignored"
 
     @pytest.mark.parametrize("kind", CONTAINERS)
     @pytest.mark.parametrize("way", ["to_device", "prefetch"])

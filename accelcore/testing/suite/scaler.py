@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
-from accelcore.testing.support.oracles import error, overflow, spoil, weights
+from accelcore.testing.support.oracles import eps, error, overflow, spoil, weights
 
 Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
 
@@ -194,6 +194,10 @@ class TestScaler:
         assert scaled.dtype == loss.dtype
         assert scaled.item() != loss.item(), "the scaler is off: it left the loss as it was"
         assert scaled.item() == 128 * 100_003.0, "the scale is not the one that was asked for"
+        for name in accel.capabilities.model_dtypes:
+            exact = torch.tensor(1 + eps(getattr(torch, name)), dtype=getattr(torch, name), device=accel.device)
+            scaled = accel.scaler.create(init=128.0).scale(exact)
+            assert scaled.cpu().double() == 128 * exact.cpu().double(), f"the scale rounds a loss in {name}"
 
     def test_overflow_flag(self, accel: Backend) -> None:
         """An overflow that no gradient shows skips the step if the device reports it by a flag, and only then."""
@@ -277,6 +281,47 @@ class TestScaler:
         assert scaler.state_dict()["scale"] == 16.0, "the scale fell once an optimizer, not once a step"
         assert scaler.skipped == 2
 
+    def test_scale_moves_once_a_step(self, accel: Backend) -> None:
+        """With two optimizers the scale grows after `interval` updates, as with one."""
+        members = _parameters(accel, 4, 6)
+        optimizers = [_plain(accel, [parameter]) for parameter in members]
+        scaler = accel.scaler.create(init=4.0, interval=3)
+        scales = []
+        for _ in range(6):
+            _backward(accel, scaler, members, 1e-3)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.state_dict()["scale"])
+        assert scales == [4.0, 4.0, 8.0, 8.0, 8.0, 16.0], f"with two optimizers the scales are {scales}"
+
+    @every_optimizer
+    @pytest.mark.parametrize("way", ["a group", "a parameter", "a gradient"])
+    def test_parameters_that_came_later(self, accel: Backend, make: Make, way: str) -> None:
+        """Gradients of parameters that an optimizer was given later are unscaled and looked at, too."""
+        first, late = _parameters(accel, 8, 5)
+        members = [first, late] if way == "a gradient" else [first]
+        optimizer, scaler = make(accel, members), accel.scaler.create(init=64.0)
+        for _ in range(2):
+            _backward(accel, scaler, [first])
+            _update(scaler, optimizer)
+        if way == "a group":
+            optimizer.add_param_group({"params": [late]})
+        elif way == "a parameter":
+            optimizer.param_groups[0]["params"].append(late)
+        before = weights([late])
+        _backward(accel, scaler, [first, late], 2.0**-6)
+        scaler.unscale_(optimizer)
+        assert late.grad is not None
+        assert error(late.grad, 2.0**-6 * before[0]) < 1e-6, f"{way} that came later was not unscaled"
+        _update(scaler, optimizer)
+        after = weights([first, late])
+        assert not torch.equal(after[1], before[0]), f"{way} that came later is not updated"
+        _backward(accel, scaler, [first, late], 2.0**-6)
+        spoil(late, math.inf)
+        _update(scaler, optimizer)
+        assert all(map(torch.equal, weights([first, late]), after)), f"an overflow in {way} that came later was missed"
+
     def test_calls_out_of_order(self, accel: Backend) -> None:
         """Unscaling twice, stepping twice, or updating before a step is an error."""
         parameters = _parameters(accel)
@@ -298,12 +343,19 @@ class TestScaler:
                 spoil(parameters[0], math.nan)
             _update(scaler, optimizer)
         twin = accel.scaler.create(init=2.0, interval=7)
+        _backward(accel, twin, parameters, 1e-3)
+        _update(twin, _plain(accel, parameters))  # it is in use already
         twin.load_state_dict(scaler.state_dict())
         assert twin.skipped == scaler.skipped == 1
+        one, scale = torch.ones((), device=accel.device), scaler.state_dict()["scale"]
         for scaler_ in (scaler, twin):
+            assert scaler_.scale(one).item() == scale, "the restored scale does not count yet"
             _backward(accel, scaler_, parameters, 1e-3)
-            scaler_.step(optimizer)
-            scaler_.update()
+            scaler_.unscale_(optimizer)
+            for parameter, weight in zip(parameters, weights(parameters), strict=True):
+                assert parameter.grad is not None
+                assert error(parameter.grad, 1e-3 * weight) < 1e-5, "after a restore gradients are unscaled by another"
+            _update(scaler_, optimizer)
         assert twin.state_dict() == scaler.state_dict(), "the restored scaler does not go on as the saved one"
 
     def test_state_of_torch(self, accel: Backend) -> None:

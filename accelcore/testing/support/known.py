@@ -169,6 +169,35 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
         _of(lambda x: functional.binary_cross_entropy_with_logits(x, x * 0, reduction="none"), 0.0, 100.0),
         [math.log(2), 100],
     ),
+    "nll_loss with weights": (
+        lambda device: functional.nll_loss(
+            torch.tensor([[-1.0, 0.0], [0.0, -4.0]], device=device),
+            torch.tensor([0, 1], device=device),
+            torch.tensor([3.0, 1.0], device=device),
+        ),
+        [1.75],
+    ),
+    "layer_norm with weights alone": (
+        _of(lambda x: functional.layer_norm(x, (4,), weight=x, eps=0.5), *_ROWS),
+        [a * b for a, b in zip(_NORM, _ROWS, strict=True)],
+    ),
+    "layer_norm with biases alone": (
+        _of(lambda x: functional.layer_norm(x, (4,), bias=x, eps=0.5), *_ROWS),
+        [a + b for a, b in zip(_NORM, _ROWS, strict=True)],
+    ),
+    "convolution of each channel": (
+        lambda device: functional.conv1d(
+            torch.tensor([[[1.0, 2.0], [3.0, 4.0]]], device=device, dtype=torch.bfloat16),
+            torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]]], device=device, dtype=torch.bfloat16),
+            groups=2,
+        ),
+        [21, 86],
+    ),
+    "gradient of pools that overlap": (
+        _gradient(lambda x: functional.max_pool2d(x, (1, 2), stride=1), 1.0, 3.0, 2.0, 0.0, shape=(1, 1, 1, 4)),
+        [0, 2, 1, 0],
+    ),
+    "gradient of a maximum that comes twice": (_gradient(lambda x: x.amax(0), 2.0, 1.0, 2.0), [0.5, 0, 0.5]),
     "convolution": (
         _of(lambda x: functional.conv1d(x, torch.tensor([[[1.0, 10.0]]], device=x.device)), *_ROWS, shape=(1, 1, 4)),
         [21, 32, 43],
@@ -218,5 +247,14 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     ),
     "rounding to bf16": (_of(lambda x: x.bfloat16().float(), 1 + 2**-8, 1 + 3 * 2**-8), [1, 1 + 2**-6]),
     "conversion to whole numbers": (_of(lambda x: x.int().float(), 1.9, -1.9), [1, -1]),
+    "conversion to truth values": (_of(lambda x: x.bool().float(), 0.5, 0.0, -0.25, _NAN), [1, 0, 1, 1]),
+    "whole numbers and fractions": (
+        _of(lambda x: torch.cat([x.int() * 0.5, x.int() + 0.25, x.int() / 4, x.int() ** 0.5]), 1.0, 9.0),
+        [0.5, 4.5, 1.25, 9.25, 0.25, 2.25, 1, 3],
+    ),
+    "indices from the end": (
+        _of(lambda x: torch.cat([x[_index(x, -1, 0)], x.roll(1)[-2:], x.narrow(0, -2, 1)]), *_ROWS),
+        [4, 1, 2, 3, 3],
+    ),
 }
 """Computations on a device by name, and the numbers that they give in order."""

@@ -80,6 +80,7 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "softmax of many rows": (_of(_ones(_ROWS), lambda x: x.expand(2, -1).t().softmax(1)[-1]), [0.5, 0.5]),
     "running sum of many": (_of(_ones(_ROWS), lambda x: x.cumsum(0)[-1]), [_ROWS]),
     "place of the largest of many": (_of(_range, torch.argmax), [_ROWS - 1]),
+    "largest 64 of many": (_of(_range, lambda x: x.float().topk(64)[1][[0, 31, 32, 63]] - _ROWS), [-1, -32, -33, -64]),
     "order of many": (_of(_range, lambda x: x.neg().sort()[1][[0, -1]]), [_ROWS - 1, 0]),
     "row of many": (_of(_range, lambda x: x.float()[:, None].index_select(0, x[-1:])), [_ROWS - 1]),
     "sum into one row of many": (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,11 +95,27 @@ def options_of(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def _together(name: str) -> Iterator[dict[str, Any]]:
+    """Yield each switch beside a value of every option that is no switch and that the oracle takes beside it."""
+    options = options_of(name)
+    switches = [values for option, values in options.items() if isinstance(values[option], bool)]
+    for switch in switches or [{}]:
+        chosen = dict(switch)
+        for values in options.values():
+            more = {key: value for key, value in values.items() if key not in chosen}
+            if values not in switches:
+                with suppress(ValueError):
+                    _CLASSES[name][0]([torch.ones(1)], **chosen, **more)
+                    chosen |= more
+        yield chosen
+
+
 ORACLES: dict[str, tuple[Any, list[dict[str, Any]]]] = {
-    name: (kind, [{}, *options_of(name).values(), *_MORE.get(name, []), together])
+    name: (kind, [{}, *options_of(name).values(), *_MORE.get(name, []), *_together(name), together])
     for name, (kind, together) in _CLASSES.items()
 }
-"""The oracle for each name, and the options of the comparison: none, each alone, several together (last)."""
+"""The oracle for each name, and the options of the comparison: none, each alone, each switch with all others, several
+together (last)."""
 
 
 def oracle(name: str, members: Any, **options: Any) -> torch.optim.Optimizer:

@@ -26,6 +26,14 @@ from accelcore.testing.support.oracles import Stateful, batches, buffers, evalua
 
 ROWS, STEPS = 16, 4
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
+EXACT: dict[str, tuple[float, float]] = {
+    "float64": (1 + 2.0**-50, 1 + 2.0**-51),
+    "int64": (2**53 + 1, 2**53 + 3),
+    "int32": (2**24 + 1, 2**24 + 3),
+    "uint8": (101, 103),
+    "bool": (False, True),
+}
+"""Numbers of both ranks, by dtype, that need every digit of it."""
 
 
 def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, Any]:
@@ -43,6 +51,12 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         "parameter": job.all_reduce(nn.Parameter(tensor(value))).tolist(),
         "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
         "bounds": [*job.all_reduce(tensor(-value), "max").tolist(), *job.all_reduce(tensor(value), "min").tolist()],
+        "exact": {
+            f"{operation} {name}": _exact(job, operation, tensor(pair[job.rank], dtype=getattr(torch, name)))
+            for name, pair in EXACT.items()
+            for operation in OPERATIONS
+            if name == "float64" or (operation != "avg" and (name, operation) != ("bool", "sum"))
+        },
         "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
         "views": {},
     }
@@ -83,6 +97,16 @@ def _drawn(accel: accelcore.Backend, seed: int) -> list[float]:
     accel.runtime.seed(seed)
     numbers, ones = torch.rand(8, device=accel.device), torch.ones(64, device=accel.device)
     return torch.cat([numbers, nn.functional.dropout(ones)]).tolist()
+
+
+def _exact(job: Any, operation: str, tensor: torch.Tensor) -> float | str:
+    """Return what an operation makes of a number, or the error with which it refuses the dtype."""
+    try:
+        found = job.broadcast(tensor, 1) if operation == "broadcast" else job.all_reduce(tensor, operation)
+        value: float = found.item()
+    except (RuntimeError, accelcore.AccelError) as error:
+        return f"refused: {error}"
+    return value
 
 
 def _low(job: Any, tensor: torch.Tensor) -> list[list[float]]:

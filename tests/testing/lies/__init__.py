@@ -17,6 +17,7 @@ from lies import (  # noqa: F401  # each adds its own to LIES
     scaler,
     steps,
     training,
+    usual,
     verify,
 )
 from lies.lie import LIES, Lie  # noqa: F401

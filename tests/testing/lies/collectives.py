@@ -16,6 +16,8 @@ class _Disagreeing(TorchCollectives):
     """A fault for each kind of tensor, so that one job of two ranks tells them all."""
 
     def all_reduce(self, tensor, op="sum"):
+        if tensor.dtype == torch.float64:
+            return tensor.copy_(super().all_reduce(tensor.float(), op))
         if op == "sum" and (tensor.dim() == 0 or tensor.numel() > 100_000):
             return tensor
         if op == "avg" and tensor.dtype == torch.float16:  # added before it is divided
@@ -49,6 +51,7 @@ for _name, _test, _says, _arguments in (
     ("all_reduce_that_forgets_to_sum", "test_all_reduce", "than the sum", {"what": "large", "expected": [3.0]}),
     ("all_reduce_that_forgets_scalars", "test_views", "not what was asked", {"operation": "sum", "kind": "element"}),
     ("average_that_is_a_sum", "test_views", "not what was asked", {"operation": "avg", "kind": "whole"}),
+    ("all_reduce_in_fp32", "test_every_digit", "in float64, not", {"dtype": "float64"}),
     ("average_of_a_copy", "test_views", "another tensor", {"operation": "avg", "kind": "transposed"}),
     ("average_that_overflows", "test_low_precision", "average is none", {"dtype": "float16"}),
     ("broadcast_of_a_copy", "test_views", "another tensor", {"operation": "broadcast", "kind": "row"}),

@@ -1,0 +1,353 @@
+"""What is right for usual values, dtypes, parameters and orders of calls only."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.nn import functional
+
+from accelcore.roles.compiler import Compiled
+from accelcore.scaling.dynamic import GradScaler, Scalers
+from accelcore.testing.support.options import EVERY
+from lies.lie import LIES, Lie, lie, replaced
+from lies.operators import Wrong, WrongFunction, _note, drawn, known
+from lies.optimizers import making
+from lies.scaler import _own, _plain
+
+
+def _scalers(kind):
+    return lambda backend: dataclasses.replace(backend, scaler=Scalers(backend.device, kind))
+
+
+class _KeepsTheOldScale(GradScaler):
+    old = None
+
+    def load_state_dict(self, state):
+        self.old = self._scale.clone()
+        super().load_state_dict(state)
+
+    def scale(self, loss):
+        return loss * (self._scale if self.old is None else self.old)
+
+
+class _CountsOptimizers(GradScaler):
+    def update(self, *arguments):
+        self._clean_steps += len(self._progress) - 1
+        super().update(*arguments)
+
+
+class _ScalesInFp32(GradScaler):
+    def scale(self, loss):
+        return super().scale(loss.float())
+
+
+class _OfTheFirstParameters(GradScaler):
+    def _find_overflow(self, optimizer, gradients, *rest):
+        kept = self.__dict__.setdefault("kept", {})
+        members = kept.setdefault(id(optimizer), [p for group in optimizer.param_groups for p in group["params"]])
+        present = [value.grad for value in members if value.grad is not None]
+        return super()._find_overflow(optimizer, present, *rest)
+
+
+for _name, _kind, _test, _says, _arguments in (
+    ("scale_of_before_a_restore", _KeepsTheOldScale, "test_state_round_trip", "does not count yet", {}),
+    ("scale_that_grows_with_optimizers", _CountsOptimizers, "test_scale_moves_once_a_step", "two optimizers", {}),
+    ("scale_in_fp32", _ScalesInFp32, "test_scale_is_on_the_device", "rounds a loss in float64", {}),
+    ("scaler_of_the_first_parameters", _OfTheFirstParameters, "test_parameters_that_came_later", "was not unscaled",
+     {"make": _plain, "way": "a group"}),
+    ("scaler_of_the_first_list", _OfTheFirstParameters, "test_parameters_that_came_later", "was not unscaled",
+     {"make": _own, "way": "a parameter"}),
+):  # fmt: skip
+    LIES[_name] = Lie(_name, _scalers(_kind), f"TestScaler.{_test}", _says, _arguments)
+
+
+def _given(optimizer):
+    return [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
+
+
+class _MaximizesDecay(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            decay = group["weight_decay"]
+            if group["maximize"] and group["momentum"]:
+                group["weight_decay"] = -decay
+        return super().step(closure)
+
+
+class _FirstBetas(torch.optim.AdamW):
+    def step(self, closure=None):
+        kept = self.__dict__.setdefault("_kept", [group["betas"] for group in self.param_groups])
+        for group, betas in zip(self.param_groups, kept, strict=True):
+            group["betas"] = betas
+        return super().step(closure)
+
+
+class _LeavesZerosOut(torch.optim.Adam):
+    def step(self, closure=None):
+        before = [(value, value.detach().clone()) for value in _given(self)]
+        loss = super().step(closure)
+        for value, old in before:
+            value.data.copy_(torch.where(value.grad == 0, old, value.data))
+        return loss
+
+
+class _WithoutHooks(torch.optim.SGD):
+    def register_step_post_hook(self, hook):
+        return None
+
+
+class _ClearsByNone(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        if set_to_none:
+            super().zero_grad()
+
+
+for _name, _of, _kind, _test, _says in (
+    ("decay_that_is_maximized", "sgd", _MaximizesDecay, "test_numerics", "'maximize': True"),
+    ("betas_of_the_first_step", "adamw", _FirstBetas, "test_changes_between_steps", "when it was made"),
+    ("zeros_that_are_left_out", "adam", _LeavesZerosOut, "test_zeros", "is wrong"),
+    ("optimizer_without_hooks", "sgd", _WithoutHooks, "test_hooks_and_clearing", "the hooks called were ['before']"),
+    ("gradients_that_are_not_cleared", "sgd", _ClearsByNone, "test_hooks_and_clearing", "leaves gradients"),
+):
+    assert _of in EVERY
+    LIES[_name] = Lie(_name, making(_of, _kind), f"TestOptimizers.{_test}", _says, {"name": _of})
+
+
+@lie("TestOptimizers.test_low_precision_state", says="is rounded when it is loaded", name="adamw", dtype="bfloat16")
+def state_that_loading_rounds(backend):
+    def create(honest, *args, **options):
+        optimizer = honest.create(*args, **options)
+        load = optimizer.load_state_dict
+
+        def rounding(state):
+            load(state)
+            for entry in optimizer.state.values():
+                for value in entry.values():
+                    value.copy_(value.bfloat16())
+
+        optimizer.load_state_dict = rounding
+        return optimizer
+
+    return replaced(backend, "optimizers", create=create)
+
+
+class _Both:
+    def __init__(self, *contexts):
+        self._contexts, self._entered = contexts, []
+
+    def __enter__(self):
+        self._entered.append(ExitStack())
+        for context in self._contexts:
+            self._entered[-1].enter_context(context)
+
+    def __exit__(self, *error):
+        self._entered.pop().__exit__(*error)
+
+    def __call__(self, function):
+        return function
+
+
+def _beside(backend, functions):
+    def autocast(honest, *args, **options):
+        return _Both(honest.autocast(*args, **options), WrongFunction(functions))
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+def _in_fp32(function, *args, **options):
+    with torch.autocast("cpu", enabled=False):
+        return function(*args, **options)
+
+
+@lie("TestPrecision.test_tables", says="and intercepts", table="torch")
+def attention_that_autocast_leaves(backend):
+    return _beside(backend, {"scaled_dot_product_attention": _in_fp32})
+
+
+@lie("TestPrecision.test_tables", says="and intercepts", table="torch")
+def losses_that_stay_low(backend):
+    return _beside(backend, {"mse_loss": _in_fp32})
+
+
+@lie("TestPrecision.test_autocast_keeps_tensors", says="float64 was cast", table="torch")
+def autocast_of_float64(backend):
+    class Casts(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is functional.linear:
+                args = [each.bfloat16() for each in args]
+            return function(*args, **(kwargs or {}))
+
+    def autocast(honest, *args, **options):
+        return _Both(honest.autocast(*args, **options), Casts())
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+@lie("TestPrecision.test_ieee_fp32", says="backward of a product kept 7 bits")
+def ieee_without_backward(backend):
+    @contextmanager
+    def fp32(honest, mode):
+        def product(func, a, b):
+            in_backward = torch._C._current_autograd_node() is not None
+            return func(a.bfloat16().float(), b.bfloat16().float()) if in_backward else func(a, b)
+
+        with honest.fp32(mode), Wrong({"mm": product}):
+            yield
+
+    return replaced(backend, "precision", fp32=fp32)
+
+
+def _compiling(call):
+    def compile(honest, module, options):
+        kept = {}
+        return Compiled(lambda *rows, **named: call(kept, module, *rows, **named), compiled=True)
+
+    return lambda backend: replaced(backend, "compiler", compile=compile)
+
+
+def _by_the_first_number(kept, module, rows, **named):
+    return module(rows, **kept.setdefault("named", named))
+
+
+def _by_the_first_mode(kept, module, rows, **named):
+    with torch.set_grad_enabled(kept.setdefault("enabled", torch.is_grad_enabled())):
+        return module(rows, **named)
+
+
+def _by_the_first_dtype(kept, module, rows, **named):
+    return module(rows.to(kept.setdefault("dtype", rows.dtype)), **named)
+
+
+def _without_hooks(kept, module, rows, **named):
+    hooks, module.norm._forward_hooks = module.norm._forward_hooks, {}
+    try:
+        return module(rows, **named)
+    finally:
+        module.norm._forward_hooks = hooks
+
+
+for _name, _call, _says in (
+    ("compiled_with_its_first_number", _by_the_first_number, "later does not count"),
+    ("compiled_without_gradients", _by_the_first_mode, "whether gradients are enabled"),
+    ("compiled_for_one_dtype", _by_the_first_dtype, "a compiled module makes torch.float32"),
+    ("compiled_without_hooks", _without_hooks, "was not called once"),
+):
+    LIES[_name] = Lie(_name, _compiling(_call), "TestCompiler.test_compiled_follows_its_module", _says)
+
+
+@lie("TestRuntime.test_random_state_of_another_device", says="a state without NumPy's was ignored")
+def random_state_that_needs_numpy(backend):
+    def set_rng_state(honest, state):
+        return honest.set_rng_state(state) if "numpy" in state else []
+
+    return replaced(backend, "runtime", set_rng_state=set_rng_state)
+
+
+@lie("TestRuntime.test_seed_deterministic", says="a later seed ends deterministic=True")
+def determinism_of_one_seed(backend):
+    def seed(honest, n, *, deterministic=False, same=None):
+        honest.seed(n, deterministic=deterministic, same=same)
+        torch.use_deterministic_algorithms(deterministic)
+
+    return replaced(backend, "runtime", seed=seed)
+
+
+# What is drawn.
+def _rounded_up(function, *args, dtype=torch.float32, **options):
+    return function(*args, **options).to(dtype)
+
+
+def _of_few(function, count, **options):
+    generator = torch.Generator().manual_seed(torch.initial_seed()) if count < 4 else None
+    return function(count, generator=generator, **options)
+
+
+class _TurnedMask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rate):
+        ctx.mask, ctx.rate = torch.rand(x.shape) >= rate, rate
+        return x * ctx.mask / (1 - rate)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.mask.flatten().flip(0).reshape(ctx.mask.shape) / (1 - ctx.rate), None
+
+
+def _dropout_of_memory(function, x, p=0.5, *args, **options):
+    return function(x, p, *args, **options) if x.is_contiguous() or not 0 < p < 1 else _TurnedMask.apply(x, p)
+
+
+def _unweighted(function, weights, count, replacement=False):
+    return function(weights if replacement else (weights > 0).float(), count, replacement)
+
+
+drawn("uniform_that_reaches_1_in_bf16", "test_draws_in_other_dtypes", "drew the upper end", {"rand": _rounded_up},
+      dtype=torch.bfloat16)  # fmt: skip
+LIES["uniform_with_the_digits_of_fp32"] = Lie(
+    "uniform_with_the_digits_of_fp32", lambda backend: backend, "TestRuntime.test_draws_in_other_dtypes",
+    "has the digits of fp32", {"dtype": torch.float64}, around=lambda: WrongFunction({"rand": _rounded_up}),
+)  # fmt: skip
+drawn("uniform_of_few_that_repeats", "test_few_numbers", "draws the same numbers again", {"rand": _of_few})
+drawn("permutations_that_move_everything", "test_few_numbers", "each order came", {
+      "randperm": lambda function, count, **options: torch.arange(count - 1, -1, -1)})  # fmt: skip
+drawn("dropout_with_a_mask_of_memory", "test_dropout", "in other strides", {"dropout": _dropout_of_memory},
+      rate=0.5, dtype=torch.float32)  # fmt: skip
+drawn("multinomial_that_is_even_without_replacement", "test_whole_numbers", "does not go by weight",
+      {"multinomial": _unweighted})  # fmt: skip
+drawn("exponential_of_rate_1", "test_moments", "has mean",
+      {"exponential_": lambda function, x, rate=1.0: function(x)}, draw="exponential_ of rate 4")  # fmt: skip
+drawn("normal_by_variances", "test_moments", "has variance",
+      {"normal": lambda function, mean, std: function(mean, std * std)}, draw="normal by tensors")  # fmt: skip
+drawn("randint_of_32_bits", "test_moments", "has mean", {
+      "randint": lambda function, low, high, *args, **options: function(low, min(high, 2**32), *args, **options)},
+      draw="randint of 40 bits")  # fmt: skip
+
+
+# Operators and modules.
+known("mean_by_rows", "nll_loss with weights", {
+      "nll_loss_forward": lambda func, x, target, weight, *args: (
+          func(x, target, weight, *args)[0] * weight[target].sum() / len(target), weight.sum())})  # fmt: skip
+known("layer_norm_without_its_weight", "layer_norm with weights alone", {
+      "native_layer_norm": lambda func, x, shape, weight, bias, eps: func(
+          x, shape, weight if bias is not None else None, bias, eps)})  # fmt: skip
+known(
+    "convolution_of_channels_that_loses_a_tap",
+    "convolution of each channel",
+    {"convolution": lambda func, x, weight, *args: func(x, weight * torch.tensor([1, 0]).to(weight), *args)},
+)
+known("gradient_of_the_last_pool", "gradient of pools that overlap", {
+      "max_pool2d_with_indices_backward": lambda func, grad, x, *args: torch.zeros_like(x).flatten().scatter(
+          0, args[-1].flatten(), grad.flatten()).reshape(x.shape)})  # fmt: skip
+known(
+    "truth_by_whole_numbers",
+    "conversion to truth values",
+    {"_to_copy": lambda func, x, **options: func(x.int() if options.get("dtype") == torch.bool else x, **options)},
+)
+known(
+    "indices_that_begin_at_0",
+    "indices from the end",
+    {"index": lambda func, x, indices: func(x, [each.clamp(min=0) for each in indices])},
+)
+known("largest_32", "largest 64 of many", {"topk": lambda func, x, k, *args: tuple(
+      torch.cat([each[:32], each[32:].flip(0)]) for each in func(x, k, *args))})  # fmt: skip
+
+
+def _from_zero(function, rows, hidden, *args):
+    return function(rows, tuple(each * 0 for each in hidden), *args) if isinstance(hidden, tuple) else function(
+        rows, hidden, *args)  # fmt: skip
+
+
+def module(name, of, functions):
+    _note(name, "TestOperators.test_module", f"{of}: the output", {"name": of}, lambda: WrongFunction(functions))
+
+
+module("lstm_that_begins_with_zeros", "LSTM with a state", {"lstm": _from_zero})
+module(
+    "attention_that_sees_padding",
+    "MultiheadAttention",
+    {
+        "multi_head_attention_forward": lambda function, *args, key_padding_mask, **options: function(*args, **options),
+    },
+)
