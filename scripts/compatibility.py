@@ -1,9 +1,10 @@
 """Try accelcore with one version of torch, and write the page of all versions that were tried.
 
 `tox run -e torch2.7` runs `python scripts/compatibility.py try docs/compatibility`, which takes minutes, in an
-environment with that torch. It writes a JSON file named after the version of torch. In the same environment, `python
-scripts/compatibility.py emulate docs/compatibility` adds the result of the NPU's tests over the emulator. `python
-scripts/compatibility.py page docs/compatibility docs/compatibility.md` writes the page from these files.
+environment with that torch. It writes a JSON file named after the version of torch. If something fails, add the `cause`
+to the file, a sentence or two. In the same environment, `python scripts/compatibility.py emulate docs/compatibility`
+adds the result of the NPU's tests over the emulator. `python scripts/compatibility.py page docs/compatibility
+docs/compatibility.md` writes the page from these files.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def page(results: Iterable[dict[str, Any]]) -> str:
         failures = [name for part in parts if part for name in part["failures"]]
         if failures:
             lines += [f"torch {_release(one)}:", "", *(f"- `{name}`" for name in failures), ""]
+            lines += [one["cause"], ""] if "cause" in one else []
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
