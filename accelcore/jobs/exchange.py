@@ -102,7 +102,7 @@ def not_all_came(call: str, error: RuntimeError) -> DistributedError:
     return DistributedError(
         f"not every rank of the job came to {call}",
         why=first_line(error),
-        remedy=f"call {call} on all ranks, and not under `if job.is_main:`",
+        remedy=f"call {call} on all ranks, and not under `if job.is_main:`; let the loops of all ranks end together",
     )
 
 

@@ -81,6 +81,24 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
     return loss, returned
 
 
+def _refuse_backward(*_: Any, **__: Any) -> None:
+    raise TrainingError(
+        "backward was called on the loss that trainer(batch) returned",
+        why="trainer(batch) has called backward already, and updates the parameters at the end of each window",
+        remedy="leave out .backward(); for a loss of your own call trainer.backward(loss) and trainer.update()",
+    )
+
+
+# torch and pickle ask `__getstate__` for the attributes to save: none, so that the loss is saved as a plain tensor.
+_REFUSES_BACKWARD = {"backward": _refuse_backward, "__getstate__": dict}
+
+
+def without_backward(loss: Tensor) -> Tensor:
+    """Let `loss.backward()` raise TrainingError. What is computed from the loss, or read from a file, is plain."""
+    loss.__dict__.update(_REFUSES_BACKWARD)
+    return loss
+
+
 def no_loss(loss: object) -> TrainingError:
     """Return the error for a value that backward cannot start from."""
     if not isinstance(loss, Tensor):

@@ -20,7 +20,7 @@ from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches, check_loader
-from accelcore.training.loss import check_loss
+from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
@@ -233,7 +233,7 @@ class Trainer(Checkpoints):
         loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
         step.finite.losses.append((self._window.steps + 1, loss, loss._version))
         step.end_micro_batch(loss, updated=captured is not None)
-        return loss
+        return without_backward(loss)
 
     @property
     def forward(self) -> Callable[..., Any]:

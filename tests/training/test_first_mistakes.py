@@ -175,6 +175,18 @@ def test_a_loss_that_was_forgotten(accel, batch, cause):
     assert type(found.value.__cause__) is (cause or type(None))
 
 
+def test_backward_on_the_loss_of_a_step_is_refused_and_the_loss_is_plain_elsewhere(accel, tmp_path):
+    model = net()
+    loss = accel.trainer(model, sgd(model), loss=lambda m, x: m(x).sum())(torch.ones(2, 4))
+    for call in (loss.backward, copy.deepcopy(loss).backward, lambda: loss.backward(retain_graph=True)):
+        with pytest.raises(accelcore.TrainingError, match=r"leave out \.backward"):
+            call()
+    torch.save([loss], tmp_path / "loss.pt")
+    (loaded,) = torch.load(tmp_path / "loss.pt", weights_only=True)
+    for plain in (loaded, pickle.loads(pickle.dumps(loss)), copy.copy(loss), loss + 0, loss.clone()):
+        assert (type(plain), vars(plain), plain.item()) == (torch.Tensor, {}, loss.item())
+
+
 def test_a_type_error_within_a_model_stays_what_it_is(accel):
     class Wrong(nn.Linear):
         def forward(self, x):
