@@ -26,7 +26,7 @@ from accelcore.randomness import draw_on_device, draw_on_host
 from accelcore.roles.runtime import host_rng_state
 from accelcore.training.observers import Observer, observing
 from accelcore.util.containers import tensors
-from accelcore.util.text import is_number, is_whole
+from accelcore.util.text import is_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
 logger = logging.getLogger("accelcore")
+
+_LARGEST = 2e9
+"""Bytes of a model's weights up to which they are kept; a replay of a larger one begins with its own."""
 
 
 class Record(Observer):
@@ -63,7 +66,6 @@ class Record(Observer):
         random: `"everywhere"` to draw random numbers on the host, so that another kind of device draws the same; this
             changes the numbers that are drawn. See `runtime.seed(n, same="everywhere")`.
         steps: how many steps to record; None for all.
-        limit: weights of more bytes are not kept; a replay then begins with its own.
 
     Raises:
         ConfigurationError: an argument has a wrong type or value.
@@ -83,7 +85,6 @@ class Record(Observer):
         batches: bool = False,
         random: Literal["everywhere"] | None = None,
         steps: int | None = None,
-        limit: float = 2e9,
     ) -> None:
         self._folder = as_path(folder)
         self._given = _checked(model, nn.Module, "model"), _checked(optimizer, Optimizer, "optimizer")
@@ -100,9 +101,7 @@ class Record(Observer):
             raise ConfigurationError(f"batches={batches!r} must be True or False")
         if random not in (None, "everywhere"):
             raise ConfigurationError(f'random={random!r} must be None or "everywhere"')
-        if not is_number(limit) or limit < 0:
-            raise ConfigurationError(f"limit={limit!r} is not a number of bytes")
-        self._random, self._limit, self._steps, self._batches = random, limit, steps, batches
+        self._random, self._steps, self._batches = random, steps, batches
         self._checks = False
         self._kept: dict[str, Tensor] = {}
         self._trainers: list[Any] = []
@@ -211,7 +210,7 @@ class Record(Observer):
         if self._batches and not self._kept:
             self._kept["generator"] = torch.get_rng_state()
         weights = self._weights(watched) if first else {}
-        if weights and sum(tensor.nbytes for tensor in weights.values()) <= self._limit:
+        if weights and sum(tensor.nbytes for tensor in weights.values()) <= _LARGEST:
             copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
             self._writer.keep(f"weights-{watched.number}", copies)
 

@@ -141,7 +141,7 @@ class Replay(Record):
             taken = [each if each.requires_grad else self._take(f"{call}.{n}", each) for n, each in own]
             given = with_tensors(given, taken)
         if self._batch is not None and self._of_batch is None:
-            self._of_batch = _of_batch(compare_batch_sizes(watched.model, given, self._batch), self._batch)
+            self._of_batch = _of_batch(compare_batch_sizes(watched.model, given, self._batch))
             self._collector.is_done = True
             self._step_ended(0, is_last=True)
         return super()._receive(watched, given)
@@ -220,18 +220,16 @@ def _is_same(own: Tensor, recorded: Tensor) -> bool:
     return torch.equal(own.to(recorded.dtype), recorded) or torch.equal(recorded.to(own.dtype), own)
 
 
-def _of_batch(layers: Sequence[LayerDifference], size: int) -> Result:
+def _of_batch(layers: Sequence[LayerDifference]) -> Result:
     """Return the result of a batch that was run whole and in parts."""
     first = next((each for each in layers if not each.equal), None)
     if first is None:
-        note = f"each row gives the same bits in the whole batch as in one of {size}"
-        return Result(agrees=True, steps=1, exact=True, notes=(note,))
-    units = f"by more than {ROUNDING:g} units of rounding"
-    note = f"no module is apart {units}"
-    if far := next((each for each in layers if each.ratio > ROUNDING), None):
-        note = f"the first {units} is {far.computed_by or 'the model itself'}, {far.place}: {far.ratio:.3g} units"
+        return Result(agrees=True, steps=1, exact=True, notes=("each row gives the same bits in a smaller batch",))
+    far = next((each for each in layers if each.ratio > ROUNDING), None)
+    place = f"{far.computed_by or 'the model itself'}, {far.place}: {far.ratio:.3g} units" if far else "none"
     return Result(
         agrees=False, steps=1, exact=True, step=1, rank=rank_and_size()[0], phase="batch size",
         module=first.computed_by, item=first.place, is_cause=True, ratio=first.ratio,
-        next="a kernel chooses its order of sums by the size of the batch, or the module mixes rows", notes=(note,),
+        next="a kernel chooses its order of sums by the size of the batch, or the module mixes rows",
+        notes=(f"the first module that is apart by more than {ROUNDING:g} units of rounding: {place}",),
     )  # fmt: skip

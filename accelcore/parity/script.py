@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import warnings
 from os.path import dirname, realpath
 from time import monotonic
 
@@ -25,6 +26,8 @@ def main() -> None:
     mode, folder, options, *sys.argv = sys.argv[1:]
     if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
         sys.path[0] = dirname(realpath(sys.argv[0]))
+    # Hooks on all modules find the models. That torch calls them once more for a compiled one does no harm here.
+    warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
     context = _Shown if mode == "record" else _ShownReplay
     code = _INVALID
     try:

@@ -145,7 +145,7 @@ def test_steps_limits_what_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"operators": [0]}, {"batches": 1}, {"random": "here"}, {"steps": 0}, {"limit": "1 GB"}, {"model": 1}]
+    "options", [{"operators": [0]}, {"batches": 1}, {"random": "here"}, {"steps": 0}, {"model": 1}]
 )
 def test_wrong_arguments_are_refused(tmp_path, options):
     with pytest.raises(accelcore.ConfigurationError, match=next(iter(options))):
