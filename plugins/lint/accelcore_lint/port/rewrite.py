@@ -145,7 +145,7 @@ class _Decisions(cst.CSTVisitor):
             self._was_left.pop()
         for rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, left = self._marks[original_node]
-            done = len(self.rewritten) + len(self.harmless) > rewritten or _moves_batches(original_node)
+            done = len(self.rewritten) + len(self.harmless) > rewritten or _is_portable(original_node)
             done = done and len(self.left) == left
             if done and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
@@ -190,8 +190,10 @@ class _Decisions(cst.CSTVisitor):
         return next(outer for outer in around if isinstance(outer, _COMPOUND))
 
 
-def _moves_batches(node: cst.CSTNode) -> bool:
-    """Return whether an `if` guards nothing but what every accelerator can do: pinned memory, and copies from it."""
+def _is_portable(node: cst.CSTNode) -> bool:
+    """Return whether an `if` guards nothing but what every accelerator can do: pinned memory, copies, autocast."""
+    if isinstance(node, cst.IfExp):
+        return text_of(node.body).startswith(("torch.autocast(", "torch.amp.autocast("))
     if not isinstance(node, cst.If):
         return False
     words = ("pin_memory", "non_blocking")

@@ -95,7 +95,7 @@ class Tree:
         (qualified,) = found
         if qualified.source is not metadata.QualifiedNameSource.IMPORT:
             return None
-        return cast("str", qualified.name)
+        return cast("str", qualified.name).replace("torch_npu.npu.", "torch.npu.", 1)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the node that holds a node; None for the module."""

@@ -99,9 +99,11 @@ def _stores(node: ast.Assign | ast.AugAssign | ast.AnnAssign, name: ast.Name) ->
 
 
 def _is_mean(script: Script, made: ast.expr) -> bool:
-    """Return whether an expression is the mean of one of torch's losses."""
+    """Return whether an expression is the mean of one of torch's losses, or a mean as a whole."""
     if not isinstance(made, ast.Call) or argument(made, "reduction") is not None:
         return False
+    if last_name(made.func) == "mean" and not made.keywords:
+        return len(made.args) == (script.names.resolve(made.func) == "torch.mean")
     if script.names.resolve(made.func).startswith("torch.nn.functional."):
         return script.names.resolve(made.func).endswith(_MEANS)
     criterion = script.names.value(made.func)
@@ -138,6 +140,17 @@ RULE = Rule(
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 if (i + 1) % args.accum_steps == 0 or i + 1 == len(loader):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, loader, accumulate):
+            for i, (x, y) in enumerate(loader):
+                loss = (model(x) - y).abs().mean()
+                loss.backward()
+                if (i + 1) % accumulate == 0:
                     optimizer.step()
                     optimizer.zero_grad()
         """,

@@ -28,8 +28,15 @@ def _check(script: Script) -> Iterator[Mark]:
 
 def _trains_epochs(loop: ast.For) -> bool:
     """Return whether a loop is over epochs, with training in it or in what it calls."""
-    counts = "epoch" in ast.unparse(loop.target).lower()
-    return counts and any(isinstance(node, ast.Call) for node in ast.walk(loop))
+    if "epoch" in ast.unparse(loop.target).lower():
+        return any(isinstance(node, ast.Call) for node in ast.walk(loop))
+    repeats = isinstance(loop.iter, ast.Call) and last_name(loop.iter.func) == "range"
+    inner = [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.For)]
+    return repeats and any(_calls_backward(node) for node in inner)
+
+
+def _calls_backward(loop: ast.For) -> bool:
+    return any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in ast.walk(loop))
 
 
 def _shuffles(call: ast.Call) -> bool:
@@ -60,6 +67,17 @@ RULE = Rule(
             loader = torch.utils.data.DataLoader(data, sampler=sampler)
             for epoch in range(3):
                 train(loader)
+        """,
+        """
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        def main(model, optimizer, data):
+            loader = DataLoader(data, sampler=DistributedSampler(data))
+            for e in range(9):
+                for x in loader:
+                    optimizer.zero_grad()
+                    model(x).backward()
+                    optimizer.step()
         """,
     ),
     clean=(

@@ -111,3 +111,11 @@ def test_a_function_that_can_choose_no_device_waits_and_replicates_without_a_bac
     assert not outcome.left
     assert "if torch.accelerator.is_available():\n        torch.accelerator.synchronize()" in outcome.source
     assert "device_ids=[LOCAL_RANK] if torch.accelerator.is_available() else None" in outcome.source
+
+
+def test_a_device_that_gets_a_name_before_it_is_made_current_keeps_its_number():
+    source = (
+        "import horovod.torch as hvd\nimport torch\nlocal_rank = hvd.local_rank()\n"
+        'device = torch.device(f"cuda:{local_rank}")\ntorch.cuda.set_device(device)\nmodel.to(device)\n'
+    )
+    assert "device = torch.device(current_device.type, local_rank)\n" in _ported(source).source

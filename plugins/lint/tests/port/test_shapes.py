@@ -34,6 +34,11 @@ def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
     [
         ("context = torch.cuda.amp.autocast\nwith context(True):\n    pass", "context = torch.cuda.amp.autocast"),
         ("scaler = torch.cuda.amp.GradScaler()\nscaler.update(2.0)", "torch.amp.GradScaler(accel.device.type)"),
+        (
+            "with torch.autocast(x.device.type) if x.device.type == 'cuda' else nothing():\n    pass",
+            'if x.device.type != "cpu" else nothing():',
+        ),
+        ("from torch_npu.npu import amp\nscaler = amp.GradScaler()", "accel.scaler.create()"),
         ("scaler = torch.cuda.amp.GradScaler(**options)", "torch.amp.GradScaler(accel.device.type, **options)"),
         ("labels = [1]\nlabels = torch.cuda.LongTensor(labels)", "torch.LongTensor(labels).to(accel.device)"),
         ("def step(scaler: torch.cuda.amp.GradScaler): ...", "def step(scaler: torch.amp.GradScaler): ..."),

@@ -8,10 +8,12 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
+from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _SAME = {"device_count": "device_count", "current_device": "current_device_index"}
 
+_NAMES = tuple(f"torch.{device}.get_device_name" for device in DEVICES)
 _BF16 = tuple(f"torch.{device}.is_bf16_supported" for device in DEVICES)
 
 
@@ -19,6 +21,8 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None
     if isinstance(node, cst.UnaryOperation):
         return _decide_not(node, facts)
     name = facts.name(node.func)
+    if name in _NAMES and facts.level is not Level.TORCH:
+        return _decide_name(node, facts)
     if name is None or node.args:
         return None
     if name in AVAILABLE:
@@ -30,6 +34,16 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None
         if name in {f"torch.{device}.{old}" for device in DEVICES}:
             return whole(node, f"{facts.torch}.accelerator.{new}()", facts.needs_torch)
     return None
+
+
+def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
+    """Ask the module that torch has for the device; the CPU has no names."""
+    device = facts.place.device(node)
+    given = ", ".join(text_of(arg) for arg in node.args)
+    source = f"{facts.torch}.get_device_module({device}).get_device_name({given})"
+    if facts.guards(node):
+        return whole(node, source, facts.needs_torch)
+    return whole(node, f'({source} if {device}.type != "cpu" else "cpu")', facts.needs_torch)
 
 
 def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Rewrite | None:
@@ -77,5 +91,11 @@ AVAILABILITY = Rule(
             'found = (accel.device.type != "cpu") is True',
         ),
         Example(Level.ROLES, "n = torch.cuda.device_count()", "n = torch.accelerator.device_count()"),
+        Example(
+            Level.ROLES,
+            "print(torch.cuda.get_device_name(0))",
+            "print((torch.get_device_module(accel.device).get_device_name(0) "
+            'if accel.device.type != "cpu" else "cpu"))',
+        ),
     ),
 )
