@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -126,21 +126,18 @@ def run(
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
         parse(asked, "ACCEL_DEVICE")
-    if emulate is None and nproc != 1:
-        source = "--device" if device else "ACCEL_DEVICE"
-        nproc = rank_count(device or requested_device() or "auto", source, nproc or None)
-    elif nproc == 0:
-        raise ConfigurationError("--nproc auto counts devices, and --emulate makes them", remedy="give --nproc 2")
+    nproc = _number_of_ranks(nproc, device, emulated=emulate is not None)
     if machines:
         _check_machines(machines, environ)
     launched = nproc > 1 or max_restarts > 0 or bool(machines)
-    if not module and script == "-" and launched:
+    stdin = script == "-" and not module
+    if stdin and launched:
         raise ConfigurationError(
             "a script from stdin cannot be started on several ranks, or again",
             why="stdin can be read only once",
             remedy="put the script in a file",
         )
-    if not module and script != "-" and not Path(script, "__main__.py").exists():  # Python runs a folder with that
+    if not module and not stdin and not Path(script, "__main__.py").exists():  # Python runs a folder with that
         check_script(script)
     if check_collectives:
         if nproc == 1 and not machines:
@@ -153,31 +150,56 @@ def run(
             f"accelcore: EMULATED: {emulate} is imitated on the host; its speed and numerics prove nothing\n"
         )
     elif AUTOLOAD not in environ:
-        hidden = _turn_off_autoload(environ, hide=module or script != "-")  # only Python itself reads stdin
+        hidden = _turn_off_autoload(environ, hide=not stdin)  # only Python itself reads stdin
     if apex:
-        folder = Path.cwd() if module or script == "-" else Path(script).parent
+        folder = Path.cwd() if module or stdin else Path(script).parent
         environ["PYTHONPATH"] = _apex_path(environ, folder)
-    command = [sys.executable, *program]
     if launched:
-        # This process becomes the launcher, so that its id is the launcher's. A rank's output is not buffered, or what
-        # it printed would be lost if it is killed. "--": else torch reads options of the script that resemble its own.
-        meeting = [word for option in machines.items() for word in option] or ["--standalone"]
-        ranks = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts), "--no-python", "--"]
-        each = [sys.executable, "-u", rank.__file__, str(os.getpid()), hidden, *program]
-        command = [sys.executable, "-m", _LAUNCHER, *meeting, *ranks, *each]
-        # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that have ended: every
-        # other restart fails or hangs. With this, each start has a store of its own.
-        environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        command = _launcher(nproc, max_restarts, machines, hidden, program, environ)
     elif hidden:
         command = [sys.executable, rank.__file__, "0", hidden, *program]
-    if nproc > 1:
-        # Otherwise each rank would use all cores; torch's launcher would give each one core, with a long warning.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    else:
+        command = [sys.executable, *program]
     sys.stdout.flush()
     sys.stderr.flush()
     # No child process: signals, exit code, terminal and process id are the script's own.
     os.execve(sys.executable, command, environ)  # noqa: S606
+
+
+def _number_of_ranks(nproc: int, device: str | None, *, emulated: bool) -> int:
+    """Return how many ranks to start here, 0 being auto; raise if the devices asked for do not suffice."""
+    if emulated:
+        if nproc == 0:
+            raise ConfigurationError("--nproc auto counts devices, and --emulate makes them", remedy="give --nproc 2")
+        return nproc
+    if nproc == 1:
+        return 1
+    source = "--device" if device else "ACCEL_DEVICE"
+    return rank_count(device or requested_device() or "auto", source, nproc or None)
+
+
+def _launcher(
+    nproc: int,
+    restarts: int,
+    machines: Mapping[str, str],
+    hidden: str,
+    program: Sequence[str],
+    environ: MutableMapping[str, str],
+) -> list[str]:
+    """Return the command of torch's launcher that starts the ranks, and add to `environ` what they need."""
+    # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that have ended: every
+    # other restart fails or hangs. With this, each start has a store of its own.
+    environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if nproc > 1:
+        # Otherwise each rank would use all cores; torch's launcher would give each one core, with a long warning.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    # This process becomes the launcher, so that its id is the launcher's. A rank's output is not buffered, or what
+    # it printed would be lost if it is killed. "--": else torch reads options of the script that resemble its own.
+    meeting = [word for option in machines.items() for word in option] or ["--standalone"]
+    ranks = ["--nproc-per-node", str(nproc), "--max-restarts", str(restarts), "--no-python", "--"]
+    each = [sys.executable, "-u", rank.__file__, str(os.getpid()), hidden, *program]
+    return [sys.executable, "-m", _LAUNCHER, *meeting, *ranks, *each]
 
 
 def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> None:
