@@ -18,7 +18,7 @@ from accelcore.testing.support.oracles import error
 _PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False, True] * 2 + [True]])
 _ROWS = torch.linspace(-1, 1, 120).reshape(3, 5, 8).sin()
 _HIDDEN = torch.linspace(-0.5, 1, 24).reshape(2, 3, 4)
-_FUTURE = torch.full((5, 5), -torch.inf).triu(1)
+_FUTURE = torch.full((5, 5), float("-inf")).triu(1)
 
 
 def _packed(module: Any, rows: Tensor) -> Any:
