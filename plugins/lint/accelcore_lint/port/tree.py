@@ -143,6 +143,7 @@ class Tree:
         return any(
             (self.name(call.func) or "").startswith(("torch.multiprocessing.spawn", "torch.multiprocessing.start_proc"))
             or (self.name(call.func) or "").endswith("multiprocessing.Process")
+            or ((self.name(call.func) or "").endswith(".launch") and argument(call, "num_machines") is not None)
             for call in self.calls
         )
 

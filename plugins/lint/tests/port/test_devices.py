@@ -119,3 +119,15 @@ def test_a_device_that_gets_a_name_before_it_is_made_current_keeps_its_number():
         'device = torch.device(f"cuda:{local_rank}")\ntorch.cuda.set_device(device)\nmodel.to(device)\n'
     )
     assert "device = torch.device(current_device.type, local_rank)\n" in _ported(source).source
+
+
+def test_processes_that_a_library_starts_use_the_current_device():
+    source = (
+        "import torch\nfrom detectron2.engine import launch\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n\n\n"
+        "def main(args):\n    train(DDP(make().cuda(), device_ids=[rank()]))\n\n\n"
+        "launch(main, 8, num_machines=1, dist_url='auto', args=(args,))\n"
+    )
+    ported = _ported(source).source
+    assert "accelcore" not in ported
+    assert 'device_ids=[current_device] if current_device.type != "cpu" else None' in ported
