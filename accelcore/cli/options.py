@@ -49,9 +49,10 @@ def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
 
 def check_script(script: str) -> None:
     """Raise ConfigurationError if there is no such file."""
-    if Path(script).is_dir() or not Path(script).exists():  # a pipe, as of a shell's <(...), is one
+    is_folder = Path(script).is_dir()
+    if is_folder or not Path(script).exists():  # a pipe, as of a shell's <(...), is one
         raise ConfigurationError(
             f"there is no script {shown(script, 200)}",
-            why=f"there is no such file, seen from {Path.cwd()}",
+            why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",
             remedy="correct the path; accelcore run and advise take a module with -m",
         )
