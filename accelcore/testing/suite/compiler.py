@@ -27,7 +27,7 @@ class _Shifted(torch.nn.Module):
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(8)
 
-    def forward(self, rows: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
         normed: torch.Tensor = self.norm(rows.to(self.norm.weight.dtype))
         return normed.to(rows.dtype) + shift
 
@@ -72,8 +72,8 @@ class TestCompiler:
                 for each in (module.train(training), reference.train(training)):
                     torch.nn.init.constant_(each.norm.weight, count)
                 with torch.set_grad_enabled(number > 0):
-                    found = compiled.module(rows.to(accel.device), shift=number / 2)
-                expected = reference(rows, shift=number / 2)
+                    found = compiled.module(rows.to(accel.device), shift=2 * number)
+                expected = reference(rows, shift=2 * number)
                 assert found.dtype == rows.dtype, f"of {rows.dtype} a compiled module makes {found.dtype}"
                 limit = max(1e-4, 4 * eps(rows.dtype))
                 assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
