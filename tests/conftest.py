@@ -54,7 +54,7 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subpro
             [sys.executable, "-c", textwrap.dedent(script)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             cwd=tmp_path_factory.mktemp("run"),
             env={**os.environ, **environment},
         )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import forks
@@ -194,18 +195,16 @@ print(total.item(), flush=True)
 @pytest.mark.parametrize("fails", [pytest.param((), marks=pytest.mark.full), ("fails",)])
 def test_a_job_is_joined_until_exit_and_an_error_waits_for_nobody(fails):
     """Real processes: how an interpreter ends is what is tested."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINS, *fails], env={**os.environ, **place}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for place in forks.places(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=50) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with ExitStack() as stack:
+        ranks = []
+        for place in forks.places(2):
+            rank = subprocess.Popen(
+                [sys.executable, "-c", JOINS, *fails], env={**os.environ, **place}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            ranks.append(stack.enter_context(rank))
+            stack.callback(rank.kill)
+        said = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, len(fails)], said
     assert said[0][0].splitlines()[-1] == "2.0"  # torch 2.10 writes a line of Gloo's before it
     assert "Traceback" not in said[0][1]

@@ -20,7 +20,7 @@ CAPABILITIES = declare(compiler=True)
 
 def run(script):
     result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

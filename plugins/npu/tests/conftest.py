@@ -74,7 +74,7 @@ def accel() -> Iterator[Backend]:
 def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python with arguments in a process of its own; keywords are added to its environment, None removes."""
 
-    def start(*arguments: str, timeout: float = 60, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    def start(*arguments: str, timeout: float = 240, **environment: str | None) -> subprocess.CompletedProcess[str]:
         variables = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
         return subprocess.run(
             [sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, env=variables

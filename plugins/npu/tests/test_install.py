@@ -46,7 +46,7 @@ def run():
         bare |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment}
         bare = {name: value for name, value in bare.items() if value is not None}
         return subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=60, env=bare, check=False
+            [sys.executable, *command], capture_output=True, text=True, timeout=240, env=bare, check=False
         )
 
     return start
