@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from toys import data, loss_of, net
 
+import accelcore
 from accelcore.roles.compiler import Compiled, Compiler
 
 
@@ -81,6 +82,17 @@ def test_gradients_of_two_backward_passes_add_up_although_a_compiled_model_write
     for number in (1.0, 2.0):
         trainer.backward(trainer.forward(torch.full((4, 6), number)).sum())
     assert model.weight.grad.tolist() == [[12.0] * 6] * 2
+
+
+def test_two_ways_to_capture_are_refused_before_anything_changes(accel):
+    graphs = dataclasses.replace(accel.capabilities, graphs=True)
+    backend = dataclasses.replace(accel, compiler=GraphCompiler(), capabilities=graphs)
+    model = nn.Linear(6, 2)
+    optimizer = accel.optimizers.create("adamw", model.parameters())
+    with pytest.raises(accelcore.ConfigurationError, match="graph=True"):
+        backend.trainer(model, optimizer, compile=True, graph=True, precision="O2")
+    assert model.weight.dtype is torch.float32
+    accel.trainer(model, optimizer)
 
 
 def test_a_compiled_model_keeps_its_other_methods(accel):

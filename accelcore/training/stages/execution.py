@@ -77,6 +77,13 @@ class Compile(Stage):
         self._options: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {}
         if plan.compiled is None:
             plan.backend.compiler.check(self._options)
+        if plan.options["graph"]:
+            compiled = plan.compiled or plan.backend.compiler.compile(nn.Identity(), self._options)
+            if compiled.overwrites:
+                raise ConfigurationError(
+                    "graph=True cannot be combined with a compiled model that captures graphs itself",
+                    remedy='leave graph=True out, or compile without graphs: mode="default"',
+                )
 
     def apply(self, plan: Plan) -> None:
         if plan.options["compile"] is not False:
@@ -106,10 +113,5 @@ class Capture(Stage):
 
     def apply(self, plan: Plan) -> None:
         if plan.options["graph"]:
-            if plan.compiled is not None and plan.compiled.overwrites:
-                raise ConfigurationError(
-                    "graph=True cannot be combined with a compiled model that captures graphs itself",
-                    remedy='leave graph=True out, or compile without graphs: mode="default"',
-                )
             sums = plan.options["accumulate"] > 1
             plan.captured = CapturedStep(plan.backend.runtime, plan.optimizer, plan.gradients, sums=sums)
