@@ -61,7 +61,8 @@ class Trainer(Checkpoints):
     Args:
         backend: where to train.
         model: the bare module; it is moved to the device. The trainer wraps it and leaves the module itself as it is.
-            For the result of `torch.compile`, its module is taken, with `compile=True`.
+            Of the result of `torch.compile` or DistributedDataParallel, the module is taken, with `compile=True` or
+            `parallel="ddp"`.
         optimizer: an optimizer over parameters of `model`.
         options: see `TrainerOptions`.
 
@@ -83,9 +84,9 @@ class Trainer(Checkpoints):
         given["precision"] = preset_name(given["precision"], backend)
         given["fp32"] = fp32_mode(given["fp32"], backend)
         check_arguments(model, optimizer)
+        model = unwrapped(model, given)
         check_loss(given["loss"], model)
         check_values(given)
-        model = unwrapped(model, given)
         self.backend, self._options = backend, given
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"])
         self._plan = plan = Plan(backend, model, optimizer, given)

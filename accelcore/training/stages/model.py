@@ -28,10 +28,9 @@ class Place(Stage):
     """
 
     def check(self, plan: Plan) -> None:
-        if isinstance(plan.model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(plan.model, nn.DataParallel):
             raise ConfigurationError(
-                f"the model is already wrapped in {type(plan.model).__name__}",
-                remedy='pass the bare module, and parallel="ddp"',
+                "the model is already wrapped in DataParallel", remedy='pass the bare module, and parallel="ddp"'
             )
         if empty := [name for name, one in plan.model.named_parameters() if one.is_meta]:
             raise ConfigurationError(

@@ -37,14 +37,15 @@ def weights(model):
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
 
 
-def trained(accel, *, accumulate=1, **options):
+def trained(accel, *, accumulate=1, wrap=lambda model: model, parallel="ddp", **options):
     """Weights after one epoch; ranks start from different weights, which DDP must not let them keep."""
     model = net()
     if accel.collectives.rank:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    trainer = accel.trainer(model, optimizer, loss=loss_of, parallel="ddp", accumulate=accumulate, **options)
+    trainer = accel.trainer(wrap(model), optimizer, loss=loss_of, parallel=parallel, accumulate=accumulate, **options)
+    assert trainer.model is model
     seen = []
     for batch in trainer.batches(DataLoader(rows(), 2)):
         seen += batch[0][:, 0].tolist()
@@ -62,6 +63,33 @@ def accumulated(accel, folder):
 
 def short_window(accel, folder):
     return trained(accel, accumulate=3)  # four micro-batches a rank: the second window has one
+
+
+def wrapped(accel, folder):
+    """Models that are wrapped in DDP, compiled or not, in both orders; how often the wrapper reduced a bucket."""
+    found = []
+    for compiled in ((), ("inside",), ("outside",)):
+        reduced = []
+
+        def count(_, bucket, reduced=reduced):
+            reduced.append(bucket.index())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        def wrap(model, compiled=compiled, count=count):
+            model = torch.compile(model, backend="eager") if "inside" in compiled else model
+            wrapper = DDP(model)
+            wrapper.register_comm_hook(None, count)
+            return torch.compile(wrapper, backend="eager") if "outside" in compiled else wrapper
+
+        options = {"compile": {"backend": "eager"}} if compiled else {}
+        found.append(trained(accel, wrap=wrap, parallel=None, **options) | {"reduced": reduced})
+    try:
+        trained(accel, wrap=DDP, parallel="combine_ddp")
+    except accelcore.ConfigurationError as error:
+        return {"found": found, "refused": str(error)}
+    return {"found": found, "refused": None}
 
 
 def shuffled(accel, folder):

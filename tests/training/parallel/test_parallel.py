@@ -15,7 +15,7 @@ RANKS = Path(__file__).with_name("ranks.py")
 
 # The first counts the replicas of the whole process.
 PAIR = (
-    "dropped", "plain", "accumulated", "short_window", "shuffled", "own_sampler", "bare_forward",
+    "dropped", "plain", "accumulated", "short_window", "wrapped", "shuffled", "own_sampler", "bare_forward",
     "around_after_evaluation", "failed_save", "none_is_refused", "resumed",
 )  # fmt: skip
 
@@ -73,6 +73,14 @@ def test_two_ranks_compute_what_one_does_on_both_shares(pair, scenario, window, 
     torch.testing.assert_close(flat(first), by_hand(window, clip=clip))
     assert not set(first["seen"]) & set(second["seen"])
     assert len(first["seen"] + second["seen"]) == 16
+
+
+def test_a_model_that_is_wrapped_already_trains_as_its_module_and_reduces_once(pair):
+    for rank in pair["wrapped"]:
+        for found in rank["found"]:
+            torch.testing.assert_close(flat(found), by_hand(1))
+            assert found["reduced"] == []
+        assert "bare module" in rank["refused"]
 
 
 def test_shuffling_shares_every_row_out_once_an_epoch_in_a_new_order(pair):
