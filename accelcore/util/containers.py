@@ -51,6 +51,11 @@ def moved(value: T, device: torch.device) -> T:
     return _mapped(value, move)
 
 
+def item(value: object) -> object:
+    """Return the number in a tensor of one element, and anything else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def tensors(value: object) -> list[Tensor]:
     """Return the tensors in `value`, in its order."""
     if isinstance(value, Tensor):

@@ -19,6 +19,7 @@ from accelcore.errors import ConfigurationError
 from accelcore.training.monitoring.plot import check_matplotlib, draw
 from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, line_of, read_records
+from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole, replace_file
 
 logger = logging.getLogger("accelcore")
@@ -112,15 +113,19 @@ class Log(Meter):
             self._report()
             self._flush()
 
-    def write(self, **values: float) -> None:
+    def write(self, **values: float | Tensor) -> None:
         """Write a line of figures of your own, such as `accuracy=0.9`, at the present step. Any rank may call it.
+
+        Args:
+            values: numbers, or tensors of one element.
 
         Raises:
             ConfigurationError: a value is not a number, or the log was given to no trainer.
         """
-        for name, value in values.items():
+        found = {name: item(value) for name, value in values.items()}
+        for name, value in found.items():
             if not is_number(value):
-                raise ConfigurationError(f"{name}={value!r} is not a number", remedy="give value.item() of a tensor")
+                raise ConfigurationError(f"{name}={value!r} is not a number", remedy="give a number, such as a mean")
         if self._trainer is None:
             raise ConfigurationError("this log has no trainer", remedy="give it to one: observers=[log]")
         if not self._is_main:
@@ -129,7 +134,7 @@ class Log(Meter):
         if steps != self._last or self._file is None:
             self._open(steps)
         self._flush()
-        self._put({"step": steps, "epoch": self._epoch, **values})
+        self._put({"step": steps, "epoch": self._epoch, **found})
 
     def close(self) -> None:
         """Write what is not yet written, and draw the plot. Later steps open the log again."""
@@ -206,12 +211,11 @@ class Log(Meter):
     def _draw(self) -> None:
         if self._plot is False:
             return
-        if not find_spec("matplotlib"):
-            logger.warning("no plot of %s: it needs matplotlib; pip install 'accelcore[plot]'", self._folder / FILE)
-            self._plot = False
-            return
         self._flush()
-        draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")
+        try:
+            draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")
+        except ConfigurationError as error:  # the training is done
+            logger.warning("no plot of %s: %s", self._folder / FILE, error)
 
 
 class _TensorBoard:

@@ -138,6 +138,14 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return load_file(path)
+    with path.open("rb") as file:
+        begin = file.read(8)
+    if not begin.startswith((b"PK", b"\x80")):  # torch's archive, or a pickle
+        raise CheckpointError(
+            f"{path} is not a file of torch.save",
+            why=f"it begins with {begin!r}",
+            remedy="give a file of torch.save, or one of safetensors whose name ends in .safetensors",
+        )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

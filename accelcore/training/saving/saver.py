@@ -47,6 +47,7 @@ from accelcore.training.saving.parts import (
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window
+from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole
 from accelcore.util.trial import requested_trial
 
@@ -283,7 +284,7 @@ Trainings = Mapping[str, TrainingState]
 
 def _metric(given: Any) -> float | None:
     """Return a metric as a number, None if it is not finite; raise ConfigurationError for anything else."""
-    if not is_number(value := given.item() if isinstance(given, Tensor) and given.numel() == 1 else given):
+    if not is_number(value := item(given)):
         raise ConfigurationError(
             f"best={given!r} is not a number", remedy="give the metric of this checkpoint, of which the lowest is best"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -62,7 +63,7 @@ def test_what_is_not_known_is_left_out_and_what_is_not_finite_is_null(accel, tmp
     trainer = make(accel, log)
     for batch in data(2):
         trainer(batch)
-    log.write(accuracy=0.5, cost=float("inf"))
+    log.write(accuracy=torch.tensor([0.5]), cost=float("inf"))
     log.close()
     first, second = lines(tmp_path)
     assert "epoch" not in first
@@ -143,6 +144,14 @@ def test_without_matplotlib_there_is_a_log_and_a_plot_that_was_asked_for_is_refu
             with pytest.raises(accelcore.ConfigurationError, match=f"pip install .*{remedy}"):
                 accelcore.Log(tmp_path, **options)
     assert main(["plot", str(tmp_path)]) == 64
+
+
+def test_a_log_whose_folder_was_deleted_ends_with_a_warning(accel, tmp_path, caplog):
+    log = accelcore.Log(tmp_path / "run", every=1)
+    train(make(accel, log))
+    shutil.rmtree(tmp_path / "run")
+    log.close()
+    assert "no log in" in caplog.text
 
 
 @pytest.mark.parametrize(
