@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Literal
 
@@ -41,6 +41,7 @@ class Collectives(ABC):
     Attributes:
         steps: step and micro-batch of each trainer of this process, from 1, for messages about a missing rank. Trainers
             write to it.
+        ahead: returns as text where the ranks are that have gone further than this one, or "". The job sets it.
         waits_for_lost_ranks: whether collectives on the device wait for a lost rank without an error. If a rank fails,
             the others then abort their collectives and raise an error.
     """
@@ -49,6 +50,7 @@ class Collectives(ABC):
 
     def __init__(self) -> None:
         self.steps: dict[int, tuple[int, int]] = {}
+        self.ahead: Callable[[], str] = str
 
     @property
     @abstractmethod

@@ -83,7 +83,7 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
     try:
         dist.all_gather(letters, own, group=group)
     except RuntimeError as error:
-        raise not_all_came(f"job.{call.split()[0]}()", error) from error
+        raise not_all_came(f"job.{call.split()[0]}()", first_line(error)) from error
     calls, told = zip(*(json.loads(letter.numpy().tobytes()) for letter in letters), strict=True)
     if len(set(calls)) > 1:
         usual = Counter(calls).most_common(1)[0][0]  # of equally frequent ones, that of the lowest rank
@@ -97,11 +97,11 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
     return list(told)
 
 
-def not_all_came(call: str, error: RuntimeError) -> DistributedError:
-    """Return the error for a call that some ranks did not make in time; `error` is torch's."""
+def not_all_came(call: str, why: str) -> DistributedError:
+    """Return the error for a call that some ranks did not make."""
     return DistributedError(
         f"not every rank of the job came to {call}",
-        why=first_line(error),
+        why=why,
         remedy=f"call {call} on all ranks, and not under `if job.is_main:`; let the loops of all ranks end together",
     )
 

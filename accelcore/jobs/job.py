@@ -203,6 +203,7 @@ def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta |
     try:
         if not had_group and collectives.world_size > 1 and dist.is_initialized():
             missing = MissingRanks(collectives, timeout or dist.default_pg_timeout)
+            collectives.ahead = missing.ahead
         job = Job(collectives, launch, missing)
         yield job
         # Rank 0 holds the store that all ranks talk to: it must not leave while others still work.
@@ -217,6 +218,7 @@ def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta |
     finally:
         if missing is not None:
             missing.close()
+            collectives.ahead = str
         collectives.close()
 
 

@@ -124,6 +124,13 @@ class MissingRanks:
                 )
             interval = min(2 * interval, 60.0)
 
+    def ahead(self) -> str:
+        """Return as text where the ranks are that have gone further than this one, and this one; "" if none has."""
+        self._write()
+        notes = self._read()
+        gone = _select(notes, lambda note: note.done or note.progress > notes[self._rank].progress)
+        return _places([*gone[:_NAMED], self._rank], notes) if gone else ""
+
     def explain(self, error: BaseException) -> DistributedError | None:
         """If a lost rank caused `error`, return an error that names it, and tell the other ranks, once."""
         if self._explained:

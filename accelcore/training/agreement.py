@@ -6,9 +6,12 @@ import hashlib
 import json
 import platform
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ from torch import Tensor
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects, not_all_came
-from accelcore.util.text import ranks
+from accelcore.util.text import first_line, ranks
 
 if TYPE_CHECKING:
     from accelcore.training.plan import Plan
@@ -37,16 +40,22 @@ class Agreement:
         self._collectives, self._device = collectives, device
 
     def wait_for_ranks(self, what: str) -> None:
-        """Wait until every rank makes the call `what`, or raise an error after the timeout."""
+        """Wait until every rank makes the call `what`. Raise an error after the timeout, or if a rank has passed it."""
         group = self._collectives.cpu_group()
         if group is None:
             return
+        barrier, ahead, interval = _started(partial(dist.monitored_barrier, group, wait_all_ranks=True)), "", 1.0
+        while not wait([barrier], interval).done:
+            if ahead:  # still, after a second: a rank that has only just met this one may be ahead, too
+                raise not_all_came(what, ahead)
+            ahead = self._collectives.ahead()
+            interval = 1.0 if ahead else min(2 * interval, 60.0)
         try:
-            dist.monitored_barrier(group, wait_all_ranks=True)
+            barrier.result()
         except ValueError:  # not every kind of group can report the missing ranks
             self._collectives.barrier()
         except RuntimeError as error:
-            raise not_all_came(what, error) from error
+            raise not_all_came(what, first_line(error)) from error
 
     def train_alike(self, description: Mapping[str, str]) -> None:
         """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""
@@ -80,6 +89,20 @@ class Agreement:
         both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
         low, high = self._collectives.all_reduce(both, "min").tolist()
         return bool(low == -high)
+
+
+def _started(call: Callable[[], object]) -> Future[object]:
+    """Run `call` in a thread of its own, which the end of the process does not wait for."""
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  # raised by `future.result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="accelcore: barrier", daemon=True).start()
+    return future
 
 
 def describe(plan: Plan) -> dict[str, str]:

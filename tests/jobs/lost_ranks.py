@@ -65,7 +65,7 @@ def train() -> None:
             parallel="combine_ddp",
             accumulate=3 if "within a window" in sys.argv[1] else 1,
         )
-        whole = 6 if sys.argv[1] == "stops early, within a window" else 4
+        whole = 6 if sys.argv[1] in ("stops early, within a window", "saves early, within a window") else 4
         steps = 2 if sys.argv[1] == "stops early" and job.rank == 1 else 4 if job.rank else whole
         for step in range(1, steps + 1):
             rows = loads(job.rank, step)
@@ -81,7 +81,7 @@ def train() -> None:
             trainer.flush()
         if sys.argv[1] == "waits, and is asked again":
             job.all_reduce(torch.ones(1))
-        if sys.argv[1] == "saves alone" and job.rank == 0:
+        if (sys.argv[1] == "saves alone" and job.rank == 0) or sys.argv[1].startswith("saves early"):
             trainer.save(sys.argv[2])
         if sys.argv[1].startswith("leaves") and job.rank == 1:
             raise ValueError("nothing to evaluate")

@@ -118,6 +118,16 @@ def test_a_rank_whose_loop_ends_within_a_window_says_so_before_the_timeout(run, 
     assert final(first).startswith("rank 1 of this job failed")
 
 
+def test_a_rank_that_saves_within_the_window_of_the_others_says_so_before_the_timeout(run):
+    (first, second), codes = run("saves early, within a window")
+    assert codes == [1, 1]
+    said = final(second)
+    assert said.startswith("not every rank of the job came to trainer.save()\n")
+    assert re.search(r"rank 0 is in step 2, micro-batch 3, .*; rank 1 is in step 2, it", said)
+    assert "5000ms" not in first + second, "it was noticed at the timeout only"
+    assert final(first).startswith("rank 1 of this job failed")
+
+
 @pytest.mark.parametrize(
     ("way", "says"),
     [
@@ -148,6 +158,7 @@ def test_a_call_on_the_main_rank_only_is_named_with_its_line_and_what_to_do(run,
     assert f"not every rank of the job came to {call})" in first
     assert re.search(rf"\(.*{re.escape(call)}", final(first))
     assert f"call {call}) on all ranks" in final(first)
+    assert ("5000ms" in first) == way.startswith("gathers"), "a trainer's calls are noticed when the others have left"
 
 
 @pytest.mark.parametrize("way", ["another collective", "another shape"])
