@@ -46,7 +46,8 @@ class Agreement:
             return
         barrier, ahead, interval = _started(partial(dist.monitored_barrier, group, wait_all_ranks=True)), "", 1.0
         while not wait([barrier], interval).done:
-            if ahead:  # still, after a second: a rank that has only just met this one may be ahead, too
+            # A rank that has only just met this one may be ahead, too. Two waits: this process may be stopped in one.
+            if ahead and not wait([barrier], 1.0).done:
                 raise not_all_came(what, ahead)
             ahead = self._collectives.ahead()
             interval = 1.0 if ahead else min(2 * interval, 60.0)
