@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import json
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -137,6 +139,38 @@ def test_select_shows_the_ten_lines_for_a_device_that_no_plugin_serves(caplog, m
     assert "new-backend xpu" in caplog.text
 
 
+def distribution(folder, name, module, entry_points):
+    """Write a distribution of one module, and return the PYTHONPATH that has it."""
+    (folder / f"{name}.py").write_text(module)
+    information = folder / f"{name}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(entry_points)
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
+VENDOR = """
+def load():
+    import torch
+
+    torch.accelerator.current_accelerator = lambda: torch.device("xpu")
+    torch.accelerator.is_available = lambda: True
+"""
+
+
+def test_select_shows_the_ten_lines_also_before_the_script_imports_torch(run_python, tmp_path):
+    path = distribution(tmp_path, "vendor", VENDOR, "[torch.backends]\nvendor = vendor:load\n")
+    script = """
+    import accelcore
+
+    try:
+        accelcore.select("xpu")
+    except accelcore.UnknownBackendError as error:
+        print(error.remedy)
+    """
+    assert ten_lines("xpu") in run_python(script, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="1").stdout
+
+
 def _function(package="vendor"):
     torch.xpu.device_count = FunctionType((lambda: 1).__code__, {"__name__": f"{package}.devices"})
 
@@ -168,10 +202,10 @@ def test_a_package_that_answers_for_torch_is_named(monkeypatch, caplog, imitate,
     assert sentence in caplog.messages
 
 
+IMPORT = f"import sys, torch; sys.path.insert(0, {str(Path(__file__).parent)!r})"
 OUTSIDE = f"""
-import dataclasses, json, sys
-import torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+import dataclasses, json
+{IMPORT}
 import testchip
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import accelcore
@@ -179,25 +213,34 @@ from accelcore.roles import from_torch
 from roles.test_from_torch import trained
 
 accel, host = from_torch("testchip"), from_torch("cpu")
-memory = ""
-try:
-    accel.runtime.memory()
-except accelcore.UnsupportedError as error:
-    memory = str(error)
 there, here = trained(accel, clip_norm=1.0), trained(host, clip_norm=1.0)
 same = all(torch.allclose(one, other, atol=1e-6) for one, other in zip(there[1], here[1]))
-print(json.dumps([dataclasses.asdict(accel.capabilities), there[0], here[0], same, memory, str(accel.device)]))
+print(json.dumps([dataclasses.asdict(accel.capabilities), there[0], here[0], same,
+                  dataclasses.astuple(accel.runtime.memory()), str(accel.device)]))
 """
 
 
 @pytest.mark.full
 def test_a_device_outside_of_torch_trains_as_the_cpu(run_python):
     """Its library takes some 15 seconds to compile, once a version of torch."""
-    declared, there, here, same, memory, device = json.loads(run_python(OUTSIDE).stdout)
+    declared, there, here, same, (used, peak, _), device = json.loads(run_python(OUTSIDE).stdout)
     assert device == "testchip:0"
     assert declared["model_dtypes"] == ["float32", "float64", "bfloat16", "float16"]
     assert declared["autocast_dtypes"] == [], "autocast changes nothing there, so it is not declared"
     assert (declared["parallel"], declared["streams"], declared["native_optimizers"]) == (["none"], False, [])
     assert there == pytest.approx(here, rel=1e-5)
     assert same
-    assert "testchip" in memory
+    assert 0 <= used < peak
+
+
+@pytest.mark.full
+def test_a_device_outside_of_torch_conforms(tmp_path):
+    """The whole suite, on the ten lines: some four minutes."""
+    lines = ten_lines("testchip").replace("import from_torch", f"import from_torch\n    {IMPORT}\n    import testchip")
+    path = distribution(tmp_path, "chip", lines, "[accelcore.backends]\ntestchip = chip\n")
+    command = [sys.executable, "-m", "accelcore", "verify", "backend", "testchip", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=os.environ | {"PYTHONPATH": path})
+    tests = json.loads(done.stdout)["tests"]
+    assert len(tests) > 1000
+    assert [test for test in tests if test["outcome"] == "failed"] == []
+    assert done.returncode == 0

@@ -100,6 +100,8 @@ class StateOfOptimizers:
                         assert found[number][key].shape == value.shape, key
             # Each continues from the other's state, in which steps may be counted by a plain number.
             saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
+            for entry in saved[0]["state"].values():  # as a checkpoint has it: torch leaves `step` where it is
+                entry.update({key: value.cpu() for key, value in entry.items() if isinstance(value, Tensor)})
             for entry in saved[1]["state"].values():
                 entry.update({key: int(value) for key, value in entry.items() if key == "step"})
             twin, other = accel.optimizers.create(name, trained, **options), oracle(name, references, **options)
