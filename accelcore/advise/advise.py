@@ -34,6 +34,7 @@ def advise(
     script: Script,
     *,
     presets: Sequence[str] = (),
+    every: bool = False,
     seeds: int = 3,
     rounds: int = 2,
     show: Callable[[str], None] = lambda trial: None,
@@ -44,6 +45,7 @@ def advise(
     Args:
         presets: names of `PRESETS` to try beside `"fp32"`; empty for all that the device declares, with O1 to O3 in
             float16 where it can.
+        every: whether each preset that agrees is tried compiled, flat and not flat, and not the recommended one only.
         seeds: how many other seeds measure the noise, 1 or more.
         rounds: how often each variant is tried for its time, in turn with the others.
         show: called with the name of each trial before it.
@@ -78,14 +80,20 @@ def advise(
     if best is None:
         advice.reason = "no variant did all its steps, without lasting overflows, with the loss of fp32"
         return advice
-    executions = [Row(variant) for variant in _executions(best.variant, first.about)]
-    _take_turns([best, *executions], rounds, attempt)  # the best one again, so that its times are of the same minutes
-    judge([best, *executions], advice, first)
-    chosen = choose([best, *executions]) or best
-    advice.rows += executions
-    advice.recommended, advice.reason = chosen.variant.name, reason(best, rows)
-    if chosen is not best:
-        advice.reason += f". {chosen.variant.name}: {reason(chosen, [best, *executions])}"
+    bases = [row for row in rows if row.agrees] if every else [best]
+    executions = {row.variant.name: [Row(each) for each in _executions(row.variant, first.about)] for row in bases}
+    # The bases are tried again, so that the times of all are of the same minutes.
+    tried = [each for row in bases for each in (row, *executions[row.variant.name])]
+    _take_turns(tried, rounds, attempt)
+    judge(tried, advice, first)
+    chosen = choose(tried) or best
+    advice.rows += [each for row in bases for each in executions[row.variant.name]]
+    advice.recommended, advice.reason = chosen.variant.name, reason(chosen, tried)
+    if not every:
+        advice.reason += f". Of the presets, {best.variant.name}: {reason(best, rows)}" if chosen is not best else ""
+        advice.notes.append(
+            f"only {best.variant.name} was tried compiled, flat and not flat: --all tries each preset so"
+        )
     if first.trainers > 1:
         advice.notes.append(
             f"the script makes {first.trainers} trainers: all have the options of the trial, and the first is compared"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option(
     "--preset", "presets", metavar="NAME", multiple=True, help="Try only this preset beside fp32; repeatable."
 )
+@click.option("--all", "every", is_flag=True, help="Try each preset that agrees compiled, flat and not flat.")
 @device_option("--device", "DEVICE", "The device, as in accelcore run.")
 @number("--nproc", "N", 1, "How many ranks each trial has, as in accelcore run.")
 @device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, as in accelcore run.")
@@ -41,6 +42,7 @@ def advise(
     rounds: int,
     timeout: int,
     presets: tuple[str, ...],
+    every: bool,
     device: str | None,
     nproc: int,
     emulate: str | None,
@@ -56,7 +58,8 @@ def advise(
 
     \b
     Presets: fp32-fast, bf16, fp16, O1, O1-bf16, O2, O2-bf16, O3, O3-bf16. Without --preset, all that the device
-    declares, with O1 to O3 in fp16 where it can. The recommended one is then tried compiled, flat and not flat.
+    declares, with O1 to O3 in fp16 where it can. The recommended one is then tried compiled, flat and not flat; with
+    --all, each one that agrees.
 
     \b
     Exit code:
@@ -79,7 +82,9 @@ def advise(
         check_script(script)
     command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
-    advice = advise(Script(command, steps, timeout), presets=presets, seeds=seeds, rounds=rounds, show=_show)
+    advice = advise(
+        Script(command, steps, timeout), presets=presets, every=every, seeds=seeds, rounds=rounds, show=_show
+    )
     if html is not None:
         report.write_page(advice, html)
     _print(advice, as_json=as_json)

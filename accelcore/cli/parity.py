@@ -213,7 +213,7 @@ def _show(found: Result) -> None:
             value = getattr(found, name)
             if value is not None:
                 table.add_row(name, str(value) or "(the model itself)")
-        table.add_row("size", f"{found.ratio:.3g} units of the expected rounding")
+        table.add_row("size", found.size)
         table.add_row("begins here", "yes" if found.is_cause else "not known: it was first seen here")
         table.add_row("next", found.next)
         console.print(table)

@@ -105,8 +105,6 @@ class _Comparison:
             raise RecordingError(
                 "the two recordings have no step in common", remedy="let the replay run one step at least"
             )
-        if replayed < recorded:
-            self._notes.append(f"the replay has {replayed} of {recorded} steps")
         steps = min(recorded, replayed)
         found = None
         for number in range(1, steps + 1):
@@ -117,7 +115,10 @@ class _Comparison:
                 found = replace(found, steps=number, step=number, rank=self._rank)
                 break
             self._remember(number, pairs)
-        found = found or Result(agrees=True, steps=steps, exact=self._exact)
+        if found is None:
+            found = Result(agrees=True, steps=steps, exact=self._exact)
+            if replayed < recorded:
+                self._notes.append(f"the replay has {replayed} of {recorded} steps")
         return replace(found, settings=self._settings, notes=(*self._notes, *found.notes))
 
     def _difference(self, number: int, both: tuple[Step, Step], pairs: Pairs) -> Result | None:
@@ -257,6 +258,6 @@ def _next(result: Result) -> str:
         "batch": "compare the order of the data: the sampler, its seed, and augmentation in the loader",
         "weights": "compare how this module is initialised, or what changes it between two steps",
         "random": "compare the seeds; for two kinds of devices, record with random='everywhere'",
-        "collective": "compare what each rank contributes, and whether every rank takes part",
+        "collective": "compare what each rank contributes, and what changes gradients before the update",
         "update": "compare the optimizer's settings and state, the learning rate and the loss scale",
     }.get(result.phase or "", operators)

@@ -67,8 +67,7 @@ def _loss(step: Step) -> float:
 def _first(result: Result) -> str:
     if result.agrees:
         return ""
-    rows = {name: getattr(result, name) for name in ("step", "rank", "phase", "module", "item", "operator")}
-    rows["size, in units of rounding"] = f"{result.ratio:.3g}"
+    rows = {name: getattr(result, name) for name in ("step", "rank", "phase", "module", "item", "operator", "size")}
     rows["begins here"] = "yes" if result.is_cause else "not known"
     rows["next"] = result.next
     return "<h2>The first difference</h2>" + table(each for each in rows.items() if each[1] is not None)

@@ -29,8 +29,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accelcore.errors import RecordingError
-from accelcore.parity.events import PHASE_OF, Event, Row, Step
-from accelcore.util.text import is_whole, replace_file
+from accelcore.parity.events import Event, Row, Step
+from accelcore.util.text import replace_file
 
 _FORMAT = 1
 _FILE = "recording.json"
@@ -57,8 +57,14 @@ def ranks_of(folder: Path) -> dict[int, Path]:
 
 
 def check_place(folder: Path) -> None:
-    """Raise RecordingError if a folder holds something else than a recording."""
-    if folder.is_dir() and any(not _RANK.fullmatch(path.name) for path in folder.iterdir()):
+    """Raise RecordingError if a folder holds something else than a recording, or cannot be made or written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with _writing(folder):
+        if not there.is_dir():
+            raise NotADirectoryError(f"{there} is not a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(f"{there} is read-only for you")
+    if there == folder and any(not _RANK.fullmatch(path.name) for path in folder.iterdir()):
         raise RecordingError(
             f"{folder} holds something else than a recording", remedy="give a folder that does not exist"
         )
@@ -84,9 +90,10 @@ class Writer:
 
     def keep(self, name: str, tensors: dict[str, Tensor], **texts: str) -> None:
         """Write whole tensors; `Reader.kept` returns them by the same name."""
-        sums = json.dumps({each: _sum(tensor) for each, tensor in tensors.items()})
+        values: dict[str, Tensor | str] = {**tensors, **texts}
+        sums = {each: _sum(self._facts["run"], name, each, value) for each, value in values.items()}
         with _writing(self._folder):
-            save_file(tensors, self._folder / f".{name}", {**texts, "sums": sums})
+            save_file(tensors, self._folder / f".{name}", {**texts, "sums": json.dumps(sums)})
             os.replace(self._folder / f".{name}", self._folder / f"{name}.safetensors")
 
     def add(self, step: Step) -> None:
@@ -121,7 +128,8 @@ class Writer:
             self._write_facts()
 
     def _write_facts(self) -> None:
-        replace_file(self._folder / _FILE, json.dumps(self._facts).encode())
+        facts = json.dumps(self._facts)
+        replace_file(self._folder / _FILE, json.dumps({**self._facts, "sum": crc32(facts.encode())}).encode())
 
 
 class Reader:
@@ -147,10 +155,14 @@ class Reader:
                     f"the recording {folder} has format {self.facts['format']!r}, and this accelcore reads {_FORMAT}",
                     remedy="compare with the version of accelcore that wrote it, or record again",
                 )
+            if self.facts.pop("sum") != crc32(json.dumps(self.facts).encode()):
+                raise ValueError(f"{_FILE} has another checksum than when it was written")
             for path in folder.glob("steps-*.safetensors"):
                 with safe_open(path, framework="pt") as file:
-                    events = json.loads(file.metadata()["events"])
-                tables = [[_row(*row) for row in table] for table in events["tables"]]
+                    events = json.loads(self._checked(file, path.stem, "events"))
+                tables = [
+                    [Row(Event(*row[:4]), row[4], tuple(row[5]), *row[6:]) for row in each] for each in events["tables"]
+                ]
                 self._steps |= {int(number): (path, tables[table]) for number, table in events["steps"].items()}
             self.steps = range(1, self.facts["steps"] + 1)
             if lost := set(self.steps) - self._steps.keys():
@@ -160,11 +172,8 @@ class Reader:
         """Return a step."""
         path, rows = self._steps[number]
         with _reading(self._folder), safe_open(path, framework="pt") as file:
-            values = {key: _checked(file, f"{number}.{key}") for key in {row.key for row in rows}}
-            for key, joined in values.items():
-                if joined.shape != (sum(row.size for row in rows if row.key == key),):
-                    raise ValueError(f"step {number} has another number of values of {key}")
-        return Step(number, rows, values)
+            keys = {row.key for row in rows}
+            return Step(number, rows, {key: self._checked(file, path.stem, f"{number}.{key}") for key in keys})
 
     def path(self, name: str) -> Path:
         """Return the file of whole tensors."""
@@ -173,28 +182,23 @@ class Reader:
     def kept(self, name: str) -> dict[str, Tensor]:
         """Return whole tensors that `Writer.keep` has written."""
         with _reading(self._folder), safe_open(self.path(name), framework="pt") as file:
-            return {each: _checked(file, each) for each in file.keys()}  # noqa: SIM118  # it is no dict
+            return {each: self._checked(file, name, each) for each in file.keys()}  # noqa: SIM118  # it is no dict
+
+    def _checked(self, file: Any, file_name: str, name: str) -> Any:
+        """Return a tensor or a text of a file."""
+        texts = file.metadata()
+        value = texts[name] if name in texts else file.get_tensor(name)
+        if _sum(self.facts["run"], file_name, name, value) != json.loads(texts["sums"])[name]:
+            raise ValueError(f"{name} in {file_name} has another checksum than when it was written")
+        return value
 
 
-def _sum(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bytes."""
-    return crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _checked(file: Any, name: str) -> Tensor:
-    """Return a tensor of a file."""
-    tensor: Tensor = file.get_tensor(name)
-    if _sum(tensor) != json.loads(file.metadata()["sums"])[name]:
-        raise ValueError(f"{name} has another checksum than when it was written")
-    return tensor
-
-
-def _row(kind: str, module: str, item: str, number: int, key: str, shape: list[int], source: str, size: int) -> Row:
-    if kind not in PHASE_OF or not all(isinstance(text, str) for text in (module, item, key, source)):
-        raise ValueError(f"{kind!r} of {module!r} is no event")
-    if not all(map(is_whole, (number, size, *shape))):
-        raise ValueError(f"{kind!r} of {module!r} has a number that is not whole")
-    return Row(Event(kind, module, item, number), key, tuple(shape), source, size)
+def _sum(run: str, file: str, name: str, value: Tensor | str) -> int:
+    """Return a checksum of a tensor or a text, which shows a changed place, dtype or shape, too."""
+    if isinstance(value, str):
+        return crc32(f"{run} {file} {name} {value}".encode())
+    place = f"{run} {file} {name} {value.dtype} {tuple(value.shape)}"
+    return crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc32(place.encode()))
 
 
 @contextmanager

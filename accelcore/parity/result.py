@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,7 +39,8 @@ class Result:
         is_cause: True if the difference begins here: the operator is wrong for its own inputs, compared with float64 on
             the host, or everything that the item was computed from was seen and agreed. None if that is not known, as
             for a loss, or behind modules that a compiler hides: the difference was only first seen here.
-        ratio: the size of the difference in units of the expected rounding.
+        ratio: the size of the difference in units of the expected rounding; infinite for whole numbers, which are not
+            rounded.
         next: what to look at next, in a sentence.
         settings: settings that differ. Differences of the device or of versions are no fault.
         notes: what else to know, such as from which step on rounding hides differences.
@@ -60,8 +62,13 @@ class Result:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as a dict for JSON."""
-        return {"schema": 1, **asdict(self)}
+        """Return the result as a dict for JSON, which has no infinite numbers: None instead."""
+        return {"schema": 1, **asdict(self), "ratio": self.ratio if math.isfinite(self.ratio) else None}
+
+    @property
+    def size(self) -> str:
+        """The size of the difference, in words."""
+        return f"{self.ratio:.3g} units of rounding" if math.isfinite(self.ratio) else "more than rounding"
 
     def __str__(self) -> str:
         if self.agrees:
@@ -72,4 +79,4 @@ class Result:
         item = f", {self.item}" if self.item else ""
         operator = f", {self.operator}" if self.operator else ""
         kind = "the difference begins here" if self.is_cause else "first seen here"
-        return f"the runs part at {where}{module}{item}{operator}: {self.ratio:.3g} units of rounding, {kind}"
+        return f"the runs part at {where}{module}{item}{operator}: {self.size}, {kind}"

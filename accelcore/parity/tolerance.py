@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ def first_unequal(pairs: Pairs) -> Parted | None:
     for mine, theirs in pairs:
         apart = distance(mine.values, theirs.values)
         if not apart.equal:
-            return Parted(mine, apart.ratio(unit_of(mine.values.dtype) or 1.0), apart.masks)
+            return Parted(mine, apart.ratio(unit_of(mine.values.dtype)), apart.masks)
     return None
 
 
@@ -57,10 +58,11 @@ def hides(pairs: Pairs) -> bool:
     return any(each.error > _HIDDEN * each.size for each in apart)
 
 
+@dataclass
 class Tolerance:
     """The comparison of one step of two runs up to rounding.
 
-    Args:
+    Attributes:
         both: the step in both recordings; `pairs` are the events that are compared.
         coarsest: rounding of the coarsest dtype within compiled code.
         before: what was seen last at the end of a step, in both runs.
@@ -70,22 +72,18 @@ class Tolerance:
             an optimizer's kernel. They are compared up to a factor, which is that of the first one of a step.
     """
 
-    def __init__(
-        self,
-        both: tuple[Step, Step],
-        pairs: Pairs,
-        *,
-        coarsest: float,
-        before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]],
-        odd: Container[Event],
-        is_hidden: bool,
-        scaled: Container[str],
-    ) -> None:
-        self._pairs, self._before, self._odd, self._is_hidden = pairs, before, odd, is_hidden
-        self._units = [_units(step, coarsest) for step in both]
-        self._scales = _scales(pairs)
-        self._weights, self._reduced = _by_place(pairs, "weight"), _by_place(pairs, "reduced")
-        self._scaled = scaled
+    both: tuple[Step, Step]
+    pairs: Pairs
+    coarsest: float
+    before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]]
+    odd: Container[Event]
+    is_hidden: bool
+    scaled: Container[str]
+
+    def __post_init__(self) -> None:
+        self._units = [_units(step, self.coarsest) for step in self.both]
+        self._scales = _scales(self.pairs)
+        self._weights, self._reduced = _by_place(self.pairs, "weight"), _by_place(self.pairs, "reduced")
         self._factors: dict[tuple[bool, torch.dtype], float] = {}
         self._carried = 1.0  # by how many units of rounding the events so far are apart
         self._computes = False  # whether an event so far is of the step's own arithmetic
@@ -93,7 +91,7 @@ class Tolerance:
 
     def first(self, wrong: Mapping[str, Any] | None) -> Parted | None:
         """Return the first event that is further apart than rounding explains; `wrong` is an operator that is wrong."""
-        for mine, theirs in self._pairs:
+        for mine, theirs in self.pairs:
             self._computes = self._computes or mine.event.kind not in ("random", "weight", "batch")
             if self._computes and wrong is not None:
                 kind = "operator of backward" if wrong["backward"] else "operator"
@@ -108,7 +106,7 @@ class Tolerance:
     def _unscaled(self, mine: Seen, theirs: Seen) -> Tensor:
         """Return the replayed values, divided by the factor that gradients of this kind and dtype have in common."""
         kind, values = mine.event.kind, theirs.values
-        if kind not in self._scaled or values.shape != mine.values.shape:
+        if kind not in self.scaled or values.shape != mine.values.shape:
             return values
         recorded, replayed = mine.values.double(), values.double()
         group = kind == "reduced", values.dtype
@@ -123,15 +121,15 @@ class Tolerance:
         own = max(unit_of(mine.values.dtype), unit_of(theirs.values.dtype))
         unit = max(found.get(event, own) for found in self._units)
         if kind == "random" or (kind == "batch" and not self._computes):  # the script's own, of no other model
-            return apart.ratio(own or 1.0) if apart.error > _FREE * own * apart.size else None
+            return apart.ratio(own) if apart.error > _FREE * own * apart.size else None
         if kind in BEFORE:
             return self._excess_at_start(mine, theirs, apart, own, unit)
-        if kind == "reduced" and event in self._odd:
+        if kind == "reduced" and event in self.odd:
             return apart.ratio(unit)
-        if self._is_hidden:
+        if self.is_hidden:
             return None
         if own == 0:
-            return apart.ratio(1.0) if apart.error > 0 else None
+            return apart.ratio(own) if apart.error > 0 else None
         if kind == "parameter":
             return self._excess_of_update(mine, theirs, unit)
         if kind == "state" and (event.module, event.item.rpartition(" of ")[2]) in self._noisy:
@@ -151,13 +149,13 @@ class Tolerance:
         """Compare how far a tensor has moved since the end of the step before; in the first step, the tensor itself."""
         if mine.event.kind == "weight":
             self._carried = max(self._carried, apart.ratio(unit))
-        moves = moved(mine, self._before[0]), moved(theirs, self._before[1])
+        moves = moved(mine, self.before[0]), moved(theirs, self.before[1])
         if moves[0] is not None and moves[1] is not None:
             by = distance(moves[0], moves[1])
             # If the script itself changes weights between steps, it changes other weights otherwise.
             explained = _FREE * own * apart.size * (self._carried if bool(moves[0].any()) else 1.0)
             return by.error / (own * apart.size or 1.0) if by.error > explained else None
-        return apart.ratio(unit) if not self._before[0] and apart.ratio(unit) > _FREE else None
+        return apart.ratio(unit) if not self.before[0] and apart.ratio(unit) > _FREE else None
 
     def _excess_of_update(self, mine: Seen, theirs: Seen, unit: float) -> float | None:
         """Compare two updates, where the gradients of both runs are alike.

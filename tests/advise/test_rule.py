@@ -122,6 +122,17 @@ def test_the_recommended_one_is_tried_flat_and_compiled_in_turn_with_itself():
     assert row(advice, "bf16 compiled").variant.options == {"precision": "bf16", "compile": True}
 
 
+def test_a_preset_that_is_the_quickest_compiled_only_is_found_if_all_are_tried():
+    machine = Machine(bf16={"seconds": 1e-3}, fp32_compiled={"seconds": 0.4e-3})
+    advice = machine.advise(presets=["bf16"])
+    assert advice.recommended == "bf16"
+    assert any("only bf16" in note and "--all" in note for note in advice.notes)
+    advice = machine.advise(presets=["bf16"], every=True)
+    assert advice.recommended == "fp32 compiled"
+    assert not any("--all" in note for note in advice.notes)
+    assert "next is bf16 with 1.01 ms" in advice.reason
+
+
 def test_a_compiled_script_is_tried_not_compiled():
     machine = Machine(fp32={"about": {"compiled": True}})
     assert any(variant.options.get("compile") is False for variant in machine.advise() and machine.tried)
