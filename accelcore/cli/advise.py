@@ -85,9 +85,9 @@ def advise(
     advice = advise(
         Script(command, steps, timeout), presets=presets, every=every, seeds=seeds, rounds=rounds, show=_show
     )
-    if html is not None:
-        report.write_page(advice, html)
     _print(advice, as_json=as_json)
+    if html is not None:  # last: an error here loses nothing
+        report.write_page(advice, html)
     return advice.exit_code
 
 

@@ -144,14 +144,14 @@ def replay(
         if _run("replay", reference, {**options, **closer}, places, script, arguments) == 0:
             closest = compare(reference, folder)
             found = found if closest.agrees else closest
-    if report:
-        from accelcore.parity.page import write_page
-
-        write_page(Path(report), found, Path(reference), folder)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
     else:
         _show(found)
+    if report:
+        from accelcore.parity.page import write_page
+
+        write_page(Path(report), found, Path(reference), folder)
     return 0 if found.agrees else 1
 
 
@@ -209,13 +209,8 @@ def _show(found: Result) -> None:
         console.print(table)
     if not found.agrees:
         table = Table(title="the first difference", title_justify="left", show_header=False)
-        for name in ("step", "rank", "phase", "module", "item", "operator"):
-            value = getattr(found, name)
-            if value is not None:
-                table.add_row(name, str(value) or "(the model itself)")
-        table.add_row("size", found.size)
-        table.add_row("begins here", "yes" if found.is_cause else "not known: it was first seen here")
-        table.add_row("next", found.next)
+        for row in found.rows:
+            table.add_row(*row)
         console.print(table)
     for note in found.notes:
         console.print(f"note: {note}", highlight=False)

@@ -1,8 +1,8 @@
-"""What holds in each run however its numbers are rounded, and whether a difference begins where it was seen first.
+"""Differences that need no tolerance, and whether a difference begins where it was seen first.
 
 A step begins with the weights and the optimizer state with which the step before has ended. All ranks that hold a whole
-gradient hold the same one after it is reduced. A difference of these needs no tolerance to be named. A difference
-begins at an item if all that the item was computed from was seen, and agreed.
+gradient hold the same one after it is reduced. Rounding changes neither. A difference begins at an item if all that the
+item was computed from was seen, and agreed.
 """
 
 from __future__ import annotations

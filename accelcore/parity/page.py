@@ -28,8 +28,8 @@ def write_page(path: Path, result: Result, reference: Path, other: Path) -> None
         ConfigurationError: the file cannot be written.
     """
     ranks, others = ranks_of(reference), ranks_of(other)
-    rank = result.rank if result.rank is not None else min(ranks.keys() & others.keys())
-    readers = [Reader(ranks[rank]), Reader(others[rank])]
+    rank = result.rank if result.rank is not None else min(others)
+    readers = [Reader(ranks.get(rank, ranks[min(ranks)])), Reader(others[rank])]
     losses, norms, phases = (defaultdict[str, dict[int, float]](dict) for _ in range(3))
     modules: dict[str, float] = {}
     for number in sorted(set(readers[0].steps) & set(readers[1].steps))[:_MOST_STEPS]:
@@ -49,7 +49,10 @@ def write_page(path: Path, result: Result, reference: Path, other: Path) -> None
         for phase, values in phases.items()
         if any(values.values())
     ]
-    parts = [f"<p>{escape(str(result))}</p>", _first(result), _settings(result), *plots, _tree(modules, result)]
+    first = "" if result.agrees else "<h2>The first difference</h2>" + table(result.rows)
+    rows = [(each.name, f"{each.recorded} → {each.replayed}") for each in result.settings]
+    settings = "<h2>Settings that differ</h2>" + table(rows) if rows else ""
+    parts = [f"<p>{escape(str(result))}</p>", first, settings, *plots, _tree(modules, result)]
     write_html(path, "Record and replay", parts)
 
 
@@ -62,20 +65,6 @@ def _norm(step: Step) -> float:
 def _loss(step: Step) -> float:
     """Return the mean loss of the step; NaN if no loss was seen."""
     return torch.cat([torch.zeros(0), *(seen.values for seen in step.seen if seen.event.kind == "loss")]).mean().item()
-
-
-def _first(result: Result) -> str:
-    if result.agrees:
-        return ""
-    rows = {name: getattr(result, name) for name in ("step", "rank", "phase", "module", "item", "operator", "size")}
-    rows["begins here"] = "yes" if result.is_cause else "not known"
-    rows["next"] = result.next
-    return "<h2>The first difference</h2>" + table(each for each in rows.items() if each[1] is not None)
-
-
-def _settings(result: Result) -> str:
-    rows = [(each.name, f"{each.recorded} → {each.replayed}") for each in result.settings]
-    return "<h2>Settings that differ</h2>" + table(rows) if rows else ""
 
 
 def _tree(modules: Mapping[str, float], result: Result) -> str:

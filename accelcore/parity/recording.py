@@ -60,10 +60,8 @@ def check_place(folder: Path) -> None:
     """Raise RecordingError if a folder holds something else than a recording, or cannot be made or written."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with _writing(folder):
-        if not there.is_dir():
-            raise NotADirectoryError(f"{there} is not a folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(f"{there} is read-only for you")
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise PermissionError(f"{there} is {'read-only' if there.is_dir() else 'not a folder'}")
     if there == folder and any(not _RANK.fullmatch(path.name) for path in folder.iterdir()):
         raise RecordingError(
             f"{folder} holds something else than a recording", remedy="give a folder that does not exist"

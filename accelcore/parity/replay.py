@@ -40,9 +40,9 @@ class Replay(Record):
 
     The training may run on another device, in another precision, compiled or not, with another strategy or number of
     ranks. It begins with the recorded states of the host's random generators and with the recorded weights. If device,
-    versions, threads, precision and strategy are those of the recording and no other batches were taken from it, every
-    bit is compared. Otherwise differences within the expected rounding agree: in units of the coarsest dtype so far in
-    the step, and beside what the weights at the start of the step were apart.
+    versions, threads, precision and strategy are the recorded ones, and no other batches were taken, every bit is
+    compared. Otherwise differences within the expected rounding agree: in units of the coarsest dtype so far in the
+    step, times how far the weights are apart at its start.
 
     Args:
         folder: the recording.
@@ -55,7 +55,7 @@ class Replay(Record):
         batch: do not replay; run the first batch whole, and again with so many rows at a time. The result names the
             first module that computes something else for a row in a smaller batch.
         operators: steps in which operators are compared, and computed on the host in float64 with the same inputs, too,
-            which tells a wrong operator from one that carries a difference on; None for those of the recording.
+            which tells a wrong operator from one that carries a difference on; None for the recorded ones.
         steps: how many steps to compare; None for all that were recorded.
 
     Attributes:

@@ -30,7 +30,7 @@ class Result:
         steps: how many steps were compared.
         exact: whether equal bits were asked for: both runs had the same device, versions and settings of arithmetic,
             and the replay took no other batches.
-        step, rank: where they part first, counted from 1 and from 0; None if they agree.
+        step, rank: the first that differs, counted from 1 and from 0; None if they agree.
         phase: `"batch"`, `"weights"`, `"random"`, `"forward"`, `"backward"`, `"collective"` or `"update"`;
             `"batch size"` of `Replay(..., batch=)`; None if they agree.
         module: the module's name as in `model.named_modules()`, `""` for the model itself; None if there is none.
@@ -69,6 +69,14 @@ class Result:
     def size(self) -> str:
         """The size of the difference, in words."""
         return f"{self.ratio:.3g} units of rounding" if math.isfinite(self.ratio) else "more than rounding"
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The first difference as a table of names and texts."""
+        names = ("step", "rank", "phase", "module", "item", "operator", "size")
+        found = {name: getattr(self, name) for name in names}
+        found |= {"begins here": "yes" if self.is_cause else "not known: it was first seen here", "next": self.next}
+        return [(name, str(value) or "(the model itself)") for name, value in found.items() if value is not None]
 
     def __str__(self) -> str:
         if self.agrees:

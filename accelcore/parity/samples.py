@@ -2,7 +2,7 @@
 
 A hook runs between two large operators and finds the processor's caches cold, so that each line of it takes long.
 Therefore a hook only notes a tensor; samples of many are copied together. The rows of a step are made at its end, and
-most steps have those of the step before.
+most steps have the same ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERS = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 
 class Samples:
-    """Takes samples of the tensors that are noted, and joins those of a step.
+    """Takes samples of the tensors that are noted, and joins them at the end of a step.
 
     A tensor that waits for its sample may be changed in place before it is taken. To find out which ones are, samples
     are copied at once in the first step. Of those, they always are.

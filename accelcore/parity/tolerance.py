@@ -158,7 +158,7 @@ class Tolerance:
         return apart.ratio(unit) if not self.before[0] and apart.ratio(unit) > _FREE else None
 
     def _excess_of_update(self, mine: Seen, theirs: Seen, unit: float) -> float | None:
-        """Compare two updates, where the gradients of both runs are alike.
+        """Compare two updates at the elements at which the gradients of both runs are alike.
 
         An adaptive optimizer makes a whole update of a gradient that is nothing but rounding.
         """

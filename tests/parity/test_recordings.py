@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +18,10 @@ from accelcore.parity.compare import compare
 from accelcore.parity.page import write_page
 
 
-def train(scale=1.0):
+def train(scale=1.0, draws=0):
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
+    torch.rand(draws)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -156,10 +160,19 @@ def test_wrong_arguments_are_refused(tmp_path, options):
 def test_the_page_names_the_first_difference_and_loads_nothing(reference, tmp_path):
     with accelcore.Replay(reference) as replay:
         train(1.5)
-    page = tmp_path / "page.html"
-    write_page(page, replay.result, reference, reference.with_name("ref-replay"))
+    page, replayed = tmp_path / "page.html", reference.with_name("ref-replay")
+    shutil.copytree(replayed / "rank-00000", replayed / "rank-00001")  # a rank that was not recorded
+    write_page(page, replace(replay.result, rank=1), reference, replayed)
     text = page.read_text()
     assert (replay.result.phase, replay.result.step) == ("backward", 1)
     assert "backward" in text
     assert "<svg" in text
     assert "http" not in text
+
+
+def test_a_difference_of_whole_numbers_has_no_size_in_units_of_rounding(reference):
+    with accelcore.Replay(reference) as replay:
+        train(draws=1)
+    assert (replay.result.phase, replay.result.ratio) == ("random", math.inf)
+    assert "more than rounding" in str(replay.result)
+    assert json.loads(json.dumps(replay.result.as_json(), allow_nan=False))["ratio"] is None
