@@ -98,8 +98,8 @@ class Place:
         return self.name
 
     def can_choose(self, site: cst.CSTNode) -> bool:
-        """Return whether `backend` has one for an expression."""
-        return not self._obstacle(site)
+        """Return whether `backend` has one for an expression; never at level TORCH."""
+        return not (self._torch_level or self._obstacle(site))
 
     def _chosen_for(self, site: cst.CSTNode) -> cst.Name | None:
         """Return the name of a device that the script already chooses, in the function around a site or before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -20,6 +21,8 @@ from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.tree import reasons_above, text_of
 from accelcore_lint.port.vendors import may_concern, vendor_lines
 
+_EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
+_CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -145,7 +148,7 @@ class _Decisions(cst.CSTVisitor):
             self._was_left.pop()
         for rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, left = self._marks[original_node]
-            done = len(self.rewritten) + len(self.harmless) > rewritten or _is_portable(original_node)
+            done = len(self.rewritten) + len(self.harmless) > rewritten or self._is_portable(original_node)
             done = done and len(self.left) == left
             if done and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
@@ -184,21 +187,20 @@ class _Decisions(cst.CSTVisitor):
         except UnplacedError as unplaced:
             return None if rule.optional else Left(str(unplaced))
 
+    def _is_portable(self, node: cst.CSTNode) -> bool:
+        """Return whether an `if` only guards what every accelerator has: copies, autocast, fused steps, numbers."""
+        if isinstance(node, cst.IfExp):
+            numbers = self._facts.is_whole(node.body) and self._facts.is_whole(node.orelse)
+            return numbers or _CHOSEN.match(text_of(node.body)) is not None
+        if not isinstance(node, cst.If):
+            return False
+        lines = node.body.body if isinstance(node.body, cst.IndentedBlock) else ()
+        return bool(lines) and all(_EVERYWHERE.search(text_of(line)) for line in lines)
+
     def _statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the statement above which a comment about a node goes."""
         around = [node, *self._facts.parents(node)]
         return next(outer for outer in around if isinstance(outer, _COMPOUND))
-
-
-def _is_portable(node: cst.CSTNode) -> bool:
-    """Return whether an `if` guards nothing but what every accelerator can do: pinned memory, copies, autocast."""
-    if isinstance(node, cst.IfExp):
-        return text_of(node.body).startswith(("torch.autocast(", "torch.amp.autocast("))
-    if not isinstance(node, cst.If):
-        return False
-    words = ("pin_memory", "non_blocking")
-    lines = node.body.body if isinstance(node.body, cst.IndentedBlock) else ()
-    return bool(lines) and all(any(word in text_of(line) for word in words) for line in lines)
 
 
 class _Apply(cst.CSTTransformer):

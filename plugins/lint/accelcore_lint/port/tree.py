@@ -17,6 +17,9 @@ from accelcore_lint.port.vendors import DEVICES, STAR_IMPORT
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
 _HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_HIDING = ".select_device"
+"""An imported function, of that name in all scripts after the style of YOLO, which sets one of those variables."""
+
 _RANK = re.compile(
     r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
 )
@@ -34,12 +37,12 @@ class Tree:
         level: as given; TRAINER has rules of its own, and otherwise those of ROLES.
         module, code: the file, and its source.
         identifiers: all names that it uses or defines.
-        uses: how often it uses each of them.
+        uses: how often it uses each of them, apart from their imports and definitions.
         attributes, defined_methods, functions, calls, seeds: those in it.
         assigned: the values that it assigns to each name.
         helpers: names that the module assigns, by the source of their value.
         backends: names to which it assigns a backend of `accelcore.select`, with the call.
-        hidden_by: assignments to the environment variables that hide devices.
+        hidden_by: assignments to the environment variables that hide devices, and calls of YOLO's function for it.
         made_current: expressions of the devices that it makes current.
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
         moved_to: the names in moves such as `x.cuda(i)`.
@@ -181,7 +184,7 @@ class _Survey(cst.CSTVisitor):
         is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
         if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
             self.identifiers.add(node.value)
-            if not isinstance(parent, (cst.FunctionDef, cst.ClassDef)):
+            if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.ImportAlias, cst.AsName)):
                 self.uses[node.value] += 1
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
@@ -220,6 +223,8 @@ class _Survey(cst.CSTVisitor):
                 self.moved_to.append(moved)
         if name == "torch.manual_seed":
             self.seeds.append(node)
+        if name.endswith(_HIDING):
+            self.hidden_by.append(node)
         if name in _SETS and node.args:
             self.made_current.append(node.args[0].value)
 

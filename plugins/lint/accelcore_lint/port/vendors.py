@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import keyword
 import re
 import tokenize
 
@@ -15,7 +17,8 @@ GROUPS = ("nccl", "hccl")
 MODULES = ("apex", "torch_npu")
 """Packages that only work on those devices."""
 
-_WORDS = {*DEVICES, *MODULES, "cudnn", "device_ids", "output_device", "npu_fusion_attention"}
+_WORDS = {*DEVICES, *MODULES, "cudnn", "npu_fusion_attention"}
+_ARGUMENTS = ("device_ids", "output_device")
 _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
@@ -69,17 +72,21 @@ def own_options(source: str) -> set[str]:
 def vendor_lines(source: str) -> set[int]:
     """Return the numbers of the lines that work on one vendor's devices only.
 
-    These are lines with the name of a device or of a vendor's package: `cuda`, `torch_npu`, `cudnn`, `device_ids`,
-    `NpuFusedSGD`, or a string such as "cuda:0" or "nccl". Names that only contain such a word, as `use_cuda`, comments
-    and docstrings do not count, and neither do `accelcore.apex` and the script's own option `args.cuda`.
+    These are lines with the name of a device or of a vendor's package: `cuda`, `torch_npu`, `cudnn`, `NpuFusedSGD`,
+    the argument `device_ids=` without a condition by which it is None elsewhere, or a string such as "cuda:0" or
+    "nccl". Names that only contain such a word, as `use_cuda`, comments and docstrings do not count, and neither do
+    `accelcore.apex`, the script's own option `args.cuda`, a flag `cuda=True`, a key as in `config["cuda"]`, and its own
+    variable `device_ids`.
     """
     found: set[int] = set()
     own = own_options(source)
     statement_begins = True
     before = earlier = ""
+    depth = 0
     in_accelcore = False
     words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    for token, following in itertools.pairwise(tokens):
         kind, text, (line, _) = token.type, token.string, token.start
         if kind in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
             statement_begins, in_accelcore = True, False
@@ -88,19 +95,28 @@ def vendor_lines(source: str) -> set[int]:
             continue
         if kind == tokenize.NAME:
             in_accelcore = in_accelcore or (text == "accelcore" and before in ("from", "import"))
-            if text in ("device_ids", "output_device") and " else None" in token.line:
-                continue  # chosen by a condition, so that it is None elsewhere
+            is_argument = bool(depth) and before != "." and following.string == "="
             if (f"{earlier}.{text}" if before == "." else text) in own:
                 continue
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
-            if (text in words or is_option) and not in_accelcore:
+            is_flag = is_argument and text in DEVICES
+            is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
+            if is_devices or ((text in words or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)
-        elif kind == tokenize.STRING and not statement_begins:
+        elif kind == tokenize.STRING and not (statement_begins or _is_own_word(earlier, before, following.string)):
             match = _STRING.fullmatch(text)
             value = match[2] if match else ""
             if device_text(value) or type_text(value) or value in GROUPS:
                 found.add(line)
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:
             found.add(line)
+        elif kind == tokenize.OP:
+            depth += (text in "([{") - (text in ")]}")
         statement_begins, earlier, before = False, before, text
     return found
+
+
+def _is_own_word(earlier: str, before: str, after: str) -> bool:
+    """Return whether a string between these words names the script's own: `config["cuda"]`, `dest="cuda"`."""
+    is_key = before == "[" and after == "]" and earlier.isidentifier() and not keyword.iskeyword(earlier)
+    return is_key or (earlier, before) == ("dest", "=")

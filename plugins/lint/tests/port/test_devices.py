@@ -131,3 +131,30 @@ def test_processes_that_a_library_starts_use_the_current_device():
     ported = _ported(source).source
     assert "accelcore" not in ported
     assert 'device_ids=[current_device] if current_device.type != "cpu" else None' in ported
+
+
+_FALLS_BACK = """import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--device", default="cuda")
+args = parser.parse_args()
+if args.device == "cuda":
+    count = torch.cuda.device_count()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+workers = count if device.type == "cuda" else 1
+kind = "fast" if device.type == "cuda" else "exact"
+"""
+
+
+def test_a_guard_on_an_option_that_falls_back_to_the_cpu_still_runs_there():
+    outcome = _ported(_FALLS_BACK)
+    assert "if args.device == accel.device.type:\n    count = torch.accelerator.device_count()\n" in outcome.source
+    assert 'workers = count if device.type != "cpu" else 1' in outcome.source
+    assert [note.line for note in outcome.left] == [11]
+
+
+@pytest.mark.parametrize(("number", "index"), [("cfg.gpu", "int(cfg.gpu)"), ("int(cfg.gpu)", "int(cfg.gpu)")])
+def test_a_number_in_the_name_of_a_device_may_be_a_text(number, index):
+    source = f'import torch\ntorch.cuda.set_device(f"cuda:{{{number}}}")\nx = torch.ones(2).cuda()\n'
+    assert f"set_device_index({index})" in _ported(source).source

@@ -34,7 +34,7 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left("arguments of autocast that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
-    with_backend = facts.level is not Level.TORCH and not facts.place.is_apart(node) and "cache_enabled" not in given
+    with_backend = facts.place.can_choose(node) and "cache_enabled" not in given
     if with_backend:
         func = f"{facts.place.backend(node)}.autocast"
         first = []
@@ -70,7 +70,7 @@ def _decide_name(node: cst.Attribute, facts: Facts) -> Rewrite | None:
     calls = [call for call in facts.calls if text_of(call.func) == name]
     if any(arg.keyword is None for call in calls for arg in call.args):
         return None
-    if facts.level is Level.TORCH or facts.place.is_apart(node):
+    if not facts.place.can_choose(node):
         source = f"{facts.torch}.autocast, {facts.place.kind(node)}, dtype={facts.torch}.float16"
     else:
         source = f"{facts.place.backend(node)}.autocast, {facts.torch}.float16"

@@ -60,6 +60,12 @@ def _is_other(facts: Facts, name: cst.Name) -> bool:
     return not (name.value == "None" or is_device or facts.is_local_rank(name) or _is_zero(facts, name))
 
 
+def names_option(facts: Facts, node: cst.CSTNode) -> bool:
+    """Return whether a string is the name of the script's own option: `add_argument("--gpu", dest="cuda")`."""
+    arg = facts.parent(node)
+    return isinstance(arg, cst.Arg) and arg.keyword is not None and arg.keyword.value == "dest"
+
+
 def _has_indexes(facts: Facts) -> bool:
     """Return whether the port names devices by their index, as the script does."""
     return facts.level is Level.TORCH or facts.place.by_hand
@@ -201,7 +207,7 @@ def _inline(facts: Facts, node: cst.CSTNode, index: cst.BaseExpression | None) -
 def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | None:
     """Replace a string where its place says that it is a device."""
     named, index = index_of(node)
-    if not named:
+    if not named or names_option(facts, node):
         return None
     wanted = _wanted(facts, node)
     if wanted is None:

@@ -9,12 +9,13 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import is_device_name, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, is_device_name, whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
-_COPIES = ("pin_memory", "non_blocking")
+_OPTIONS = re.compile(r"pin_memory|non_blocking|(\w+_)?fused")
+"""Options that torch has for every accelerator."""
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 
@@ -29,7 +30,10 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         is_text = is_text or is_device_name(text_of(left))
         operator = "!=" if isinstance(target.operator, cst.Equal) else "=="
         rewrite = whole(node, f'{text_of(left)} {operator} "cpu"')
-        if is_text and _is_of_copies(node, facts):
+        if not (isinstance(left, cst.Attribute) and left.attr.value == "type") and _falls_back(node, facts):
+            operator = "==" if operator == "!=" else "!="
+            rewrite = whole(node, f"{text_of(left)} {operator} {facts.place.kind(node)}")
+        if is_text and _is_of_option(node, facts):
             return rewrite
         return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
     if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(_OF_DEVICE.sub("", text_of(right))):
@@ -43,12 +47,22 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     return Left(_SKIPS, node.children, retry=whole(node, f'{text_of(node.value)}.device.type != "cpu"'))
 
 
-def _is_of_copies(node: cst.Comparison, facts: Facts) -> bool:
-    """Return whether a condition is the value of `pin_memory` or `non_blocking`, or chooses it."""
+def _is_of_option(node: cst.Comparison, facts: Facts) -> bool:
+    """Return whether a condition is the value of `pin_memory`, `non_blocking` or `fused`, or chooses it."""
     inner, outer = cast("cst.CSTNode", node), facts.parent(node)
     while isinstance(outer, cst.BooleanOperation) or (isinstance(outer, cst.IfExp) and inner is outer.test):
         inner, outer = outer, facts.parent(outer)
-    return isinstance(outer, cst.Arg) and outer.keyword is not None and outer.keyword.value in _COPIES
+    if isinstance(outer, cst.Assign):
+        return len(outer.targets) == 1 and _OPTIONS.fullmatch(text_of(outer.targets[0].target)) is not None
+    return isinstance(outer, cst.Arg) and outer.keyword is not None and bool(_OPTIONS.fullmatch(outer.keyword.value))
+
+
+def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
+    """Return whether what an `if` guards also runs on the CPU, as `if args.device == "cuda":` does if it asks again."""
+    guard = facts.parent(node)
+    if not isinstance(guard, cst.If) or guard.test is not node:
+        return False
+    return any(facts.name(call.func) in AVAILABLE and guard.body in facts.parents(call) for call in facts.calls)
 
 
 def _left(node: cst.Comparison) -> Left:
@@ -87,8 +101,13 @@ GUARDS = Rule(
         ),
         Example(
             Level.ROLES,
-            'fused = device.type == "cuda"',
-            f'# TODO(accelcore): {_SKIPS}\nfused = device.type == "cuda"',
+            'fast = device.type == "cuda"',
+            f'# TODO(accelcore): {_SKIPS}\nfast = device.type == "cuda"',
+        ),
+        Example(
+            Level.ROLES,
+            'use_fused = has_fused and device_type == "cuda"\noptimizer = AdamW(groups, fused=use_fused)',
+            'use_fused = has_fused and device_type != "cpu"\noptimizer = AdamW(groups, fused=use_fused)',
         ),
     ),
 )

@@ -8,7 +8,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import APEX
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import whole
+from accelcore_lint.port.rules.device_strings import names_option, whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, type_text
 
@@ -94,7 +94,7 @@ def _reason(parts: list[str]) -> str:
 
 def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
     parent = facts.parent(node)
-    if isinstance(parent, (cst.Expr, cst.ConcatenatedString, cst.Index)):
+    if isinstance(parent, (cst.Expr, cst.ConcatenatedString, cst.Index)) or names_option(facts, node):
         return None
     if isinstance(parent, cst.DictElement) and parent.key is node:
         return None

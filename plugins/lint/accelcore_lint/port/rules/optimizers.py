@@ -28,8 +28,8 @@ _NPU_ONLY = {
 """Options in their order; torch's classes have more options, which only choose between its kernels."""
 
 
-_SPARSE = re.compile(r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b")
-"""A script whose gradients may be sparse, which only torch's own classes take."""
+_ONLY_TORCHS = re.compile(r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b")
+"""A script whose gradients may be sparse, or that shards its model itself: torch's own classes stay there."""
 
 _COPIES = ("torch.save", "copy.copy", "copy.deepcopy", "pickle.dump", "pickle.dumps")
 _REFERS = r"[\w.]*(?:optim|sched)\w*"
@@ -44,7 +44,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
-        stays = facts.has_engine or _SPARSE.search(facts.code) or _is_copied(node, facts)
+        stays = facts.has_engine or _ONLY_TORCHS.search(facts.code) or _is_copied(node, facts)
         if given is None or "params" not in given or stays:
             return None
         try:

@@ -47,7 +47,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left("arguments of GradScaler that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
     stays = facts.attributes & _ONLY_TORCHS or _SETS_SCALE.search(facts.code)
-    with_backend = facts.level is not Level.TORCH and not facts.place.is_apart(node) and not stays
+    with_backend = facts.place.can_choose(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
 
     def build(updated: cst.Call) -> cst.BaseExpression:

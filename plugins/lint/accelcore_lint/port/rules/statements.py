@@ -86,7 +86,10 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
             return None  # an expression, wherever it stands
         if name == "set_device" and device is not None and _is_known(facts, node, device):
             # What follows takes the current device.
-            return _guarded(facts, node, f"{module}.set_device_index({index_source(index or device)})")
+            number = index_source(index or device)
+            if index is not None and not (facts.is_whole(index) or facts.is_local_rank(index)):
+                number = f"int({number})"  # in the name of a device it may also have been a text
+            return _guarded(facts, node, f"{module}.set_device_index({number})")
         if name == "set_device":
             return _set_device(facts, node, device)
     device = index if named else device

@@ -1,4 +1,4 @@
-"""Settings of a vendor's libraries that torch has for all devices, and those that only repeat torch's default."""
+"""Settings of a vendor's libraries: by torch's word for all devices, or removed if they repeat torch's default."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _DEFAULTS = {
     f"{_CUDNN}enabled": "True",
     f"{_CUDNN}allow_tf32": "True",
 }
+_STRICT = "use_deterministic_algorithms"
 _GENERIC = {
     ("torch.backends.cuda.matmul.allow_tf32", "True"): 'set_float32_matmul_precision("high")',
     ("torch.backends.cuda.matmul.allow_tf32", "False"): 'set_float32_matmul_precision("highest")',
@@ -31,10 +32,29 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
     if _DEFAULTS.get(name) == value and all(text_of(other) == value for other in facts.values(target)):
         return Rewrite(removed, node.body)
     source = _GENERIC.get((name, value))
+    if name == f"{_CUDNN}deterministic" and _STRICT not in facts.code:
+        source = f"{_STRICT}({value}, warn_only=True)"
     if source is None:
-        return None
+        return _by_full_name(node, target, name, facts)
     new = cst.Expr(cst.parse_expression(f"{facts.torch}.{source}"))
     return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, facts.needs_torch)
+
+
+def _by_full_name(node: cst.SimpleStatementLine, target: cst.BaseExpression, name: str, facts: Facts) -> Rewrite | None:
+    """Write `cudnn.benchmark = True` with its full name, so that the import of `cudnn` goes; torch has no other."""
+    base = target.value if isinstance(target, cst.Attribute) else target
+    if not name.startswith(_CUDNN) or not isinstance(base, cst.Name):
+        return None
+    settings = sum(len(values) for key, values in facts.assigned.items() if key.startswith(f"{base.value}."))
+    if facts.uses[base.value] != settings:
+        return None
+    full = cst.parse_expression(f"{facts.torch}.{name.removeprefix('torch.')}")
+    new = cst.AssignTarget(cst.ensure_type(full, cst.Attribute))
+    return Rewrite(
+        lambda updated: updated.with_changes(body=[updated.body[0].with_changes(targets=[new])]),
+        node.body,
+        facts.needs_torch,
+    )
 
 
 SWITCHES = Rule(
@@ -52,6 +72,16 @@ SWITCHES = Rule(
             Level.ROLES,
             "loss.backward()\ntorch.backends.cudnn.benchmark = False",
             "loss.backward()",
+        ),
+        Example(
+            Level.ROLES,
+            "torch.backends.cudnn.deterministic = args.exact",
+            "torch.use_deterministic_algorithms(args.exact, warn_only=True)",
+        ),
+        Example(
+            Level.ROLES,
+            "import torch.backends.cudnn as cudnn\ncudnn.benchmark = True",
+            "torch.backends.cudnn.benchmark = True",
         ),
     ),
 )

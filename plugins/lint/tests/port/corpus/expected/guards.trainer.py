@@ -9,8 +9,7 @@ accel = accelcore.select()
 device = accel.device
 torch.manual_seed(0)
 model = nn.Linear(3, 1).to(device)
-# TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=device.type == "cuda")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=device.type != "cpu")
 context = accel.autocast(torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
 trainer = accel.trainer(model, optimizer)
 
@@ -26,8 +25,6 @@ for step in range(3):
     trainer.update()
     if loss.device.type != "cpu":
         accel.runtime.synchronize()
-    # TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
-    if device.type == "cuda":
-        # TODO(accelcore): the name of the device: torch has no generic function
-        print(torch.cuda.get_device_name())
+    if device.type != "cpu":
+        print((torch.get_device_module(accel.device).get_device_name() if accel.device.type != "cpu" else "cpu"))
     print("loss", loss.item())

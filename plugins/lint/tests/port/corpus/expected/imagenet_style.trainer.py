@@ -4,7 +4,6 @@ import random
 import tempfile
 
 import torch
-import torch.backends.cudnn as cudnn
 import torch.distributed as dist
 import torch.nn as nn
 import torch.utils.data
@@ -24,7 +23,7 @@ args = parser.parse_args()
 def main():
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
     args.distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if args.distributed:
         args.gpu = args.local_rank

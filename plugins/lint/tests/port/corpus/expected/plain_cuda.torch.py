@@ -4,9 +4,8 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-import torch.backends.cudnn as cudnn
 
-cudnn.benchmark = True  # fixed sizes
+torch.backends.cudnn.benchmark = True  # fixed sizes
 torch.manual_seed(1)
 
 

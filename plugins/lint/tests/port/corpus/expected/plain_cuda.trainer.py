@@ -4,10 +4,9 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import nn
-import torch.backends.cudnn as cudnn
 import accelcore
 
-cudnn.benchmark = True  # fixed sizes
+torch.backends.cudnn.benchmark = True  # fixed sizes
 torch.manual_seed(1)
 
 

@@ -2,19 +2,17 @@
 import torch
 from torch import nn
 
+current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
 
 class TwoParts(nn.Module):
     def __init__(self):
         super().__init__()
-        # TODO(accelcore): device index 0: a process has one device here, which ACCEL_DEVICE or the launcher chooses
-        self.first = nn.Linear(4, 8).to("cuda:0")
-        # TODO(accelcore): device index 1: a process has one device here, which ACCEL_DEVICE or the launcher chooses
-        self.second = nn.Linear(8, 1).to("cuda:1")
+        self.first = nn.Linear(4, 8).to(torch.device(current_device.type, 0))
+        self.second = nn.Linear(8, 1).to(torch.device(current_device.type, 1))
 
     def forward(self, x):
-        # TODO(accelcore): device index 0: a process has one device here, which ACCEL_DEVICE or the launcher chooses
-        # TODO(accelcore): device index 1: a process has one device here, which ACCEL_DEVICE or the launcher chooses
-        return self.second(torch.relu(self.first(x.to("cuda:0"))).to("cuda:1"))
+        return self.second(torch.relu(self.first(x.to(torch.device(current_device.type, 0)))).to(torch.device(current_device.type, 1)))
 
 
 def main(gpu=None):

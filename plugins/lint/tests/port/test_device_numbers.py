@@ -1,0 +1,175 @@
+"""Scripts that choose a device by a number: an option, a rank, or the number of a device in a loop."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+
+
+@pytest.mark.parametrize("other", ["", "setup(3)\n", "start = setup\n"])
+def test_a_parameter_is_a_local_rank_if_every_call_passes_one(other):
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\n\n\n"
+        "def setup(gpu):\n    return torch.zeros(1).cuda(gpu)\n\n\n"
+        f"def work(rank):\n    setup(rank)\n\n\n{other}mp.spawn(work, nprocs=2)\n"
+    )
+    assert port_source(source, Level.ROLES).after == (1 if other else 0)
+
+
+BY_OPTION = """import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--gpu", type=int, default=None)
+
+
+def train(x):
+    return x.cuda(args.gpu, non_blocking=True)
+
+
+def main():
+    global args
+    found = torch.cuda.is_available()
+    args = parser.parse_args()
+    print(found)
+    model = torch.nn.Linear(2, 2).cuda(args.gpu)
+    device = torch.device("cuda:{}".format(args.gpu) if found else "cpu")
+    return train(model(torch.ones(2).to(device)))
+
+
+main()
+"""
+
+
+def test_an_option_that_chooses_the_only_device_chooses_the_backend():
+    outcome = port_source(BY_OPTION, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "parse_args()\n    accel = accelcore.select(local_rank=args.gpu)\n    print(found)\n" in outcome.source
+    assert "found = torch.accelerator.is_available()" in outcome.source
+    assert "return x.to(current_device, non_blocking=True)" in outcome.source
+    assert "Linear(2, 2).to(accel.device)" in outcome.source
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("default=None", "default=-1"),
+        ("print(found)", "print(found if args.gpu >= 0 else None)"),
+        ("print(found)", "args.gpu = 3"),
+        ("print(found)", "torch.ones(2).cuda(args.other)"),
+        ("print(found)", 'torch.ones(2).to("cuda:1")'),
+        ("type=int, ", ""),
+        ("    args = parser.parse_args()\n", "    if not found:\n        args = parser.parse_args()\n"),
+    ],
+)
+def test_an_option_that_may_choose_no_device_or_several_chooses_no_backend(old, new):
+    assert old in BY_OPTION
+    outcome = port_source(BY_OPTION.replace(old, new), Level.ROLES)
+    assert "local_rank" not in outcome.source
+    assert outcome.left
+
+
+def test_an_option_that_is_read_in_another_place_than_used_chooses_the_backend():
+    source = (
+        "import argparse\nimport torch\n\n\ndef main(args):\n    return torch.ones(2).cuda(args.gpu)\n\n\n"
+        'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n'
+        '    parser.add_argument("--gpu", type=int)\n    args = parser.parse_args()\n    main(args)\n'
+    )
+    once = port_source(source, Level.ROLES).source
+    assert "    accel = accelcore.select(local_rank=args.gpu)\n    main(args)\n" in once
+    assert "import accelcore\n" in once
+    assert port_source(once, Level.ROLES).source == once
+
+
+def test_a_rank_of_minus_one_is_a_single_process():
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\n\n\n"
+        "def work(gpu):\n    x = torch.ones(2)\n    if gpu != -1:\n        x = x.cuda(gpu)\n\n\n"
+        "mp.spawn(work, nprocs=2) if mp.active_children() else work(-1)\n"
+    )
+    assert "accelcore.select(local_rank=max(gpu, 0))" in port_source(source, Level.ROLES).source
+
+
+def test_devices_that_the_script_chooses_elsewhere_stay_where_there_is_an_accelerator():
+    source = (
+        "import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\nfrom tools import device_of\n"
+        "model = DDP(net.to(device_of()), device_ids=[device_of()])\n"
+    )
+    assert (
+        "device_ids=[device_of()] if torch.accelerator.is_available() else None"
+        in port_source(source, Level.ROLES).source
+    )
+
+
+BY_HAND = """import argparse
+import torch
+
+
+def setup(rank):
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def train(args):
+    setup(args.rank)
+    with torch.cuda.amp.autocast():
+        return torch.ones(2).cuda()
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rank", type=int)
+train(parser.parse_args())
+"""
+
+
+def test_a_process_whose_device_the_script_chooses_takes_the_current_device():
+    outcome = port_source(BY_HAND, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "accelcore" not in outcome.source
+    assert "torch.accelerator.set_device_index(rank % torch.accelerator.device_count())" in outcome.source
+    assert "torch.autocast(current_device.type, dtype=torch.float16)" in outcome.source
+    assert "torch.ones(2).to(current_device)" in outcome.source
+
+
+def test_a_rank_of_the_launcher_chooses_no_device_by_hand():
+    source = BY_HAND.replace("args.rank)", "torch.distributed.get_rank())").replace('"--rank"', '"--seed"')
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "set_device" not in outcome.source
+    assert "torch.ones(2).to(accel.device)" in outcome.source
+
+
+@pytest.mark.parametrize(("value", "after"), [("0", 0), ("1", 2)])
+def test_a_name_of_the_first_device_is_the_only_one(value, after):
+    source = f"import torch\ngpu = {value}\nx = torch.ones(2).cuda(gpu)\ny = x.cuda(gpu)\n"
+    assert port_source(source, Level.ROLES).after == after
+
+
+def test_the_number_of_a_rank_is_a_device_also_as_a_keyword():
+    source = (
+        "import torch\nimport torch.distributed as dist\n\n\ndef main():\n    rank = dist.get_rank()\n"
+        "    device = rank % torch.cuda.device_count()\n    net = torch.nn.Linear(2, 2).to(device)\n"
+        "    return net(torch.ones(2, device=device)), torch.ones(2).to(device=device)\n\n\nmain()\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ported.count("accel.device)") == 3
+    assert "device=device" not in ported
+
+
+@pytest.mark.parametrize(("index", "left"), [("1", 2), ("i", 2), ("0", 0)])
+def test_the_first_device_of_several_is_left(index, left):
+    source = (
+        "import torch\nnets = []\nfor i in range(2):\n"
+        f"    nets.append(torch.nn.Linear(2, 2).cuda({index}))\nx = torch.ones(2).cuda(0)\n"
+    )
+    assert len(port_source(source, Level.ROLES).left) == left
+
+
+def test_horovod_chooses_the_device_and_wraps_the_optimizer():
+    source = (
+        "import horovod.torch as hvd\nimport torch\nhvd.init()\ntorch.cuda.set_device(hvd.local_rank())\n"
+        "net = torch.nn.Linear(2, 2).cuda()\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "torch.accelerator.set_device_index(hvd.local_rank())" in outcome.source
+    assert "torch.optim.SGD(" in outcome.source
+    assert "accelcore" not in outcome.source

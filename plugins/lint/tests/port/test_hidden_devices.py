@@ -1,0 +1,122 @@
+"""Scripts that hide devices by an environment variable: the device is chosen after that."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+
+SPAWNED = """import os
+import torch
+import torch.multiprocessing as mp
+
+
+def main():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "2,3"
+    mp.spawn(work, nprocs=2)
+
+
+def work(gpu):
+    model = torch.nn.Linear(2, 2).cuda()
+    step(model)
+
+
+def step(model):
+    return model(torch.ones(1, 2).cuda())
+
+
+main()
+"""
+
+
+def test_a_process_that_is_started_has_the_variables_of_its_parent():
+    outcome = port_source(SPAWNED, Level.ROLES)
+    assert not outcome.left
+    assert "def work(gpu):\n    accel = accelcore.select(local_rank=gpu)\n" in outcome.source
+    assert "def step(model):\n    current_device = torch.accelerator" in outcome.source
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "made"),
+    [
+        ("", "work(0)", "accel = accelcore.select()"),
+        ("work(0)", "", None),
+        ("", "work(0)\nwork(1)", "current_device = torch.accelerator.current_accelerator("),
+        ("", "work(0)\nprint(work)", None),
+    ],
+)
+def test_a_function_that_is_called_after_devices_are_hidden_chooses_the_device(before, after, made):
+    source = (
+        "import os\nimport torch\n\n\ndef work(n):\n    return torch.ones(n).cuda()\n\n\n"
+        f'{before}\nos.environ["CUDA_VISIBLE_DEVICES"] = "1"\n{after}\n'
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert len(outcome.left) == (made is None)
+    assert made is None or f"def work(n):\n    {made}" in outcome.source
+
+
+HIDDEN = """import os
+import torch
+
+
+def hot(y):
+    return torch.eye(2).cuda()
+
+
+def test(loader):
+    return [hot(x) for x in loader]
+
+
+def main(args):
+    if args.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu
+        print(torch.cuda.is_available())
+    model = torch.nn.Linear(2, 2).cuda()
+    hot(model)
+    test([1])
+
+
+main(parse())
+"""
+
+
+def test_a_device_is_chosen_after_devices_are_hidden_also_under_a_condition():
+    source = port_source(HIDDEN, Level.ROLES).source
+    assert "print(torch.accelerator.is_available())\n    accel = accelcore.select()\n" in source
+    assert source.count("current_device = ") == 1
+    assert "torch.eye(2).to(current_device)" in source
+
+
+def test_a_device_that_is_chosen_below_a_line_is_not_used_in_it():
+    source = (
+        "import os\nimport torch\nprint(torch.cuda.is_available())\n"
+        'os.environ["CUDA_VISIBLE_DEVICES"] = "1"\nx = torch.ones(2).cuda()\n'
+    )
+    once = port_source(source, Level.ROLES).source
+    assert port_source(once, Level.ROLES).source == once
+    assert (
+        once.index("torch.accelerator.is_available")
+        < once.index("accel = accelcore.select()")
+        < once.index(".to(accel.device)")
+    )
+
+
+YOLO = """import torch
+from utils.torch_utils import select_device
+
+
+def train(opt, device):
+    with torch.cuda.amp.autocast():
+        x = torch.zeros(1).cuda()
+    return torch.cuda.amp.GradScaler().scale(x)
+
+
+def main(opt):
+    train(opt, select_device(opt.device))
+"""
+
+
+def test_yolos_function_hides_devices():
+    outcome = port_source(YOLO, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "accelcore" not in outcome.source
+    assert "def train(opt, device):\n    current_device = torch.accelerator.current_accelerator(" in outcome.source
+    assert "torch.autocast(current_device.type, dtype=torch.float16)" in outcome.source
+    assert "torch.amp.GradScaler(current_device.type)" in outcome.source

@@ -1,0 +1,66 @@
+"""Which lines count as one vendor's, and which names are the script's own."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+
+
+def test_the_scripts_own_option_is_no_vendor_line():
+    source = (
+        "import argparse\nimport torch\nparser = argparse.ArgumentParser()\n"
+        'parser.add_argument("--cuda", action="store_true")\nargs = parser.parse_args()\n'
+        "model = torch.nn.Linear(2, 2)\nif args.cuda:\n    model.cuda()\n"
+        'device = torch.device("cuda" if args.cuda else "cpu")\nmove = model.cuda\n'
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.before, outcome.after) == (3, 1)
+    assert [note.line for note in outcome.left] == [10]
+    assert "if args.cuda:\n    model.to(accel.device)\n" in outcome.source
+    assert 'torch.device(accel.device.type if args.cuda else "cpu")' in outcome.source
+    flag = source.replace("args = parser.parse_args()", "args = make()")
+    assert port_source(flag, Level.ROLES).after == 1  # `if args.cuda` asks for a truth
+    flag = "import torch\nargs = make()\nmove = args.cuda\n"
+    assert port_source(flag, Level.ROLES).after == 1
+
+
+@pytest.mark.parametrize(("imports", "after"), [("", 0), ("from torch import cuda\n", 4)])
+def test_a_flag_of_the_script_is_no_vendor_line(imports, after):
+    source = f"import torch\n{imports}cuda = torch.cuda.is_available()\nif cuda:\n    print(1)\nprint(cuda)\n"
+    assert port_source(source, Level.TORCH).after == after
+
+
+def test_a_name_that_only_an_import_of_all_names_can_bring():
+    source = "from model import *\nnet = Net().cuda()\nx = torch.ones(2).cuda()\ntorch.cuda.synchronize()\n"
+    assert (port_source(source, Level.ROLES).before, port_source(source, Level.ROLES).after) == (3, 0)
+    assert port_source("from model import *\nnet = Net().cuda()\n", Level.ROLES).before == 0
+
+
+@pytest.mark.parametrize(("head", "count"), [("cuda, n=f(1)", 1), ("cudas, n=cuda", 2)])
+def test_a_parameter_called_as_a_device_is_no_vendor_line(head, count):
+    source = f"import torch\n\n\ndef fit(\n    model, {head}\n):\n    if cuda:\n        model.cuda()\n"
+    assert port_source(source, Level.TORCH).before == count + (count == 2)
+
+
+def test_an_attribute_that_the_script_sets_is_no_vendor_line():
+    source = (
+        "import torch\n\n\nclass A:\n    def __init__(self, use):\n        self.cuda = use\n        print(self.cuda)\n"
+    )
+    assert (port_source(source, Level.ROLES).before, port_source(source, Level.ROLES).left) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("device_ids = [0, 1]", 0),
+        ("print(self.output_device, device_ids)", 0),
+        ("net = DDP(net, device_ids=device_ids)", 1),
+        ("net = DDP(net, device_ids=[0] if many else None)", 0),
+        ("x = variable(x, cuda=True)", 0),
+        ("x = variable(x, cuda)", 1),
+        ("cuda = torch.cuda", 1),
+        ('use = config["cuda"]', 0),
+        ('use = name in ["cuda"]', 1),
+        ('parser.add_argument("--gpu", dest="cuda")', 0),
+    ],
+)
+def test_names_of_arguments(line, count):
+    assert port_source(f"import torch\n{line}\n", Level.TORCH).before == count
