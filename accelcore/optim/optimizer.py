@@ -55,7 +55,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     binding: RunBinding | GroupBinding
 
     def __init__(self, request: Request, groups: Sequence[dict[str, Any]], choose: Callable[[Request], Route]) -> None:
-        self._request, self._choose = request, choose
+        self._request, self._choose, self._no_grad = request, choose, torch.no_grad()
         self._take_route(request, groups)
         # torch's check of a new group compares it with all others: the implementation did this already.
         super().__init__(self.implementation.param_groups[:1], self.implementation.defaults)
@@ -166,9 +166,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
                 )
             return self.implementation.step(closure)
         if self.binding.on_leaves:
-            with torch.no_grad():
+            with self._no_grad:
                 self._engine.update(found_inf, grad_scale)
-        else:  # a context costs more than the kernel of a small update
+        else:  # a context may cost more than the kernel of a small update
             self._engine.update(found_inf, grad_scale)
         self.binding.increment_versions()
         return loss

@@ -27,19 +27,15 @@ class ModelSnapshot:
         self._by_name = dict(model.named_parameters())
         self._parameters = list(self._by_name.values())
         self._trainable = list(map(_TRAINABLE, self._parameters))
-        self._addresses = list(map(Tensor.data_ptr, self._parameters))
         self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
 
     def check(self) -> None:
         """Raise TrainingError for a change of the known parameters or the optimizer's groups."""
-        addresses = list(map(Tensor.data_ptr, self._parameters))
-        if addresses != self._addresses:  # another dtype implies other memory
-            if list(map(_DTYPE, self._parameters)) != self._dtypes:
-                raise TrainingError(
-                    "the model was cast after its trainer was made",
-                    remedy="cast it before, or set precision=Policy(model_dtype=...)",
-                )
-            self._addresses = addresses
+        if list(map(_DTYPE, self._parameters)) != self._dtypes:
+            raise TrainingError(
+                "the model was cast after its trainer was made",
+                remedy="cast it before, or set precision=Policy(model_dtype=...)",
+            )
         # Kernels walk a parameter, its master and its state side by side; `weight.data.t()` keeps the address.
         if list(map(Tensor.stride, self._parameters)) != self._strides:
             raise self._changed()

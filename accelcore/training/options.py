@@ -201,32 +201,30 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 
-def unwrapped(model: nn.Module, options: TrainerOptions) -> nn.Module:
+def unwrapped(model: nn.Module, options: TrainerOptions, *, warns: bool) -> nn.Module:
     """Return the module in a model that is compiled or wrapped in DDP, and set the options to do this again.
 
     The names of its parameters are then the module's own. DDP's hooks on the parameters do nothing unless the wrapper's
     own `forward` ran before; torch then raises an error, because two wrappers reduce the same gradients.
     """
-    inner = uncompiled(model)
+    inner, said = uncompiled(model), ""
     if inner is not model and options["compile"] is False:
         options["compile"] = True
-        logger.warning(
-            "the model was made by torch.compile, and is compiled again for the trainer. Give options as "
-            'compile={"mode": ...}'
-        )
-    if isinstance(inner, nn.parallel.DistributedDataParallel):
+        said = 'made by torch.compile, and is compiled again for the trainer. Give options as compile={"mode": ...}'
+    if inner is model and isinstance(model, nn.parallel.DistributedDataParallel):
         if options["parallel"] not in (None, "ddp"):
             raise ConfigurationError(
                 f"the model is wrapped in DistributedDataParallel, and parallel={options['parallel']!r}",
                 remedy="pass the bare module",
             )
-        options["parallel"] = "ddp"
-        logger.warning(
-            'the model was wrapped in DistributedDataParallel. The trainer wraps its module again for parallel="ddp", '
-            "without the options and communication hooks of the first wrapper"
+        options["parallel"], inner = "ddp", model.module
+        said = (
+            'wrapped in DistributedDataParallel, and the trainer wraps its module again, as parallel="ddp", without '
+            "the options and communication hooks of the first wrapper"
         )
-        inner = inner.module
-    return inner if inner is model else unwrapped(inner, options)
+    if said and warns:
+        logger.warning("the model was %s", said)
+    return inner if inner is model else unwrapped(inner, options, warns=warns)
 
 
 def check_values(options: TrainerOptions) -> None:

@@ -84,7 +84,7 @@ class Trainer(Checkpoints):
         given["precision"] = preset_name(given["precision"], backend)
         given["fp32"] = fp32_mode(given["fp32"], backend)
         check_arguments(model, optimizer)
-        model = unwrapped(model, given)
+        model = unwrapped(model, given, warns=backend.collectives.rank == 0)
         check_loss(given["loss"], model)
         check_values(given)
         self.backend, self._options = backend, given
