@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,8 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import resolved
 
 Value = TypeVar("Value", Tensor, "Tensor | None")
+
+_GRAD = attrgetter("grad")
 
 
 class Gradients(ABC):
@@ -120,10 +123,14 @@ class PerTensor(Gradients):
         super().__init__(slots)
         self.values, self.flat = self.parameters, [None] * len(slots)
         self.memories: list[GradientMemory] = []
+        self._is_complex = any(map(Tensor.is_complex, self.parameters))
 
     def collect(self) -> None:
-        self.received = [parameter.grad is not None for parameter in self.parameters]
-        resolved(list(compress(self.parameters, self.received)))
+        gradients = list(map(_GRAD, self.parameters))
+        self.received = [gradient is not None for gradient in gradients]
+        # A real gradient can have the negative bit only.
+        if self._is_complex or True in map(Tensor.is_neg, compress(gradients, self.received)):
+            resolved(list(compress(self.parameters, self.received)))
 
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.parameters):
