@@ -194,7 +194,7 @@ class Plan {
     const Source& source = tables.sources[piece.source];
     const bool direct = source.value_type == type_of<T>() && source.state_type == type_of<T>() &&
                         source.gradient_type == type_of<T>();
-    const long whole = direct ? piece.columns & -Vector<T>::count : 0;
+    const long whole = direct ? piece.columns & -long(LINE / sizeof(T)) : 0;
     for (long row = 0; row < piece.rows; row++)
       for (long begin = 0, size; begin < piece.columns; begin += size) {
         const long at = row * piece.columns + begin;

@@ -1,4 +1,4 @@
-// Arithmetic on lines: 64 bytes of each tensor, which are a line of the cache and fill a vector.
+// Arithmetic on lines: 64 bytes of each tensor, which are a line of the cache, and one vector or several.
 //
 // The vectors are written out, not left to the compiler to find: so each line of memory is asked for once, a while
 // before its use, and a sum has the same lanes on every machine.
@@ -12,27 +12,37 @@
 inline long ahead = 512;   // bytes: how far before its use memory is asked for; 0: never. ahead.cpp measures what is best
 constexpr long STRIP = 8;  // lines that are summed in the precision of their type
 
+// Bytes of a vector: as wide as a register, because g++ computes with wider ones in memory.
+#if defined(__AVX512F__)
+constexpr long VECTOR = 64;
+#elif defined(__AVX__)
+constexpr long VECTOR = 32;
+#else
+constexpr long VECTOR = 16;
+#endif
+constexpr int PARTS = LINE / VECTOR;  // vectors of a line
+
 template <class T>
 struct Vector {
   typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Number;
-  typedef T Lanes __attribute__((vector_size(LINE)));
-  typedef T InMemory __attribute__((vector_size(LINE), aligned(sizeof(T)), may_alias));
-  typedef Number Numbers __attribute__((vector_size(LINE)));
-  static constexpr long count = LINE / sizeof(T);
+  typedef T Lanes __attribute__((vector_size(VECTOR)));
+  typedef T InMemory __attribute__((vector_size(VECTOR), aligned(sizeof(T)), may_alias));
+  typedef Number Numbers __attribute__((vector_size(VECTOR)));
+  static constexpr long count = VECTOR / sizeof(T);
 };
 template <class T>
 using Lanes = typename Vector<T>::Lanes;
 
 template <class T>
 inline T sqrt(T lanes) {
-  for (unsigned lane = 0; lane < LINE / sizeof lanes[0]; lane++) lanes[lane] = std::sqrt(lanes[lane]);
+  for (unsigned lane = 0; lane < VECTOR / sizeof lanes[0]; lane++) lanes[lane] = std::sqrt(lanes[lane]);
   return lanes;
 }
 
 // addend + factor * lanes, rounded once, as torch's add(alpha=).
 template <class T, class Factor>
 inline T plus(T addend, Factor factor, T lanes) {
-  for (unsigned lane = 0; lane < LINE / sizeof lanes[0]; lane++)
+  for (unsigned lane = 0; lane < VECTOR / sizeof lanes[0]; lane++)
     lanes[lane] = std::fma(factor, lanes[lane], addend[lane]);
   return lanes;
 }
@@ -43,11 +53,19 @@ inline T toward(T from, T to, Weight weight) {
   return weight < Weight(0.5) ? from + weight * (to - from) : to - (to - from) * (1 - weight);
 }
 
-// One line of a block. What is read and written is memory.
+// Lanes that are added to a sum, and which part of a line they are.
+template <class T>
+struct Addend {
+  Lanes<T> lanes;
+  int part;
+};
+
+// One line of a block, or a part of it. What is read and written is memory.
 template <class T>
 struct Line {
   typedef typename Vector<T>::InMemory InMemory;
-  const long first, count;  // lanes in use: fewer than all at the end of a tensor
+  const long first, count;  // lanes in use: fewer than all, or none, at the end of a tensor
+  const int part;
   T *const values, *const gradients, *const *const states, *const directions;
   const T factor, decay;
 
@@ -68,10 +86,10 @@ struct Line {
     return decay == 0 ? raw : plus<Lanes<T>>(raw, decay, value());
   }
   // With 0 in the lanes that are not in use.
-  Lanes<T> in_use(Lanes<T> lanes) const {
+  Addend<T> in_use(Lanes<T> lanes) const {
     typename Vector<T>::Numbers numbers;
     for (long lane = 0; lane < Vector<T>::count; lane++) numbers[lane] = lane;
-    return numbers < typename Vector<T>::Number(count) ? lanes : Lanes<T>{};
+    return {numbers < typename Vector<T>::Number(count) ? lanes : Lanes<T>{}, part};
   }
 };
 
@@ -86,16 +104,19 @@ struct Block {
   T factor, decay;  // what gradients are multiplied by, and the share of the value that is added to them then
   long ahead;       // bytes: how far before its use memory is asked for; 0: never
 
-  // Calls `visit` with each line. Sums settle after each strip.
+  // Calls `visit` with each part of each line. Sums settle after each strip.
   template <class Visit, class... Sums>
   [[gnu::always_inline]] void each(const Visit& visit, Sums&... sums) const {
-    constexpr long line = Vector<T>::count;
+    constexpr long lanes = Vector<T>::count, line = PARTS * lanes;
     const Block its = *this;  // which cannot be changed by what is written to memory
     for (long first = 0; first < its.size; (sums.settle(), ...))
       for (const long end = std::min(its.size, first + STRIP * line); first < end; first += line) {
         if (its.ahead) its.ask(first);
-        visit(Line<T>{first, std::min(line, its.size - first), its.value, its.gradient, its.state, its.direction,
-                      its.factor, its.decay});
+        for (int part = 0; part < PARTS; part++) {
+          const long at = first + part * lanes;
+          visit(Line<T>{at, std::min(lanes, its.size - at), part, its.value, its.gradient, its.state, its.direction,
+                        its.factor, its.decay});
+        }
       }
   }
 
@@ -113,25 +134,23 @@ struct Block {
 template <class T>
 class Sum {
  public:
-  void operator+=(Lanes<T> lanes) { recent += lanes; }
+  void operator+=(Addend<T> addend) { recent[addend.part] += addend.lanes; }
   void settle() {
-    T its[Vector<T>::count];
-    std::memcpy(its, &recent, sizeof its);
-    for (long lane = 0; lane < Vector<T>::count; lane++) settled[lane] += its[lane];
-    recent = Lanes<T>{};
+    T its[count];
+    std::memcpy(its, recent, sizeof its);
+    for (long lane = 0; lane < count; lane++) settled[lane] += its[lane];
+    for (Lanes<T>& lanes : recent) lanes = Lanes<T>{};
   }
   double total() const {
-    Lanes<double> sum = {}, next;
-    for (const double* from = settled; from != std::end(settled); from += 8) {
-      std::memcpy(&next, from, sizeof next);
-      sum += next;
-    }
+    double sum[8] = {};
+    for (long lane = 0; lane < count; lane++) sum[lane % 8] += settled[lane];
     return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
   }
 
  private:
-  Lanes<T> recent = {};
-  double settled[Vector<T>::count] = {};
+  static constexpr long count = LINE / sizeof(T);
+  Lanes<T> recent[PARTS] = {};
+  double settled[count] = {};
 };
 
 // The sum of the squares of a block's gradients.

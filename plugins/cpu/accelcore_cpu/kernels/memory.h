@@ -11,7 +11,7 @@
 enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, FLOAT16 };
 
 constexpr long BLOCK = 512;  // elements: what is converted, and computed with while it is in the first cache
-constexpr long LINE = 64;    // bytes: of a cache, and of a vector
+constexpr long LINE = 64;    // bytes: of a cache
 constexpr int STATES = 3;
 
 template <class To, class From>
