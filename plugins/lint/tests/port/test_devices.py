@@ -158,3 +158,20 @@ def test_a_guard_on_an_option_that_falls_back_to_the_cpu_still_runs_there():
 def test_a_number_in_the_name_of_a_device_may_be_a_text(number, index):
     source = f'import torch\ntorch.cuda.set_device(f"cuda:{{{number}}}")\nx = torch.ones(2).cuda()\n'
     assert f"set_device_index({index})" in _ported(source).source
+
+
+@pytest.mark.parametrize("lines", ["device_ids=[local_rank],  # one\n", "# two\n    device_ids=[local_rank],\n"])
+def test_comments_among_the_devices_of_replicas_stay(lines):
+    source = (
+        "import torch\nnet = torch.nn.parallel.DistributedDataParallel(\n    net,\n"
+        f"    {lines}    # three\n    output_device=local_rank\n)\nprint(net.module)\n"
+    )
+    ported = _ported(source).source
+    assert [word for word in ("# one", "# two", "# three") if word in source] == [
+        word for word in ("# one", "# two", "# three") if word in ported
+    ]
+    assert "output_device" not in ported
+    alone = _ported(source.replace("print(net.module)", "print(net)")).source
+    assert ("# one" in source, "# two" in source) == ("# one" in alone, "# two" in alone)
+    commented = source.replace("output_device=local_rank\n", "output_device=local_rank,  # four\n")
+    assert "# four" in _ported(commented).source

@@ -30,6 +30,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if facts.name(node.func) not in (*_DDP, "torch.distributed.barrier"):
         return None
     given = [arg for arg in node.args if arg.keyword is not None and arg.keyword.value in _DEVICES]
+    dropped = [arg for arg in given if arg.keyword is not None and arg.keyword.value == "output_device"]
+    if any(map(_has_comment, dropped)):
+        return Left("comments among the devices of DistributedDataParallel")
     ids = argument(node, "device_ids")
     models = [arg for arg in node.args if arg.keyword is None or arg.keyword.value == "module"]
     if facts.name(node.func) not in _DDP:
@@ -55,7 +58,7 @@ def _of_backend(facts: Facts, node: cst.Call, given: list[cst.Arg], index: cst.B
     if isinstance(source, Left) and not own:
         # The script chooses a device by this index elsewhere, and the model is there.
         return source if isinstance(index, cst.Integer) else _where_there_is_one(facts, node, given)
-    if "module" in facts.attributes or facts.place.is_apart(node):
+    if "module" in facts.attributes or facts.place.is_apart(node) or any(map(_has_comment, given)):
         # `net.module` is only there if the model is wrapped, also in a job of one rank.
         device = facts.place.device(node)
         return _replaced(node, given, f'[{device}] if {device}.type != "cpu" else None', facts)
@@ -92,9 +95,16 @@ def _replaced(node: cst.Call, given: list[cst.Arg], form: str, facts: Facts) -> 
     return Rewrite(build, given, facts.needs_torch)
 
 
+def _has_comment(arg: cst.Arg) -> bool:
+    """Return whether a comment stands behind the comma after an argument."""
+    return "#" in cst.Module([]).code_for_node(arg.comma) if isinstance(arg.comma, cst.Comma) else False
+
+
 def _without(args: Sequence[cst.Arg], gone: list[int]) -> list[cst.Arg]:
     kept = [arg for position, arg in enumerate(args) if position not in gone]
     last = args[-1]
+    if _has_comment(kept[-1]):
+        return kept
     kept[-1] = kept[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
     return kept
 
