@@ -180,6 +180,8 @@ class Optimizers:
         if lr is not None:
             options["lr"] = lr
         for key, value in chain(options.items(), *(group.items() for group in groups)):
+            if key == "betas" and not isinstance(value, list | tuple):
+                raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")
             for number in value if isinstance(value, list | tuple) else (value,):  # betas
                 if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
                     raise ConfigurationError(

@@ -205,6 +205,11 @@ def test_a_number_that_yaml_reads_as_text(accel, options):
         accel.optimizers.create("adamw", [{"params": net().parameters(), **options}])
 
 
+def test_one_number_as_betas(accel):
+    with pytest.raises(ConfigurationError, match=r"betas=0\.9 is not two(.|\n)*give both"):
+        accel.optimizers.create("adamw", net().parameters(), betas=0.9)
+
+
 @pytest.mark.parametrize("options", [{}, {"compile": {"backend": "eager"}}])
 def test_a_model_that_is_compiled_already(accel, options, tmp_path, caplog):
     model = torch.compile(net(), backend="eager")
