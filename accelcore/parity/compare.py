@@ -115,10 +115,8 @@ class _Comparison:
                 found = replace(found, steps=number, step=number, rank=self._rank)
                 break
             self._remember(number, pairs)
-        if found is None:
-            found = Result(agrees=True, steps=steps, exact=self._exact)
-            if replayed < recorded:
-                self._notes.append(f"the replay has {replayed} of {recorded} steps")
+        short = (f"the replay has {replayed} of {recorded} steps",) if replayed < recorded else ()
+        found = found or Result(agrees=True, steps=steps, exact=self._exact, notes=short)
         return replace(found, settings=self._settings, notes=(*self._notes, *found.notes))
 
     def _difference(self, number: int, both: tuple[Step, Step], pairs: Pairs) -> Result | None:

@@ -18,7 +18,6 @@ from accelcore.util.html import write_page as write_html
 from accelcore.util.rounding import distance, unit_of
 
 _MOST_STEPS = 500
-_SIDES = ("recorded", "replayed")
 
 
 def write_page(path: Path, result: Result, reference: Path, other: Path) -> None:
@@ -34,7 +33,7 @@ def write_page(path: Path, result: Result, reference: Path, other: Path) -> None
     modules: dict[str, float] = {}
     for number in sorted(set(readers[0].steps) & set(readers[1].steps))[:_MOST_STEPS]:
         steps = [reader.step(number) for reader in readers]
-        for side, step in zip(_SIDES, steps, strict=True):
+        for side, step in zip(("recorded", "replayed"), steps, strict=True):
             norms[side][number], losses[side][number] = _norm(step), _loss(step)
         theirs = {seen.event: seen for seen in steps[1].seen}
         for seen in steps[0].seen:

@@ -149,8 +149,7 @@ class Replay(Record):
     def _take(self, name: str, own: Tensor) -> Tensor:
         """Return the recorded value of an input, on the device and in the floating-point dtype of the script's own."""
         recorded = self._taken.get(name)
-        fits = recorded is not None and recorded.is_floating_point() == own.is_floating_point()
-        if recorded is None or not fits:
+        if recorded is None or recorded.is_floating_point() != own.is_floating_point():
             raise RecordingError(
                 f"step {self._collector.step} of the recording has no batch for this call of the model",
                 why=f"the replay calls the model more often, or with other arguments: {name} is {own.dtype} here",

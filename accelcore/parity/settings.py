@@ -52,8 +52,8 @@ def gather(
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "compiled": str(any(watched.compiled for watched in models)),
         "autocast": ", ".join(dict.fromkeys(watched.autocast for watched in models)),
-        "known kernel bugs": _kernels(TORCH_FAULTS),
     }
+    found |= _known_bugs(TORCH_FAULTS)
     found |= {
         f"variable {name}": value
         for name, value in os.environ.items()
@@ -71,7 +71,7 @@ def gather(
         backend = trainer.backend
         found["backend"] = backend.name + (", emulated" if backend.emulated else "")
         plugin = find(backend.name)
-        found["known kernel bugs of the device"] = _kernels(() if plugin is None else plugin.faults)
+        found |= _known_bugs(() if plugin is None else plugin.faults)
         for table in sorted(backend.capabilities.autocast_tables):
             operators = "\n".join(sorted(backend.precision.table(table)))
             found[f"autocast table {table}"] = blake2b(operators.encode(), digest_size=6).hexdigest()
@@ -97,8 +97,8 @@ def arithmetic(found: Sequence[Difference]) -> tuple[str, ...]:
     return tuple(each.name for each in found if each.name in _ARITHMETIC or each.name.endswith(_KERNELS))
 
 
-def _kernels(faults: Iterable[KnownFault]) -> str:
-    return ", ".join(fault.kernel for fault in faults if fault.applies)
+def _known_bugs(faults: Iterable[KnownFault]) -> dict[str, str]:
+    return {f"known bug of {fault.kernel}": "present" for fault in faults if fault.applies}
 
 
 def _fp32() -> str:
