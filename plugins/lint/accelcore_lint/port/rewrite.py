@@ -218,6 +218,8 @@ class _Apply(cst.CSTTransformer):
         rewrite = self._decisions.rewrites.get(original_node)
         if rewrite is not None:
             result = rewrite.build(result)
+        if isinstance(original_node, cst.Call) and isinstance(result, cst.Call) and rewrite is None:
+            result = _without_comma(original_node, result)
         if isinstance(result, cst.FormattedString) and result is not original_node:
             result = result.visit(_Requote(result.quote))
         comments = self._decisions.comments.get(original_node)
@@ -237,6 +239,15 @@ class _Apply(cst.CSTTransformer):
         if after is not None:
             statements += [cst.parse_statement(line) for line in sorted(after)]
         return cst.FlattenSentinel(cast("list[cst.CSTNode]", statements))
+
+
+def _without_comma(before: cst.Call, after: cst.Call) -> cst.Call:
+    """Return a call that has lost arguments with the comma at its end, or none, that it had before."""
+    if not after.args or len(after.args) == len(before.args) or "#" in text_of(after.args[-1]):
+        return after
+    last = before.args[-1]
+    end = after.args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+    return after.with_changes(args=[*after.args[:-1], end])
 
 
 class _Requote(cst.CSTTransformer):

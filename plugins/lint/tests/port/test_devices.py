@@ -175,3 +175,24 @@ def test_comments_among_the_devices_of_replicas_stay(lines):
     assert ("# one" in source, "# two" in source) == ("# one" in alone, "# two" in alone)
     commented = source.replace("output_device=local_rank\n", "output_device=local_rank,  # four\n")
     assert "# four" in _ported(commented).source
+
+
+@pytest.mark.parametrize(
+    ("given", "after"),
+    [
+        ("net, device_ids=range(n)", "net"),
+        ("net, device_ids=[*range(torch.cuda.device_count())]", "net"),
+        ("net, device_ids=range(m)", "net, device_ids=range(m)"),
+        ("net, # all\n    device_ids=range(n)", "net, # all\n    "),
+        ("net, device_ids=range(n), # all\n    dim=1", "net, device_ids=range(n), # all\n    dim=1"),
+    ],
+)
+def test_dataparallel_takes_all_devices_by_default(given, after):
+    source = f"import torch\nn = torch.cuda.device_count()\nm = n - 1\nnet = torch.nn.DataParallel({given})\n"
+    assert f"torch.nn.DataParallel({after})" in _ported(source).source
+
+
+def test_a_device_that_switches_mixed_precision_on_does_so_on_every_accelerator():
+    source = 'import torch\nscaler = torch.cuda.amp.GradScaler(enabled=device_type == "cuda" and half)\n'
+    outcome = _ported(source)
+    assert 'accel.scaler.create() if device_type != "cpu" and half else accel.scaler.none()' in outcome.source

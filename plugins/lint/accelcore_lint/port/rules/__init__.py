@@ -11,7 +11,7 @@ from accelcore_lint.port.rules.memory import MEMORY
 from accelcore_lint.port.rules.moves import MOVES
 from accelcore_lint.port.rules.optimizers import OPTIMIZERS
 from accelcore_lint.port.rules.process_group import BACKEND_NAMES, PROCESS_GROUP
-from accelcore_lint.port.rules.replicas import REPLICAS
+from accelcore_lint.port.rules.replicas import ALL_DEVICES, REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
 from accelcore_lint.port.rules.seeds import SEEDS
 from accelcore_lint.port.rules.statements import ALONE, WAIT
@@ -21,7 +21,7 @@ from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
     SWITCHES, STREAMS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST,
-    AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA,
-    *LEFTOVERS,
+    AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS, MAPS, STRINGS, BACKEND_NAMES,
+    GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

@@ -48,13 +48,17 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
 
 
 def _is_of_option(node: cst.Comparison, facts: Facts) -> bool:
-    """Return whether a condition is the value of `pin_memory`, `non_blocking` or `fused`, or chooses it."""
+    """Return whether a condition is the value of `pin_memory`, `fused` or autocast's `enabled`, or chooses it."""
     inner, outer = cast("cst.CSTNode", node), facts.parent(node)
     while isinstance(outer, cst.BooleanOperation) or (isinstance(outer, cst.IfExp) and inner is outer.test):
         inner, outer = outer, facts.parent(outer)
     if isinstance(outer, cst.Assign):
         return len(outer.targets) == 1 and _OPTIONS.fullmatch(text_of(outer.targets[0].target)) is not None
-    return isinstance(outer, cst.Arg) and outer.keyword is not None and bool(_OPTIONS.fullmatch(outer.keyword.value))
+    if not isinstance(outer, cst.Arg) or outer.keyword is None:
+        return False
+    call = facts.parent(outer)
+    of_amp = isinstance(call, cst.Call) and text_of(call.func).endswith(("autocast", "GradScaler"))
+    return bool(_OPTIONS.fullmatch(outer.keyword.value)) or (of_amp and outer.keyword.value == "enabled")
 
 
 def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
