@@ -46,7 +46,7 @@ class BertAdam(FusibleFormula):
         b1, b2: decay of the first and second moment.
         e: added to the root of the second moment.
         weight_decay: share of the parameter in the update.
-        max_grad_norm: the gradients of a group are scaled down to this total norm; -1: no clipping.
+        max_grad_norm: the gradients of a group are scaled down to this total norm, unless it is NaN; -1: no clipping.
         state_dtype: see `Formula`.
     """
 
@@ -105,7 +105,8 @@ class BertAdam(FusibleFormula):
 
 
 def _clip_factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
-    return (limit / (norm_of(gradients) + 1e-6)).clamp(max=1.0)
+    factor = limit / (norm_of(gradients) + 1e-6)
+    return factor.where(factor < 1.0, 1.0)
 
 
 def _schedule_factor(n: Numbers, updates: Number) -> Tensor:

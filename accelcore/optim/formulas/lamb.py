@@ -41,7 +41,7 @@ class Lamb(FusibleFormula):
         eps: added to the root of the second moment.
         weight_decay: share of the parameter in the update.
         adam: the ratio is always 1.
-        use_global_grad_norm: gradients are divided by their total norm if that exceeds 1.
+        use_global_grad_norm: gradients are divided by their total norm if that exceeds 1. NaN does not.
         state_dtype: see `Formula`.
     """
 
@@ -94,4 +94,5 @@ class Lamb(FusibleFormula):
 
 
 def _clip_factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
-    return limit / norm_of(gradients).clamp(min=limit)
+    norm = norm_of(gradients)
+    return (limit / norm).where(norm > limit, 1.0)

@@ -13,6 +13,7 @@ from torch import nn
 
 from accelcore.errors import UnsupportedError
 from accelcore.optim.formulas import FORMULAS
+from accelcore.testing.support.options import oracle
 
 
 @pytest.fixture(params=[1, 2])
@@ -83,6 +84,39 @@ def test_nan_and_inf_stay_what_they_are(accel):
         FORMULAS["sgd"](expected, lr=0.5).step()
         assert torch.equal(found[0].nan_to_num(), expected[0].nan_to_num())
         assert torch.equal(found[0].isnan(), expected[0].isnan())
+
+
+CLIPPING = [("lamb", {"use_global_grad_norm": True}), ("bertadam", {"lr": 0.01})]
+
+
+@pytest.mark.parametrize("route", ["native", "formula"])
+@pytest.mark.parametrize(("name", "options"), CLIPPING)
+def test_a_norm_that_is_nan_clips_nothing(accel, name, options, route):
+    """As in the sources of both, which multiply if the norm is larger: a NaN reaches no other parameter."""
+    found, expected = (parameters(dtype, [(5,), (3, 4)]) for dtype in (torch.float32, torch.float64))
+    optimizers = accel.optimizers.create(name, found, route=route, **options), oracle(name, expected, **options)
+    for members, optimizer in zip((found, expected), optimizers, strict=True):
+        give_gradients(members, 1)
+        members[0].grad[2] = torch.nan
+        optimizer.step()
+    assert found[0].isnan().tolist() == [False, False, True, False, False]
+    assert distance(found[1:], expected[1:]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("name", "options"), CLIPPING)
+def test_the_kernels_add_up_squares_in_float64(accel, name, options):
+    """The formulas do in float32, as the sources: a norm that overflows is infinite, and clips gradients to 0."""
+    results = []
+    for route in ("native", "formula"):
+        members, expected = (parameters(dtype, [(40, 50)]) for dtype in (torch.float32, torch.float64))
+        own = accel.optimizers.create(name, members, route=route, **options)
+        for optimizer in (own, oracle(name, expected, **options)):
+            give_gradients(optimizer.param_groups[0]["params"], 2, scale=1e18)
+            optimizer.step()
+        results.append(distance(members, expected))
+        start = parameters(torch.float32, [(40, 50)])
+    assert results[0] < TOLERANCE[torch.float32]
+    assert distance(members, start) < 1e-3, "no NaN, and no step along a gradient"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
