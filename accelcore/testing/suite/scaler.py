@@ -103,7 +103,7 @@ class TestScaler:
         known = [name for name in accel.capabilities.model_dtypes if name in ("float64", "bfloat16")]
         for mixed in (False, True) if known else (False,):
             for number, parameter in enumerate(parameters):
-                if mixed and number % 2 == position % 2:
+                if mixed and number % 2:
                     parameter.data = parameter.data.to(getattr(torch, known[0]))
             optimizer, scaler = make(accel, parameters), accel.scaler.create(init=8.0)
             before = weights(parameters)
@@ -158,17 +158,6 @@ class TestScaler:
             for key, value in entry.items():
                 same = torch.equal(value, state[number][key]) if isinstance(value, Tensor) else True
                 assert same, f"{key} was changed by an update that was skipped"
-
-    @every_optimizer
-    def test_absent_gradient(self, accel: Backend, make: Make) -> None:
-        """A parameter without gradient does not count as overflow, and does not change."""
-        parameters = _parameters(accel, 8, 5, 3)
-        optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
-        _backward(accel, scaler, parameters[:2])
-        _update(scaler, optimizer)
-        found = [torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)]
-        assert found == [False, False, True]
-        assert scaler.skipped == 0
 
     @every_optimizer
     def test_scaling_changes_no_update(self, accel: Backend, make: Make) -> None:
@@ -310,6 +299,7 @@ class TestScaler:
         elif way == "a parameter":
             optimizer.param_groups[0]["params"].append(late)
         before = weights([late])
+        assert torch.equal(before[0], torch.linspace(1, 2, 5).double()), "a parameter without gradient was changed"
         _backward(accel, scaler, [first, late], 2.0**-6)
         scaler.unscale_(optimizer)
         assert late.grad is not None
@@ -317,21 +307,51 @@ class TestScaler:
         _update(scaler, optimizer)
         after = weights([first, late])
         assert not torch.equal(after[1], before[0]), f"{way} that came later is not updated"
+        assert scaler.skipped == 0, "a gradient that is absent counts as overflow"
         _backward(accel, scaler, [first, late], 2.0**-6)
         spoil(late, math.inf)
         _update(scaler, optimizer)
         assert all(map(torch.equal, weights([first, late]), after)), f"an overflow in {way} that came later was missed"
 
     def test_calls_out_of_order(self, accel: Backend) -> None:
-        """Unscaling twice, stepping twice, or updating before a step is an error."""
+        """Unscaling twice, stepping twice, or updating before a step is an error; `abandon` begins the step again."""
         parameters = _parameters(accel)
         optimizer, scaler = _plain(accel, parameters), accel.scaler.create()
         _refused(scaler.update)
+        for _ in range(2):
+            _backward(accel, scaler, parameters)
+            for call in (scaler.unscale_, scaler.step):
+                call(optimizer)
+                _refused(partial(call, optimizer))
+            scaler.abandon()
         _backward(accel, scaler, parameters)
-        for call in (scaler.unscale_, scaler.step):
-            call(optimizer)
-            _refused(partial(call, optimizer))
-        scaler.update()
+        _update(scaler, optimizer)
+        assert scaler.skipped == 0
+
+    @every_optimizer
+    @pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled"])
+    def test_gradients_that_are_given(self, accel: Backend, make: Make, unscales: bool) -> None:
+        """`gradients` are read in place of the parameters' own; an overflow of another rank skips the step, too."""
+        parameters = _parameters(accel)
+        optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
+        for mine, others in ((1.0, 1.0), (1.0, 0.0), (math.inf, 0.0), (1.0, 0.0)):
+            _backward(accel, scaler, parameters)
+            given = [torch.ones_like(parameter) for parameter in parameters]
+            if math.isinf(mine):
+                given[1].mul_(overflow(accel.device))
+
+            def over_ranks(found: Tensor, others: float = others) -> Tensor:
+                return found + others * torch.ones_like(found)
+
+            call = scaler.unscale_ if unscales else scaler.step
+            call(optimizer, given, over_ranks)
+            if unscales:
+                scaler.step(optimizer)
+            scaler.update()
+            same = all(map(torch.equal, weights(parameters), before))
+            overflowed = bool(others) or math.isinf(mine)
+            assert same == overflowed, f"{mine} in the gradients and {others} of other ranks: skipped is {same}"
+            before = weights(parameters)
 
     def test_state_round_trip(self, accel: Backend) -> None:
         """A restored scaler has the scale, growth count and skipped steps of the saved one."""

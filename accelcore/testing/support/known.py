@@ -198,6 +198,10 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
         [0, 2, 1, 0],
     ),
     "gradient of a maximum that comes twice": (_gradient(lambda x: x.amax(0), 2.0, 1.0, 2.0), [0.5, 0, 0.5]),
+    "gradient of equal operands": (
+        _gradient(lambda x: torch.maximum(x, x.detach()) + x.clamp(max=1.0), 1.0, 2.0),
+        [1.5, 0.5],
+    ),
     "convolution": (
         _of(lambda x: functional.conv1d(x, torch.tensor([[[1.0, 10.0]]], device=x.device)), *_ROWS, shape=(1, 1, 4)),
         [21, 32, 43],
@@ -205,6 +209,14 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     "avg_pool with padding": (
         _of(lambda x: functional.avg_pool1d(x, 2, padding=1), *_ROWS, shape=(1, 1, 4)),
         [0.5, 2.5, 2],
+    ),
+    "avg_pool that leaves padding out": (
+        _of(
+            lambda x: functional.avg_pool2d(x, (1, 2), padding=(0, 1), count_include_pad=False),
+            *_ROWS,
+            shape=(1, 1, 1, 4),
+        ),
+        [1, 2.5, 4],
     ),
     "max_pool with padding": (
         _of(lambda x: functional.max_pool1d(-x, 2, padding=1), *_ROWS, shape=(1, 1, 4)),

@@ -12,7 +12,7 @@ LAYOUTS = ("", "strided", "transposed", "channels last")
 """Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order, with
 channels last. In all but the first, memory begins with elements of others."""
 
-_MANY, _MOST = (3001, 300), 2**18
+_MANY, _MOST = (3001, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
 
 _COMPLEX = (torch.complex32, torch.complex64)

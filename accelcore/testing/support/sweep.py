@@ -15,7 +15,7 @@ from accelcore.testing.support.layouts import emptied, enlarged, placed, repeate
 from accelcore.testing.support.samples import REPEATABLE, ROUGH, SAMPLED, samples
 
 _MOST_RESULTS = 10  # of an enlarged sample
-_MOST_ELEMENTS = 2**18  # of its results
+_MOST_ELEMENTS = 2**17  # of its results
 
 
 def compare(

@@ -129,7 +129,7 @@ def prefetch_of_the_first_mebibyte(backend):
     return replaced(backend, "runtime", prefetch=prefetch)
 
 
-@lie("TestRuntime.test_every_seed_is_another", says="give the numbers of seed 5")
+@lie("TestRuntime.test_every_seed_is_another", says="give the numbers of seed 7")
 def seed_of_16_bits(backend):
     return replaced(backend, "runtime", seed=lambda honest, n: honest.seed(n & 0xFFFF))
 

@@ -51,7 +51,29 @@ class _OfTheFirstParameters(GradScaler):
         return super()._find_overflow(optimizer, present, *rest)
 
 
+class _OfFp32(GradScaler):
+    def check(self, gradients, multiplier):
+        super().check([each for each in gradients if each.dtype != torch.float32], multiplier)
+        return super().check([each for each in gradients if each.dtype == torch.float32], multiplier)
+
+
+class _OfThisRank(GradScaler):
+    def _find_overflow(self, optimizer, gradients, multiplier, any_rank):
+        return super()._find_overflow(optimizer, gradients, multiplier, None)
+
+
+class _NeverAbandons(GradScaler):
+    def abandon(self):
+        if self.overflowed is None:
+            super().abandon()
+
+
 for _name, _kind, _test, _says, _arguments in (
+    ("scaler_of_gradients_in_fp32", _OfFp32, "test_overflow_in_any_tensor", "gradient 31 of 300 was not found",
+     {"make": _own, "position": 31}),
+    ("scaler_of_one_rank", _OfThisRank, "test_gradients_that_are_given", "1.0 of other ranks: skipped is False",
+     {"make": _plain, "unscales": False}),
+    ("scaler_that_goes_on_with_a_failed_step", _NeverAbandons, "test_calls_out_of_order", "already called", {}),
     ("scale_of_before_a_restore", _KeepsTheOldScale, "test_state_round_trip", "does not count yet", {}),
     ("scale_that_grows_with_optimizers", _CountsOptimizers, "test_scale_moves_once_a_step", "two optimizers", {}),
     ("scale_in_fp32", _ScalesInFp32, "test_scale_is_on_the_device", "rounds a loss in float64", {}),
@@ -84,6 +106,19 @@ class _FirstBetas(torch.optim.AdamW):
         return super().step(closure)
 
 
+class _CutsOff(torch.optim.SGD):
+    def step(self, closure=None):
+        members = _given(self)
+        for value in members:
+            gradient = value.grad.float()
+            value.grad, value.data = None, value.data.float()
+            value.grad = gradient
+        super().step(closure)
+        for value in members:
+            value.grad = None
+            value.data = (value.data.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
+
+
 class _LeavesZerosOut(torch.optim.Adam):
     def step(self, closure=None):
         before = [(value, value.detach().clone()) for value in _given(self)]
@@ -113,6 +148,12 @@ for _name, _of, _kind, _test, _says in (
 ):
     assert _of in EVERY
     LIES[_name] = Lie(_name, making(_of, _kind), f"TestOptimizers.{_test}", _says, {"name": _of})
+
+
+LIES["optimizer_that_cuts_off"] = Lie(
+    "optimizer_that_cuts_off", making("sgd", _CutsOff), "TestOptimizers.test_low_precision_state",
+    "does not round its updates to the nearest bfloat16", {"name": "sgd", "dtype": "bfloat16"},
+)  # fmt: skip
 
 
 @lie("TestOptimizers.test_low_precision_state", says="is rounded when it is loaded", name="adamw", dtype="bfloat16")
@@ -245,6 +286,11 @@ def random_state_that_needs_numpy(backend):
     return replaced(backend, "runtime", set_rng_state=set_rng_state)
 
 
+@lie("TestRuntime.test_every_seed_is_another", says="give the numbers of seed 7")
+def seeds_of_32_bits(backend):
+    return replaced(backend, "runtime", seed=lambda honest, n, **options: honest.seed(n % 2**32, **options))
+
+
 @lie("TestRuntime.test_seed_deterministic", says="a later seed ends deterministic=True")
 def determinism_of_one_seed(backend):
     def seed(honest, n, *, deterministic=False, same=None):
@@ -312,6 +358,8 @@ known("mean_by_rows", "nll_loss with weights", {
 known("layer_norm_without_its_weight", "layer_norm with weights alone", {
       "native_layer_norm": lambda func, x, shape, weight, bias, eps: func(
           x, shape, weight if bias is not None else None, bias, eps)})  # fmt: skip
+known("average_that_counts_padding", "avg_pool that leaves padding out", {
+      "avg_pool2d": lambda func, x, *args: func(x, *args[:4], True, *args[5:])})  # fmt: skip
 known(
     "convolution_of_channels_that_loses_a_tap",
     "convolution of each channel",
