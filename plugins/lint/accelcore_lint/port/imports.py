@@ -38,6 +38,7 @@ APEX: Mapping[str, frozenset[str]] = {
 
 _VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
 _IMPOSTOR = "transfer_to_npu"
+_CUDNN = "torch.backends.cudnn"
 
 
 def _is_vendor(module: str) -> bool:
@@ -132,7 +133,8 @@ class Imports:
             if self.complete:
                 return self._gone(statement)
             return self._kept(statement, "transfer_to_npu: remove it when the lines that are left are done")
-        kept = [each for each in names if self._is_needed(each, vendor=vendor)]
+        gone = [each for each in names if f"{module}.{dotted(each.name)}" == _CUDNN]
+        kept = [each for each in names if self._is_needed(each, vendor=vendor or each in gone)]
         if not kept:
             return self._gone(statement)
         if module.split(".")[0] == "apex":
@@ -152,7 +154,7 @@ class Imports:
     def _plain(self, statement: cst.SimpleStatementLine, part: cst.Import, alias: cst.ImportAlias) -> cst.BaseStatement:
         module = dotted(alias.name)
         if not _is_vendor(module):
-            unused = alias.asname is not None and not self._is_needed(alias, vendor=False)
+            unused = alias.asname is not None and not self._is_needed(alias, vendor=module == _CUDNN)
             return self._gone(statement) if unused else statement
         if module.startswith("torch.") and alias.asname is None:
             return self._changed(statement, cst.Import([cst.ImportAlias(cst.Name("torch"))]))

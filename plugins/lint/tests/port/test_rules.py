@@ -168,3 +168,18 @@ def test_a_setting_of_cudnn_stays_if_the_script_says_more_than_that(line):
     assert "cudnn.benchmark = args.benchmark" in ported
     assert ("warn_only" in ported, "import cudnn" in ported) == ("version" in line, "version" in line)
     assert port_source(ported, Level.ROLES).source == ported
+
+
+@pytest.mark.parametrize("line", ["import torch.backends.cudnn as cudnn", "from torch.backends import cudnn"])
+def test_an_import_of_cudnn_that_nothing_uses_goes(line):
+    assert "cudnn" not in port_source(f"{line}\nimport torch\nx = torch.ones(2).cuda()\n", Level.TORCH).source
+
+
+def test_the_number_of_the_current_device_is_0_where_there_is_none():
+    source = (
+        "import torch\nprint(torch.cuda.current_device())\n"
+        "if torch.cuda.is_available():\n    torch.zeros(torch.cuda.current_device())\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "print((torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0))" in ported
+    assert "torch.zeros(torch.accelerator.current_device_index())" in ported

@@ -32,7 +32,10 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None
         return _as_operand(node, facts, source)
     for old, new in _SAME.items():
         if name in {f"torch.{device}.{old}" for device in DEVICES}:
-            return whole(node, f"{facts.torch}.accelerator.{new}()", facts.needs_torch)
+            source = f"{facts.torch}.accelerator.{new}()"
+            if old == "current_device" and not facts.guards(node):  # which raises where there is none
+                source = f"({source} if {facts.torch}.accelerator.is_available() else 0)"
+            return whole(node, source, facts.needs_torch)
     return None
 
 

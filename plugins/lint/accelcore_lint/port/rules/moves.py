@@ -8,6 +8,7 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import device_source, is_device_name
 from accelcore_lint.port.tree import arguments, text_of
@@ -34,6 +35,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left(f"arguments of {method}() that are not known")
     index = given.pop("device").value if "device" in given else None
+    if index is not None and index_of(index)[0]:  # `x.cuda(f"cuda:{rank}")`
+        index = index_of(index)[1]
     if index is not None and _is_device(index, facts):
         source: str | Left = text_of(index)
     elif index is not None and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
@@ -101,6 +104,7 @@ MOVES = Rule(
         Example(Level.TORCH, "x = x.cuda(non_blocking=True)", "x = x.to(device, non_blocking=True)"),
         Example(Level.ROLES, "model = Net().cuda()", "model = Net().to(accel.device)"),
         Example(Level.ROLES, "model.cuda(local_rank)", "model.to(accel.device)"),
+        Example(Level.ROLES, 'model.cuda(f"cuda:{local_rank}")', "model.to(accel.device)"),
         Example(Level.ROLES, "window = window.cuda(x.get_device())", "window = window.to(x.device)"),
         Example(Level.ROLES, "x = x.to(local_rank)", "x = x.to(accel.device)"),
         Example(Level.ROLES, "x = torch.ones(2, device=local_rank)", "x = torch.ones(2, device=accel.device)"),
