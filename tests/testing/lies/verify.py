@@ -7,21 +7,30 @@ import os
 import signal
 import threading
 
+import torch
+
 from lies.lie import lie, replaced
 
 
-@lie("TestRuntime.test_memory", says="")
+def _in_float64(backend, act):
+    def autocast(honest, dtype=None, **options):
+        return act() if dtype == torch.float64 else honest.autocast(dtype, **options)
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+@lie("TestPrecision.test_autocast_refuses_other_dtypes", says="")
 def device_that_crashes(backend):
-    def memory(honest):
+    def crash():
         faulthandler.disable()
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    return replaced(backend, "runtime", memory=memory)
+    return _in_float64(backend, crash)
 
 
-@lie("TestRuntime.test_memory", says="")
+@lie("TestPrecision.test_autocast_refuses_other_dtypes", says="")
 def device_that_hangs(backend):
-    return replaced(backend, "runtime", memory=lambda honest: threading.Event().wait())
+    return _in_float64(backend, threading.Event().wait)
 
 
 @lie("TestRuntime.test_memory", says="")
