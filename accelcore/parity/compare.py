@@ -255,7 +255,7 @@ def _next(result: Result) -> str:
     return {
         "batch": "compare the order of the data: the sampler, its seed, and augmentation in the loader",
         "weights": "compare how this module is initialised, or what changes it between two steps",
-        "random": "compare the seeds; for two kinds of devices, record with random='everywhere'",
+        "random": "compare the seeds; for two kinds of devices, record --same-random, or random='everywhere'",
         "collective": "compare what each rank contributes, and what changes gradients before the update",
         "update": "compare the optimizer's settings and state, the learning rate and the loss scale",
     }.get(result.phase or "", operators)

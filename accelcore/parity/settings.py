@@ -22,7 +22,7 @@ from accelcore.training.trainer import Trainer
 
 _VARIABLES = re.compile(r"(ACCEL|MKL|OMP|PYTORCH|TORCH)_\w+|\w*(DETERMINISTIC|FP32|PRECISION|WORKSPACE)\w*")
 """Variables of torch and ours, and those of vendors that change the arithmetic; others may be secrets."""
-_PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*|ACCEL_DEVICE")
+_PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*|ACCEL_DEVICE|TORCH_DEVICE_BACKEND_AUTOLOAD")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _ARITHMETIC = (
     "device", "kind", "torch", "processor", "threads", "fp32", "ranks", "compiled", "autocast",

@@ -40,8 +40,9 @@ def distance(recorded: Tensor, replayed: Tensor) -> Distance:
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
         return Distance(recorded.dtype == replayed.dtype, 0.0, size_of(a))
-    zeros, changed = (a == 0) != (b == 0), int((~same).sum())
-    return Distance(False, size_of(torch.where(same, 0.0, a - b)), size_of(a), int(zeros.sum()) > changed // 2)
+    zeros, far = (a == 0) != (b == 0), (a - b).abs() > 0.1 * torch.maximum(a.abs(), b.abs())
+    masks = int(zeros.sum()) > int(far.sum()) // 2
+    return Distance(False, size_of(torch.where(same, 0.0, a - b)), size_of(a), masks)
 
 
 def size_of(values: Tensor) -> float:

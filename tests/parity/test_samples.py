@@ -10,6 +10,7 @@ from torch import nn
 
 import accelcore
 from accelcore.parity.recording import Reader
+from accelcore.util.rounding import distance
 
 STEPS = 4
 
@@ -79,3 +80,13 @@ def test_a_graph_without_a_backward_pass_is_freed(tmp_path):
         assert kept() is None
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_another_mask_is_told_from_another_result_beside_rounding(share):
+    torch.manual_seed(0)
+    values = torch.randn(200)
+    one, other = (torch.rand(2, 200) >= share).unbind()
+    assert distance(values * one, values * (1 + 1e-6) * other).masks
+    assert not distance(values * one, 1.5 * values * one).masks
+    assert not distance(values * one, values * (1 + 1e-6) * one).masks
