@@ -90,7 +90,10 @@ def advise(
     advice.rows += [each for row in bases for each in executions[row.variant.name]]
     advice.recommended, advice.reason = chosen.variant.name, reason(chosen, tried)
     if not every:
-        advice.reason += f". Of the presets, {best.variant.name}: {reason(best, rows)}" if chosen is not best else ""
+        of_presets = reason(best, rows)
+        advice.reason = (
+            of_presets if chosen is best else f"{advice.reason}. Of the presets, {best.variant.name}: {of_presets}"
+        )
         advice.notes.append(
             f"only {best.variant.name} was tried compiled, flat and not flat: --all tries each preset so"
         )

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, quantiles
@@ -21,6 +22,8 @@ from accelcore.advise.trials import Outcome, Script, Variant
 
 _SHARE = 5
 """The loss is the mean over one part in so many at the end of a trial, and over 5 steps at least."""
+_NAMED = re.compile(r"[A-Za-z_][\w.]*(:|$)")
+"""How the line of a traceback begins that names the exception."""
 _WARM_UP = 3
 """The first part in so many of a trial is not timed."""
 
@@ -160,7 +163,8 @@ def choose(rows: Sequence[Row]) -> Row | None:
 
 def reason(best: Row, rows: Sequence[Row]) -> str:
     """Return why a row was chosen among others."""
-    agreeing = [row for row in rows if row.agrees and row is not best]
+    place = next(number for number, row in enumerate(rows) if row is best)
+    simpler, agreeing = ([row for row in each if row.agrees] for each in (rows[:place], rows[place + 1 :]))
     text = f"it agrees with fp32 within the noise of seeds, and takes {best.seconds[1] * 1e3:.3g} ms a step"
     if best.variant.name == "fp32":
         text = f"it is the reference, and takes {best.seconds[1] * 1e3:.3g} ms a step"
@@ -171,15 +175,19 @@ def reason(best: Row, rows: Sequence[Row]) -> str:
     if slower:
         next_best = min(slower, key=lambda row: row.seconds[1])
         text += f"; next is {next_best.variant.name} with {next_best.seconds[1] * 1e3:.3g} ms"
-    if not agreeing:
+    if simpler:
+        names = ", ".join(row.variant.name for row in simpler)
+        text += f"; {names}: simpler, but slower than the quickest by more than the spread of times"
+    elif not agreeing:
         text += "; no other variant agrees"
     return text
 
 
 def _last_line(text: str) -> str:
-    """Return the line of an error that says what is wrong: the last one that begins at the left."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(" ")]
-    return lines[-1] if lines else text.strip()
+    """Return the line of an error that says what is wrong: the last one with a name, as notes follow an exception."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")]
+    lines = [line for line in lines if _NAMED.match(line)] or lines
+    return lines[-1].strip() if lines else text.strip()
 
 
 def _tail(outcome: Outcome) -> int:

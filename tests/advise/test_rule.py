@@ -62,6 +62,12 @@ def test_the_quickest_that_agrees_is_recommended():
     assert "more than the noise" in row(advice, "O3").why
 
 
+def test_a_simpler_one_that_is_slower_is_said_to_be_so():
+    reason = Machine(bf16={"seconds": 1e-3}).advise(presets=["bf16"]).reason
+    assert "fp32: simpler, but slower" in reason
+    assert "less simple" not in reason
+
+
 def test_ties_go_to_the_simplest():
     assert Machine(O2={"seconds": 1.995e-3}).advise().recommended == "fp32"
 
@@ -95,7 +101,7 @@ def test_a_loss_that_is_not_finite_does_not_agree():
 
 def test_a_variant_that_fails_is_tried_once_and_shown_with_its_error():
     machine = Machine(
-        O2={"failure": "Traceback\n  File x\nRuntimeError: expected Half\n  what to do: cast", "steps": 0}
+        O2={"failure": "Traceback\n  File x\nRuntimeError: expected Half\n  what to do: cast\nin step 1", "steps": 0}
     )
     advice = machine.advise(rounds=3)
     assert row(advice, "O2").why == "RuntimeError: expected Half"
