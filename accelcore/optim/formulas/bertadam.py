@@ -105,8 +105,7 @@ class BertAdam(FusibleFormula):
 
 
 def _clip_factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
-    factor = limit / (norm_of(gradients) + 1e-6)
-    return factor.where(factor < 1.0, 1.0)
+    return (limit / (norm_of(gradients) + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
 
 
 def _schedule_factor(n: Numbers, updates: Number) -> Tensor:

@@ -94,5 +94,4 @@ class Lamb(FusibleFormula):
 
 
 def _clip_factor(limit: float, gradients: Sequence[Tensor]) -> Tensor:
-    norm = norm_of(gradients)
-    return (limit / norm).where(norm > limit, 1.0)
+    return (limit / norm_of(gradients).clamp(min=limit)).nan_to_num(1.0)

@@ -19,7 +19,7 @@ LAUNCHES = {
     "adam": 10,
     "adamw": 11,
     "adadelta": 13,
-    "bertadam": 23,
+    "bertadam": 24,
     "lamb": 36,
     "adamp": 79,
 }
