@@ -10,9 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import cache
-from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions
 from types import ModuleType
@@ -298,12 +296,6 @@ def _how_to_have(name: str) -> str:
     own, offered = own_plugins(), {entry.name for entry in declared(plugins.BACKENDS)}
     if name in own:
         return f"{how_to_install(own[name])}; or choose another"
-    near = nearest(name, offered | own.keys())
-    if near is None:
-        near = with_keyword(name)
-    if near is None:
-        with suppress(Exception):  # a vendor's package may raise; then torch cannot say whether it has the device
-            import_module("torch")
     if name == unserved_device():
         writes = f"`accelcore new-backend {name}` writes a backend, which begins with"
         return f"torch has this device: {writes}\n\n{ten_lines(name)}"
@@ -311,6 +303,9 @@ def _how_to_have(name: str) -> str:
         "install its package (the README lists accelcore's own; `accelcore new-backend` writes one for a device of "
     )
     advice += "torch), or choose another"
+    near = nearest(name, offered | own.keys())
+    if near is None:
+        near = with_keyword(name)
     if near is None:
         return advice
     needs = "" if near in offered else f" Then {how_to_install(own[near])}."

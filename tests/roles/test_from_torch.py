@@ -149,28 +149,6 @@ def distribution(folder, name, module, entry_points):
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
-VENDOR = """
-def load():
-    import torch
-
-    torch.accelerator.current_accelerator = lambda: torch.device("xpu")
-    torch.accelerator.is_available = lambda: True
-"""
-
-
-def test_select_shows_the_ten_lines_also_before_the_script_imports_torch(run_python, tmp_path):
-    path = distribution(tmp_path, "vendor", VENDOR, "[torch.backends]\nvendor = vendor:load\n")
-    script = """
-    import accelcore
-
-    try:
-        accelcore.select("xpu")
-    except accelcore.UnknownBackendError as error:
-        print(error.remedy)
-    """
-    assert ten_lines("xpu") in run_python(script, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="1").stdout
-
-
 def _function(package="vendor"):
     torch.xpu.device_count = FunctionType((lambda: 1).__code__, {"__name__": f"{package}.devices"})
 

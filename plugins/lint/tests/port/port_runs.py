@@ -8,6 +8,8 @@ import sys
 import types
 from unittest import mock
 
+import torch
+
 _TWIN = [
     (r"device(_type|\.type)? == ['\"]cuda['\"]", "False"),
     (r"'cuda' in device", "False"),
@@ -62,6 +64,16 @@ def _as_main(module):
         sys.modules["__main__"] = before
 
 
+@contextlib.contextmanager
+def _own_determinism():
+    """Put back what a script switches on in the whole process."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def losses(source, name="script.py", argv=(), variables=()):
     """What a script prints after the word `loss`."""
     printed = io.StringIO()
@@ -73,6 +85,7 @@ def losses(source, name="script.py", argv=(), variables=()):
         mock.patch.dict(os.environ, dict(variables)),
         _as_main(module),
         contextlib.redirect_stdout(printed),
+        _own_determinism(),
     ):
         exec(compile(source, name, "exec"), module.__dict__)
     return [float(line.split()[1]) for line in printed.getvalue().splitlines() if line.startswith("loss ")]
