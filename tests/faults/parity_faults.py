@@ -5,6 +5,8 @@ and replayed with the fault and without it. A fault is *named* if the result has
 the fault has them, rank and operator; *seen* if the result has another place; *setting* if the runs agree, but a
 setting of the module is listed as different; else *missed*. A difference without the fault is an *alarm*. Counts by
 kind go to parity_faults.json.
+
+Pairs with the emulated NPU need it in this process: `accelcore run --emulate npu -m tests.faults.parity_faults ...`.
 """
 
 from __future__ import annotations
