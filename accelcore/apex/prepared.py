@@ -98,8 +98,6 @@ class Prepared:
 
     def _step(self, step: Callable[[], Any], closure: Any) -> Any:
         """Update the parameters unless a gradient overflowed; `step` is the optimizer's own method."""
-        if getattr(self._optimizer, "skips", False):
-            return step()
         if closure is not None:
             raise AmpError(
                 "an optimizer that amp.initialize returned was given a closure",

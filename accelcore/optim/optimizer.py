@@ -18,7 +18,7 @@ from accelcore.optim.engine import Request, Route, as_engine, loss_by, needs_clo
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
 from accelcore.optim.state import Entry, read_options, read_state
-from accelcore.torch_internals import has_step_hooks
+from accelcore.torch_internals import expect_no_step, has_step_hooks
 
 __all__ = ["RoutedOptimizer"]
 
@@ -41,7 +41,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         binding: what it updates. Each `bind` makes another one, so that a trainer detects that another has bound it.
-        skips: whether `step` is called to do nothing.
         needs_closure: whether `step` must be given a closure.
         implementation: the `torch.optim.Optimizer` that computes the updates; its groups hold what is updated.
         grad_scale, found_inf: float32 scalars on the device, or None: the divisor of the gradients in the next step,
@@ -49,7 +48,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
             (`_step_supports_amp_scaling`).
     """
 
-    skips = False
     grad_scale: Tensor | None
     found_inf: Tensor | None
     binding: RunBinding | GroupBinding
@@ -146,7 +144,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
         @wraps(func)
         def step(self: RoutedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            return None if self.skips else (watched if has_step_hooks(self) else func)(self, *args, **kwargs)
+            return (watched if has_step_hooks(self) else func)(self, *args, **kwargs)
 
         return step
 
@@ -175,11 +173,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def skip(self) -> None:
         """Update nothing in a step that overflowed, but let schedulers see that `step` was called."""
-        self.skips = True
-        try:
-            self.step()
-        finally:
-            self.skips = False
+        expect_no_step(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in torch. With a trainer, call `trainer.refresh()` after it."""
