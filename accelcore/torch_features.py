@@ -12,17 +12,11 @@ from operator import attrgetter
 
 @dataclass(frozen=True)
 class TorchFeature:
-    """Part of torch that some supported versions lack.
+    """Part of torch that some supported versions lack."""
 
-    Attributes:
-        module: the module of torch that defines it.
-        attribute: its name in that module, or in a class of it (`"FSDPModule.reshard"`).
-        instead: what accelcore does without it, in one sentence without its full stop.
-    """
-
-    module: str
-    attribute: str
-    instead: str
+    module: str  # the module of torch that defines it
+    attribute: str  # its name in that module, or in a class of it (`"FSDPModule.reshard"`)
+    instead: str  # what accelcore does without it, in one sentence without its full stop
 
     @property
     def present(self) -> bool:

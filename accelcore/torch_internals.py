@@ -154,10 +154,7 @@ def forward_number() -> int:
 
 
 def backward_number() -> int | None:
-    """Return the number of the node of autograd's graph that runs now; None outside of a backward pass.
-
-    Without it, see `forward_number`.
-    """
+    """Return the number of the node of autograd's graph that runs now; None outside of it. See `forward_number`."""
     node = torch._C._current_autograd_node() if in_backward() else None
     return None if node is None else node._sequence_nr()
 
@@ -285,11 +282,7 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def replaceable_kernel(operator: OpOverload, dispatch_key: str) -> Callable[..., Any]:
-    """Return the kernel that an operator has at a dispatch key now; it takes a set of dispatch keys first.
-
-    Raises:
-        UnsupportedError: this torch cannot return it.
-    """
+    """Return the kernel that an operator has at a dispatch key now; it takes a set of dispatch keys first."""
     if not GET_KERNEL.present:
         raise UnsupportedError(
             f"torch's own kernel of {operator_name(operator)} cannot be called once it is replaced",

@@ -33,21 +33,13 @@ _SMALLEST_SCALE = 2.0**-24
 
 @dataclass(frozen=True)
 class _Properties:
-    """Changes that `amp.initialize` makes to models and optimizers.
+    """Changes that `amp.initialize` makes to models and optimizers."""
 
-    Attributes:
-        opt_level: `"O0"` to `"O3"`.
-        policy: precision and loss scale. A loss scale of None means 1.
-        cast_model_outputs: dtype of the models' outputs; None leaves it alone.
-        combine_grad: whether parameters and gradients lie in one piece of memory each.
-        combine_ddp: whether ranks exchange gradients in `scale_loss`, instead of in a wrapper around the model.
-    """
-
-    opt_level: str
-    policy: Policy
-    cast_model_outputs: torch.dtype | None
-    combine_grad: bool
-    combine_ddp: bool
+    opt_level: str  # `"O0"` to `"O3"`
+    policy: Policy  # precision and loss scale. A loss scale of None means 1.
+    cast_model_outputs: torch.dtype | None  # dtype of the models' outputs; None leaves it alone
+    combine_grad: bool  # whether parameters and gradients lie in one piece of memory each
+    combine_ddp: bool  # whether ranks exchange gradients in `scale_loss`, instead of in a wrapper around the model
 
     @property
     def model_dtype(self) -> torch.dtype | None:
@@ -220,11 +212,7 @@ def _cast(model: nn.Module, properties: _Properties) -> dict[int, Tensor]:
 
 
 def _resolve(given: Mapping[str, Any]) -> _Properties:
-    """Return the properties for the arguments of `amp.initialize`.
-
-    Raises:
-        AmpError: arguments contradict each other, or one has an invalid value.
-    """
+    """Return the properties for the arguments of `amp.initialize`; raise AmpError if they contradict each other."""
     opt_level, combine_ddp = given["opt_level"], given["combine_ddp"]
     if opt_level not in _LEVELS:
         raise AmpError(

@@ -85,11 +85,7 @@ class Prepared:
         self._overflow, self._scalers = None, []
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of all the optimizer's parameters together, in place; return the norm before clipping.
-
-        Raises:
-            ConfigurationError: there are no gradients. It is a ValueError, too.
-        """
+        """Clip the gradients of all the optimizer's parameters together, in place; return the norm before clipping."""
         if self.gradients.are_none:
             raise ConfigurationError("there are no gradients to clip", remedy="clip after the `with amp.scale_loss`")
         if float(norm_type) != 2.0:
@@ -153,16 +149,11 @@ def prepared_of(optimizer: Optimizer) -> Prepared:
 class Accumulated:
     """Parameters of an optimizer, and the gradients for its next step.
 
-    `flat`: whether they lie in one piece of memory each. `exchanges`: whether ranks exchange gradients here.
-
-    Attributes:
-        has_masters: whether some parameters have fp32 masters.
-
-    Raises:
-        AccelError: the optimizer cannot be used so; nothing has changed.
+    `flat`: whether they lie in one piece of memory each. `exchanges`: whether ranks exchange gradients here. If the
+    optimizer cannot be used so, the constructor raises, and nothing has changed.
     """
 
-    has_masters: bool
+    has_masters: bool  # whether some parameters have fp32 masters
 
     def __init__(
         self,
@@ -204,10 +195,7 @@ class Accumulated:
         return all(slot.trained.grad is None for slot in self.slots)
 
     def bind(self, exact: Mapping[int, Tensor] | None = None) -> None:
-        """Bind the optimizer to its present parameters; if ranks exchange gradients, with rank 0's values.
-
-        `exact`: see `Plan`.
-        """
+        """Bind the optimizer to its present parameters; if ranks exchange gradients, with rank 0's values."""
         plan = self._plan
         plan.exact = dict(exact or {})
         self._stage.apply(plan)
@@ -220,11 +208,7 @@ class Accumulated:
         self._seen = self._members_now()
 
     def begin(self, scaler: AmpScaler) -> None:
-        """Begin a backward pass of a loss that this scaler has scaled.
-
-        Raises:
-            AmpError: gradients have the scale of another scaler, or an earlier scale.
-        """
+        """Begin a backward pass of a loss that this scaler has scaled."""
         if self._scaled_by is not None:
             if self._scaled_by != (scaler, scaler.passes):
                 raise AmpError(

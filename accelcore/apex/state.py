@@ -32,13 +32,7 @@ _entered: dict[str, tuple[Backend, AbstractContextManager[object]]] = {}
 
 
 class AmpScaler:
-    """Loss scale of one of a script's losses, with apex's behaviour: it unscales after each backward pass.
-
-    Attributes:
-        dynamic: whether the scale follows overflows.
-        passes: the number of backward passes that have moved the scale, or could have.
-        trusts_kernels: whether an optimizer's kernel may skip an overflowed step.
-    """
+    """Loss scale of one of a script's losses, with apex's behaviour: it unscales after each backward pass."""
 
     # To set another attribute of apex's scalers, such as `_scale_seq_len`, raises an error instead of doing nothing.
     __slots__ = ("_scaler", "dynamic", "passes", "trusts_kernels")
@@ -48,10 +42,10 @@ class AmpScaler:
         self._scaler: LossScaler = create_scaler(backend.scaler, policy)
         self.trusts_kernels = bool(getattr(self._scaler, "trusts_kernels", False))
         self._scaler.takes_fp16 = True  # without masters, as at O3; masters are unscaled in fp32
-        self.passes = 0
+        self.passes = 0  # backward passes that have moved the scale, or could have
 
     def loss_scale(self) -> float:
-        """Return the scale. If it is dynamic, this waits for the device."""
+        """Return the scale; waits for the device if it is dynamic."""
         return float(self._scaler.state_dict().get("scale", 1.0))
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -63,14 +57,7 @@ class AmpScaler:
         self._scaler.unscale_(optimizer, gradients, any_rank)
 
     def close(self, find_bad: FindBad) -> Tensor | None:
-        """End a backward pass, after the gradients of all its optimizers are unscaled; update the scale.
-
-        Args:
-            find_bad: returns the name of the first parameter whose gradient is not finite.
-
-        Returns:
-            A tensor that is 1.0 if a gradient overflowed; None if overflows are not checked.
-        """
+        """Update the scale at the end of a backward pass; return 1.0 if it overflowed, None if that is not checked."""
         found = self._scaler.overflowed
         self._scaler.update(find_bad)
         self.passes += 1
@@ -86,11 +73,7 @@ class AmpScaler:
         return {"loss_scale": state.get("scale", 1.0), "unskipped": state.get("_growth_tracker", 0)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a state in apex's format. A static scale is kept, with a warning if the saved one differs.
-
-        Raises:
-            CheckpointError: the state has another format.
-        """
+        """Load a state in apex's format. A static scale is kept, with a warning if the saved one differs."""
         if set(state) != {"loss_scale", "unskipped"}:
             raise CheckpointError(
                 f"the state of a loss scaler has {', '.join(sorted(map(str, state))) or 'nothing'}",
@@ -106,26 +89,17 @@ class AmpScaler:
 
 @dataclass
 class State:
-    """State of the process, as in apex. Scripts read `amp._amp_state.loss_scalers`.
+    """State of the process, as in apex. Scripts read `amp._amp_state.loss_scalers`."""
 
-    Attributes:
-        enabled: None before the first `initialize`.
-        loss_scalers: one for each loss.
-    """
-
-    enabled: bool | None = None
-    loss_scalers: list[AmpScaler] = field(default_factory=list)
+    enabled: bool | None = None  # None before the first `initialize`
+    loss_scalers: list[AmpScaler] = field(default_factory=list)  # one for each loss
 
 
 state = State()
 
 
 def enter_o1(backend: Backend) -> None:
-    """From now on, cast what this thread computes on a device.
-
-    Raises:
-        UnsupportedError: the backend has no fp16 autocast by table O1.
-    """
+    """From now on, cast what this thread computes on a device."""
     kind = backend.device.type
     if kind not in _entered:
         region = backend.autocast(torch.float16, table="O1")
@@ -154,13 +128,7 @@ def casts_suspended() -> Iterator[None]:
 
 
 def backend_of(tensors: Iterable[Tensor]) -> Backend:
-    """Return the backend of the tensors' device; without tensors, the CPU's.
-
-    Raises:
-        AmpError: the tensors are on several devices.
-        UnknownBackendError: no plugin for the device is installed.
-        BackendUnavailableError: the device cannot be used here.
-    """
+    """Return the backend of the tensors' device; without tensors, the CPU's."""
     devices = {tensor.device: None for tensor in tensors} or {torch.device("cpu"): None}
     if len(devices) > 1:
         raise AmpError(

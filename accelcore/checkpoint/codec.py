@@ -44,10 +44,8 @@ StoredRows = tuple[str, int, int]
 def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Split a tree of dicts, lists, tuples, counters, plain values and tensors into JSON data and CPU tensors.
 
-    `pieces` receives this rank's shards of sharded tensors, which are then not among the returned tensors.
-
-    Raises:
-        CheckpointError: the tree holds another type, or itself; the message names its path.
+    `pieces` receives this rank's shards of sharded tensors, which are then not among the returned tensors. An error for
+    another type, or for a tree that holds itself, names the path.
     """
     tensors: dict[str, Tensor] = {}
     stored: dict[tuple[Any, ...], str] = {}
@@ -137,11 +135,8 @@ def decode(data: Any, tensors: Mapping[str, Tensor] | StoredTensors) -> Any:
 class StoredTensors:
     """CPU tensors of a checkpoint's file by name, read when asked for; closing it closes the files.
 
-    Args:
-        folder: the checkpoint.
-        file: the file of the tensors that are stored whole.
-        pieces: the rows of each sharded tensor.
-        like_of: returns how each tensor is divided; only the rows of this rank are read.
+    `pieces` has the rows of each sharded tensor. Of a tensor that is divided like `like_of(...)`, only this rank's rows
+    are read.
     """
 
     def __init__(self, folder: Path, file: str, pieces: Mapping[str, Sequence[StoredRows]], like_of: LikeOf) -> None:

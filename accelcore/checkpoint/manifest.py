@@ -30,12 +30,7 @@ def file_of(trainer: str, name: str) -> str:
 
 
 def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after checking all files against it; see `store.Checkpoint`.
-
-    Raises:
-        one of `UNREADABLE`: the manifest is malformed, or a file does not match it.
-        CheckpointError: the checkpoint has another format.
-    """
+    """Return the manifest after checking all files against it; raise one of `UNREADABLE` if one does not match."""
     manifest = read_manifest(path)
     digest = manifest.pop("sha256")
     if digest != digest_of_manifest(manifest):

@@ -105,11 +105,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock the folder for one save, and create the temporary folder of the new checkpoint; one process does this.
-
-    Raises:
-        CheckpointError: another process or thread is saving there; its files are not touched.
-    """
+    """Lock the folder for one save, and create the temporary folder of the new checkpoint; one process does this."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -163,10 +159,7 @@ def _write(
 
 
 def finish(folder: Path, steps: int, facts: dict[str, Any]) -> str:
-    """Publish the written files as one checkpoint, and return its name; one process does this, after all files.
-
-    `facts` are further entries of the manifest.
-    """
+    """Publish the files as a checkpoint, with `facts` in its manifest; return its name. One process does this, last."""
     incomplete = folder / _INCOMPLETE
     files: dict[str, Any] = {}
     pieces: dict[str, dict[str, list[StoredRows]]] = defaultdict(lambda: defaultdict(list))
@@ -287,13 +280,7 @@ def _flush(path: Path) -> None:
 
 
 def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -> Checkpoint | None:
-    """Return `folder` if it is a checkpoint, else the newest checkpoint in it, even if it was renamed.
-
-    `best`: return the one with the lowest metric instead.
-
-    Raises:
-        CheckpointError: `folder` is a file, the checkpoint is damaged or incomplete, or none has a metric.
-    """
+    """Return `folder` if it is a checkpoint, else the newest in it, or the `best`, the one with the lowest metric."""
     if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
         return Checkpoint(folder, share)
     if not folder.exists():

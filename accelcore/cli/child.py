@@ -25,15 +25,10 @@ _LOOK = 0.2  # seconds between looks at a file that shows progress
 
 @dataclass(frozen=True)
 class Ended:
-    """End and output of a child process.
+    """End and output of a child process."""
 
-    Attributes:
-        status: its exit code; below 0 the signal that ended it; None if it was killed after the time limit.
-        limit: the time limit in seconds, in all or after the last progress.
-    """
-
-    status: int | None
-    limit: float
+    status: int | None  # its exit code; below 0 the signal that ended it; None if it was killed after the time limit
+    limit: float  # the time limit in seconds, in all or after the last progress
     seconds: float
     stdout: str
     stderr: str

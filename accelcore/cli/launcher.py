@@ -42,11 +42,7 @@ def main() -> None:
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
-    """Return the sentence on the rank that failed first, and the job's exit code: that rank's, or 128 and the signal.
-
-    Args:
-        failures: by rank; they include the ranks that the launcher ended because another had failed.
-    """
+    """Return a sentence on the rank that failed first, and the job's exit code: that rank's, or 128 and the signal."""
     rank = min(failures, key=lambda rank: _order(failures[rank]))
     failure = failures[rank]
     if isinstance(failure.message, dict):

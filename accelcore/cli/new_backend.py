@@ -33,16 +33,7 @@ _PLACES = {
 
 
 def write_backend(name: str, folder: Path | None = None, *, torch_device: str = "cpu") -> Path:
-    """Write the package, all of it or nothing, and return its folder.
-
-    Args:
-        name: the backend's name, by which users select it.
-        folder: must not exist; None means `accelcore-NAME` in the current folder.
-        torch_device: torch's name of the device.
-
-    Raises:
-        ConfigurationError: a name cannot be used, or the folder exists or cannot be written.
-    """
+    """Write the package, all of it or nothing, to a new folder, by default `accelcore-NAME` here; return the folder."""
     _check(name, torch_device)
     folder = Path(f"accelcore-{name}") if folder is None else folder
     if folder.exists():

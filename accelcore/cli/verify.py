@@ -42,43 +42,28 @@ _COLORS = {"passed": "green", "failed": "red", "not declared": "yellow", "not tr
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one test.
+    """Outcome of one test."""
 
-    Attributes:
-        role: one of `ROLES`.
-        name, case: the test's name, and its parameters.
-        what: the property that it tests, in a sentence.
-        outcome: one of `OUTCOMES`.
-        why: the reason, if it did not pass.
-        where: file and line of each call on the way to the failure, from the test down.
-        on_host: the operator, if the device hands it to the CPU, with the kernels that it lacks.
-        known_bug: the operator, if a known bug of the installed versions shows in it, with the bug.
-    """
-
-    role: str
-    name: str
+    role: str  # one of `ROLES`
+    name: str  # name, case: the test's name, and its parameters
     case: str
-    what: str
-    outcome: str = ""
-    why: str = ""
+    what: str  # the property that it tests, in a sentence
+    outcome: str = ""  # one of `OUTCOMES`
+    why: str = ""  # the reason, if it did not pass
     seconds: float = 0.0
+    # file and line of each call on the way to the failure, from the test down
     where: list[str] = field(default_factory=list)
     traceback: str = ""
-    on_host: str = ""
-    known_bug: str = ""
+    on_host: str = ""  # the operator, if the device hands it to the CPU, with the kernels that it lacks
+    known_bug: str = ""  # the operator, if a known bug of the installed versions shows in it, with the bug
 
 
 @dataclass
 class Scorecard:
-    """Outcomes of the suite for one backend.
+    """Outcomes of the suite for one backend."""
 
-    Attributes:
-        backend: its name, index, device, capabilities, whether it is emulated, and torch's version.
-        verdicts: one for each test, in the order they were run.
-    """
-
-    backend: dict[str, Any]
-    verdicts: list[Verdict]
+    backend: dict[str, Any]  # its name, index, device, capabilities, whether it is emulated, and torch's version
+    verdicts: list[Verdict]  # one for each test, in the order they were run
 
     @property
     def conforms(self) -> bool:
@@ -154,19 +139,7 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, 
 
 
 def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: bool = False) -> Scorecard:
-    """Run the suite on a backend.
-
-    Args:
-        name: `NAME` or `NAME:INDEX`.
-        roles: the roles to test; empty for all.
-        timeout: seconds that one test may take.
-        deep: whether to compare all of torch's operators, also those that training rarely uses.
-
-    Raises:
-        ConfigurationError: the name is not one backend, or pytest or, for `deep`, expecttest is not installed.
-        AccelError: the backend's plugin reports that it cannot be used here.
-        PluginError: the suite could not be run to its end.
-    """
+    """Run the suite on a backend, `NAME` or `NAME:INDEX`; its `roles`, or all; `timeout` seconds a test."""
     choices = parse(name, "backend")
     if choices is None or len(choices) != 1:
         raise ConfigurationError(f"backend={shown(name)} is not one backend", remedy="name one, such as cpu or cuda:1")

@@ -27,12 +27,7 @@ _import_lock = threading.Lock()
 
 
 def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
-    """Create the backend of a plugin whose probe reported that it is available; messages name the user's `request`.
-
-    Raises:
-        BackendUnavailableError: torch cannot be imported.
-        PluginError: the plugin raised another error than an AccelError, or did not return the backend.
-    """
+    """Create the backend of a plugin whose probe reported that it is available; messages name the user's `request`."""
     import_torch()
     try:
         backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
@@ -87,9 +82,7 @@ def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | No
 def import_torch() -> None:
     """Import torch, so that a failure is not blamed on the backend.
 
-    Raises:
-        BackendUnavailableError: torch cannot be imported. Later calls raise the same error, because torch is half
-            imported then, and another import would fail with a misleading error.
+    Later calls raise the same error: torch is half imported then, and another import would fail with a misleading one.
     """
     global _import_error  # global, as sys.modules is
     with _import_lock:

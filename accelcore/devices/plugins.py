@@ -72,35 +72,23 @@ class Declared:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One installed backend, with its probe or its error.
+    """One installed backend, with its probe or its error."""
 
-    Attributes:
-        name: the entry point's name, by which users select it.
-        distribution: the distributions that offer it, with versions.
-        probe: the plugin's answer, or one with the reason why there is no answer.
-        error: the error of a broken plugin, which has no hooks.
-    """
-
-    name: str
-    distribution: str
-    probe: Probe
-    error: BaseException | None = None
+    name: str  # the entry point's name, by which users select it
+    distribution: str  # the distributions that offer it, with versions
+    probe: Probe  # the plugin's answer, or one with the reason why there is no answer
+    error: BaseException | None = None  # the error of a broken plugin, which has no hooks
     hooks: Any = None
     faults: tuple[KnownFault, ...] = ()
 
 
 @dataclass(frozen=True)
 class Extension:
-    """One installed extension, with its hooks or its error.
-
-    Attributes:
-        distribution: the distribution that offers it, with its version.
-        reason: the error in one line; empty if it loads.
-    """
+    """One installed extension, with its hooks or its error."""
 
     name: str
-    distribution: str
-    reason: str = ""
+    distribution: str  # the distribution that offers it, with its version
+    reason: str = ""  # the error in one line; empty if it loads
     hooks: Any = None
 
 

@@ -59,15 +59,11 @@ def accelcore_create_backend(name, index):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A device that is available according to its plugin's probe.
-
-    Attributes:
-        request: the user's request, for messages.
-    """
+    """A device that is available according to its plugin's probe."""
 
     candidate: Candidate
     index: int
-    request: str
+    request: str  # the user's request, for messages
 
     def __str__(self) -> str:
         return f"{self.candidate.name}:{self.index}"
@@ -133,15 +129,10 @@ def check_installed(text: str, source: str) -> None:
 def decide(
     text: str, source: str, make: Callable[[Found], T], *, local_rank: int | None = None
 ) -> tuple[T, tuple[Probe, ...]]:
-    """Call `make` with the first available device of a request.
+    """Return what `make` returns for the first available device of a request, and the devices passed over.
 
-    Args:
-        text, source: the request, and its origin for messages.
-        make: may raise an AccelError; a list or `auto` then continues with the next device.
-        local_rank: this rank's number on its host; None means the launcher's.
-
-    Returns:
-        The result of `make`, and the devices that a list or `auto` passed over.
+    If `make` raises an AccelError, a list or `auto` continues with the next device. A `local_rank` of None is that of
+    the launcher.
     """
     choices = parse(text, source)
     # Of a Launch, only the local rank matters here.
@@ -231,11 +222,7 @@ def _limited_by(probe: Probe) -> str:
 
 
 def rank_count(text: str, source: str, wanted: int | None = None) -> int:
-    """Return how many ranks a job on this host has: `wanted`, or as many as a request's device has room for.
-
-    Raises:
-        BackendUnavailableError: the request is one device that is not available, or has fewer devices than `wanted`.
-    """
+    """Return how many ranks a job on this host has: `wanted`, or as many as a request's device has room for."""
     choices = parse(text, source)
     if wanted is None:
         probe, _ = decide(text, source, lambda found: found.candidate.probe, local_rank=0)
@@ -256,10 +243,7 @@ def rank_count(text: str, source: str, wanted: int | None = None) -> int:
 
 
 def ten_lines(name: str) -> str:
-    """Return the module that makes torch's device `name` a backend.
-
-    Its distribution names it in the entry-point group `accelcore.backends`.
-    """
+    """Return the module that makes torch's device `name` a backend, by the entry-point group `accelcore.backends`."""
     return _TEN_LINES.format(name=name)
 
 

@@ -25,31 +25,21 @@ _LOWEST_PORT, _PORTS = 10000, 20000  # below those that systems give to clients
 
 @dataclass(frozen=True)
 class Launcher:
-    """One launcher, by the names of the variables that it sets; "" if it has none.
+    """One launcher, by the names of the variables that it sets; "" if it has none."""
 
-    Attributes:
-        name: the launcher's name, for messages.
-        signs: it started this process if one of these is set, and no earlier launcher of the table did.
-        rank, world_size: this process's number in the job, and the number of processes.
-        local_rank, local_world_size: the same on this host.
-        hosts: the number of hosts.
-        host_list: the hosts' names, rank 0's first, as in `node[07-09],login`.
-        job: variables that together identify the job on its hosts.
-        sets_meeting: whether it sets MASTER_ADDR and MASTER_PORT. If not, the address follows from `host_list` or from
-            a job on one host, and the port from `job`.
-        own_devices: variables and regular expressions; if one matches, each process sees only its own devices.
-    """
-
-    name: str
-    signs: tuple[str, ...]
-    rank: str
+    name: str  # the launcher's name, for messages
+    signs: tuple[str, ...]  # it started this process if one of these is set, and no earlier launcher of the table did
+    rank: str  # rank, world_size: this process's number in the job, and the number of processes
     world_size: str
-    local_rank: str
+    local_rank: str  # local_rank, local_world_size: the same on this host
     local_world_size: str = ""
-    hosts: str = ""
-    host_list: str = ""
-    job: tuple[str, ...] = ()
+    hosts: str = ""  # the number of hosts
+    host_list: str = ""  # the hosts' names, rank 0's first, as in `node[07-09],login`
+    job: tuple[str, ...] = ()  # variables that together identify the job on its hosts
+    # whether it sets MASTER_ADDR and MASTER_PORT. If not, the address follows from `host_list` or from a job on one
+    # host, and the port from `job`.
     sets_meeting: bool = False
+    # variables and regular expressions; if one matches, each process sees only its own devices
     own_devices: tuple[tuple[str, str], ...] = ()
 
 

@@ -68,9 +68,7 @@ _jobs = count()
 class MissingRanks:
     """Writes this rank's notes, and finds the missing ranks by all ranks'. Must be created in the thread that trains.
 
-    Args:
-        collectives: the job's role; torch.distributed's default group must exist.
-        timeout: how long ranks wait for each other at the job's end.
+    `timeout`: how long ranks wait for each other at the job's end.
     """
 
     def __init__(self, collectives: Collectives, timeout: timedelta) -> None:
@@ -89,11 +87,7 @@ class MissingRanks:
         self._thread.start()
 
     def leave(self) -> None:
-        """Wait until all ranks are done, because a rank may need what another one holds.
-
-        Raises:
-            DistributedError: another rank has failed, is in a step that this rank never began, or is late.
-        """
+        """Wait until all ranks are done; raise if one has failed, is in a step that this rank never began, or late."""
         store, keys = self._store, {rank: f"done {rank}" for rank in range(self._world_size)}
         self._done = True
         self._write()
@@ -258,23 +252,16 @@ class MissingRanks:
 
 @dataclass(frozen=True)
 class _Note:
-    """Place of a rank in the script.
+    """Place of a rank in the script."""
 
-    Attributes:
-        beat: the number of this note.
-        steps: step and micro-batch of each trainer.
-        number, collective: number and name of the last collective.
-        follows: whether the rank failed because it lost another one.
-    """
-
-    beat: int
-    steps: Sequence[Sequence[int]] = ()
-    number: int = 0
+    beat: int  # the number of this note
+    steps: Sequence[Sequence[int]] = ()  # step and micro-batch of each trainer
+    number: int = 0  # number, collective: number and name of the last collective
     collective: str = ""
     line: str = ""
     done: bool = False
     failed: str = ""
-    follows: bool = False
+    follows: bool = False  # whether the rank failed because it lost another one
 
     @property
     def is_culprit(self) -> bool:

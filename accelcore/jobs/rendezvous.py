@@ -15,14 +15,7 @@ from accelcore.util.text import first_line, ranks
 
 
 def meet(launch: Launch, timeout: timedelta | None) -> Store:
-    """Return a store to which all ranks of a job are connected.
-
-    Args:
-        timeout: how long ranks wait for each other; None is torch's default.
-
-    Raises:
-        DistributedError: ranks did not come in time. The message names them and the address.
-    """
+    """Return a store to which all ranks are connected; the error names the ranks that did not come in time."""
     timeout, address = timeout or dist.default_pg_timeout, _address(launch.init_method)
     late = f"did not come to {address} in {timeout.total_seconds():g} seconds"
     url = urlsplit(address)

@@ -22,17 +22,8 @@ class RunBinding:
     """Binding to the runs of a trainer, which sets their gradients before each step.
 
     A run and its state are divided if only some of its parameters receive a gradient, or if the options of their groups
-    differ.
-
-    Args:
-        implementation: computes the updates.
-        runs: the tensors to update. The attribute has them as they are divided now.
-        groups: the optimizer's own groups, which hold the model's parameters.
-        entries: the state to begin with, by parameter.
-        in_part: whether other ranks update some of the parameters. A step may then find no gradient on this rank.
-
-    Attributes:
-        on_leaves: whether a run may require gradients, so that updates need `torch.no_grad()`.
+    differ. `groups` are the optimizer's own, which hold the model's parameters. `entries` are the state to begin with,
+    by parameter. If `in_part`, other ranks update some of the parameters: a step may find no gradient on this rank.
     """
 
     def __init__(
@@ -47,16 +38,14 @@ class RunBinding:
         self._implementation, self.runs, self._in_part = implementation, runs, in_part
         self._place_runs = as_engine(implementation).place_runs
         self._sizes = [len(group["params"]) for group in groups]
-        self.on_leaves = any(run.value.requires_grad for run in runs)
+        self.on_leaves = any(run.value.requires_grad for run in runs)  # updates then need `torch.no_grad()`
         self.load_state(entries)
 
     @property
     def state(self) -> dict[Tensor, Entry]:
-        """The state by parameter."""
         return by_parameter(self.runs, self._implementation.state) | self._not_trained
 
     def load_state(self, entries: Mapping[Tensor, Entry]) -> None:
-        """Replace the state."""
         self._implementation.state.clear()
         self.runs = load_state(entries, self.runs, self._implementation)
         trained = {slot.parameter for run in self.runs for slot in run.slots}
@@ -134,12 +123,7 @@ class GroupBinding:
     """Binding to the parameters in the optimizer's own groups, for a loop without a trainer.
 
     The state that it begins with is loaded in the first step: until then a trainer may bind the optimizer to masters,
-    which are more exact. Flat memory, if the route needs it, is laid out in the first step too.
-
-    Args:
-        name: the optimizer's name in the registry.
-        implementation, groups, entries: as for `RunBinding`; the state replaces its own.
-        flat: whether it updates flat memory only.
+    which are more exact. If the implementation updates `flat` memory only, that is laid out in the first step, too.
     """
 
     on_leaves = True
@@ -161,7 +145,6 @@ class GroupBinding:
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """The state by parameter."""
         if self._flat is not None:
             return self._flat.state
         return self._implementation.state | self._waiting if self._waiting else self._implementation.state

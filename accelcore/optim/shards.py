@@ -35,11 +35,7 @@ def to_local(value: Tensor) -> Tensor:
 
 
 def rows_of(value: DTensor) -> tuple[int, int]:
-    """Return the first row of this rank's shard of a tensor, and the number of rows.
-
-    Raises:
-        ConfigurationError: it is divided otherwise than by rows.
-    """
+    """Return the first row of this rank's shard, and the number of rows; raise if it is not divided by rows."""
     from torch.distributed.tensor import Shard
 
     mesh = value.device_mesh

@@ -73,12 +73,9 @@ def divide(run: Run, parts: Sequence[Run], state: MutableMapping[Tensor, Entry])
 
 
 def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, shaped: bool) -> dict[Tensor, Entry]:
-    """Return a copy of the state in a `state_dict`, by parameter of these groups.
+    """Return a copy of the state in a `state_dict`, by parameter of these groups; raise ValueError if it does not fit.
 
     If `shaped`, every tensor in it, except counters, must have the shape of its parameter.
-
-    Raises:
-        ValueError: it has other groups, or other parameters in them.
     """
     saved_groups = saved["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:

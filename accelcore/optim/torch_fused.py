@@ -29,15 +29,10 @@ from accelcore.torch_internals import has_step_hooks
 
 
 class FusedKernel(ABC):
-    """Base of the calls of torch's fused kernels, for an optimizer with the options and state of torch's class.
+    """Base of the calls of torch's fused kernels, for an optimizer with the options and state of torch's class."""
 
-    Attributes:
-        states: the names of all state that it may have, except `step`, in the order of the kernel's arguments.
-        counts: whether the state holds the number of updates.
-    """
-
-    states: tuple[str, ...]
-    counts = True
+    states: tuple[str, ...]  # all that it may have except `step`, in the order of the kernel's arguments
+    counts = True  # whether the state holds the number of updates
 
     def __init__(self) -> None:
         self._ones: dict[torch.device, Tensor] = {}
@@ -167,10 +162,7 @@ class FusedStep:
 
     That takes longer than the kernel if the parameters are small. The optimizer's own `step` is called if it may do
     more: if there are hooks, a profiler records, `step` was replaced, or a scheduler still waits for its first call.
-    Nothing of the optimizer is changed except its parameters and state.
-
-    Args:
-        optimizer: one for which `serves` is true.
+    Nothing of the optimizer is changed except its parameters and state. `serves` must be true of it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -193,7 +185,6 @@ class FusedStep:
         )
 
     def __call__(self) -> None:
-        """Update the parameters."""
         if self._needs_own_step():
             self._optimizer.step()
         else:

@@ -21,18 +21,12 @@ from accelcore.util.containers import cast
 def hold(
     model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool, parameters: bool = True
 ) -> dict[int, Tensor]:
-    """Cast a model's parameters and floating-point buffers to a dtype.
+    """Cast a model's parameters and floating-point buffers; return the earlier values of trainable ones, by their id.
 
     They are cast in place: the `Parameter` objects, which an optimizer may hold, stay the same and get other memory. A
-    gradient is cast with its parameter. Integers and complex numbers stay as they are.
-
-    Args:
-        keep_batchnorm_fp32: hold BatchNorm (of any kind, if it has weights) in fp32 instead, because its statistics are
-            sums over many numbers. It accepts inputs of any dtype, and returns that dtype.
-        parameters: if False, only buffers are cast.
-
-    Returns:
-        The values that trainable parameters had before their cast, by the id of the parameter.
+    gradient is cast with its parameter. Integers and complex numbers stay as they are. If `parameters` is False, only
+    buffers are cast. With `keep_batchnorm_fp32`, BatchNorm of any kind, if it has weights, is held in fp32, because its
+    statistics are sums over many numbers. It accepts inputs of any dtype, and returns that dtype.
     """
     before: dict[int, Tensor] = {}
     for module in model.modules():
@@ -46,18 +40,11 @@ def hold(
 def cast_boundary(
     model: nn.Module, *, inputs: torch.dtype | None, outputs: torch.dtype | None
 ) -> list[RemovableHandle]:
-    """Cast the floating-point inputs and outputs of a model's forward, by hooks; return these.
+    """Cast the floating-point inputs and outputs of a model's forward, by hooks; None leaves them alone.
 
     Tensors are found in tuples, lists, mappings and dataclasses, at any depth. A container without any tensor to cast
-    is passed on itself, others as shallow copies. Other objects are passed on as they are. The casts are
-    differentiable: a gradient has the dtype of its tensor.
-
+    is passed on itself, others as shallow copies. The casts are differentiable: a gradient has the dtype of its tensor.
     These are hooks on `model` alone. Copies, pickles, compiled and replicated models keep them.
-
-    Args:
-        model: the root. Other methods than its `forward` do not cast.
-        inputs: dtype of the arguments; None leaves them alone.
-        outputs: dtype of the results; None leaves them alone.
     """
     hooks = []
     if inputs is not None:

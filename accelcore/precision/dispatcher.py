@@ -40,12 +40,9 @@ class Overrides:
     def install(
         self, name: str, make: Callable[[], Mapping[tuple[OpOverload, str], Kernel]], *, with_keyset: bool = True
     ) -> None:
-        """Install a set of kernels, all or none; do nothing if a set of that name is installed.
+        """Install the kernels that `make` returns, all or none; do nothing if a set of that name is installed.
 
-        Args:
-            name: of the set.
-            make: returns a kernel for each operator and dispatch key.
-            with_keyset: whether the kernels take the set of dispatch keys as their first argument.
+        `with_keyset`: whether the kernels take the set of dispatch keys as their first argument.
         """
         if name in self._removals:
             return
@@ -89,15 +86,8 @@ def replace_kernels(name: str, makers: Mapping[OpOverload, Maker], dispatch_key:
     """Replace torch's kernels of a device, below autograd and autocast; do nothing if that is done.
 
     The new kernels compute the same, faster. Everything in this process that calls the operators gets them, compiled
-    code included.
-
-    Args:
-        name: of these kernels together.
-        makers: for each operator, what makes its kernel from torch's. Both have the operator's signature.
-        dispatch_key: of the device, such as `"CPU"`.
-
-    Raises:
-        UnsupportedError: this torch cannot return the kernels that are replaced.
+    code included. A kernel has the signature of its operator. Raises UnsupportedError if this torch cannot return the
+    kernels that are replaced.
     """
 
     def make() -> dict[tuple[OpOverload, str], Kernel]:
@@ -109,9 +99,5 @@ def replace_kernels(name: str, makers: Mapping[OpOverload, Maker], dispatch_key:
 
 
 def torch_kernel(operator: OpOverload, dispatch_key: str) -> Kernel:
-    """Return the kernel that is registered at a dispatch key now, to be called directly, also after an override.
-
-    Raises:
-        UnsupportedError: this torch cannot return it.
-    """
+    """Return the kernel at a dispatch key now, to be called directly, also after an override; see `GET_KERNEL`."""
     return partial(replaceable_kernel(operator, dispatch_key), dispatch_keyset(dispatch_key))

@@ -30,9 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class _Repeated:
     """Context that can be entered again while it is entered, also in another thread: each entry has one of its own.
 
-    Args:
-        create: makes a context.
-        once: whether that context can be entered only once. Otherwise it serves again, which is quicker.
+    A context that `create` made serves again, which is quicker, unless it can be entered only `once`.
     """
 
     def __init__(self, create: Callable[[], Context], *, once: bool = False) -> None:

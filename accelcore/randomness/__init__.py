@@ -43,9 +43,6 @@ def draw_on_host(device_type: str) -> None:
 
     Forks, such as a data loader's workers, still draw as torch does. torch.compile's code runs eagerly, because
     compilers draw in code of their own.
-
-    Raises:
-        UnsupportedError: this torch cannot return the kernels that draw on the device.
     """
     global _eager
     if not GET_KERNEL.present:

@@ -163,9 +163,6 @@ def _try_capabilities(device: torch.device) -> Capabilities:
 
     What one process cannot try is taken from torch's registry: process groups, the strategies that need them, and
     inductor. `accelcore verify backend` tests these.
-
-    Args:
-        device: with its index.
     """
     kind = device.type
     missing: dict[str, str] = {}

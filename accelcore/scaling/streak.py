@@ -29,12 +29,7 @@ class OverflowStreak:
         self._count_on_host: Tensor | None = None
 
     def count(self, found: Tensor, known: Sequence[bool | None]) -> None:
-        """Count a step.
-
-        Args:
-            found: 1.0 if a gradient overflowed, on the device.
-            known: whether each optimizer's gradients did; None if the host does not know.
-        """
+        """Count a step. `found`: 1.0 if it overflowed, on the device; `known`: the same of each optimizer, or None."""
         if None not in known:
             self._length, self._count_on_host = self._length + 1 if any(known) else 0, None
             return

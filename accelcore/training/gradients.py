@@ -53,10 +53,7 @@ class Gradients(ABC):
         self.held: list[Tensor] = []
 
     def refresh(self, *, thorough: bool = False) -> None:  # noqa: B027  # most have nothing to do
-        """Take over what others wrote to the parameters since the last update.
-
-        If `thorough`, also what they wrote through `.data`, which only a look at all values finds.
-        """
+        """Take over what others wrote to the parameters; if `thorough`, compare all values: `.data` leaves no trace."""
 
     @abstractmethod
     def collect(self) -> None:
@@ -157,10 +154,7 @@ class PerTensor(Gradients):
 
 
 class Flat(Gradients):
-    """Parameters and gradients in flat memory, one piece of each for every dtype and device.
-
-    `joint`: for each group, the number of the group that it may be updated with; empty: each by itself.
-    """
+    """Parameters and gradients in flat memory, a piece of each for every dtype and device; `joint`: see `lay_flat`."""
 
     def __init__(self, slots: Sequence[Slot], joint: Sequence[int] = ()) -> None:
         memories = lay_flat(slots, joint)
@@ -223,17 +217,14 @@ class ShardedGradients(PerTensor):
     def collect(self) -> None:
         self.refresh()
         super().collect()
+        for value, gradient in zip(self.values, self.of_values(), strict=True):
+            value.grad = gradient  # an optimizer of accelcore reads it
 
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
         raise AssertionError("gradients of shards are reduced in backward")
 
     def of_values(self) -> Sequence[Tensor | None]:
         return [None if parameter.grad is None else to_local(parameter.grad) for parameter in self.parameters]
-
-    def grads_to_masters(self) -> None:
-        """Set `grad` of this rank's shards, which an optimizer of accelcore reads."""
-        for value, gradient in zip(self.values, self.of_values(), strict=True):
-            value.grad = gradient
 
     def clear(self) -> None:
         super().clear()
@@ -246,12 +237,8 @@ class Masters(Gradients):
 
     If others wrote to a parameter since its last update (`load_state_dict`, an initialisation, other memory as its
     `data`), its version or address has changed. Its master then takes the new value, unless the value is the rounded
-    master itself.
-
-    Args:
-        inner: gradients of the parameters themselves.
-        exact: values of parameters in full precision, by the id of the parameter; other masters start from the
-            parameter.
+    master itself. Masters start from `exact`, values in full precision by the id of the parameter, or else from the
+    parameter.
     """
 
     def __init__(self, inner: Gradients, exact: Mapping[int, Tensor]) -> None:

@@ -34,10 +34,6 @@ class Step:
 
     The trainer calls `check` before each micro-batch, and `check_unchanged` when a window begins or ends. When an epoch
     begins, and before it saves, it calls `check_model`, which walks the model.
-
-    Attributes:
-        finite: the check that the parameters stay finite.
-        failure: why the trainer can no longer train; None if it can.
     """
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
@@ -68,7 +64,7 @@ class Step:
         self._overwrites = plan.compiled is not None and plan.compiled.overwrites
         self._snapshot = ModelSnapshot(plan.model, plan.optimizer, plan.strategy.reset)
         self.finite = FiniteCheck(plan, window.steps)
-        self.failure: TrainingError | None = None
+        self.failure: TrainingError | None = None  # why the trainer can no longer train
 
     @property
     def is_open(self) -> bool:
@@ -159,10 +155,7 @@ class Step:
             self._gradients.keep()
 
     def end_micro_batch(self, loss: Tensor | None = None, *, updated: bool = False) -> bool:
-        """Count a micro-batch. Close the window after its last one, and return whether that was so.
-
-        `loss`: what observers of losses still have to receive.
-        """
+        """Count a micro-batch; close the window after its last one, and return whether it did. Observers get `loss`."""
         self._window.micro += 1
         if self._window.micro < self._window.accumulate:
             self._strategy.before_forward(self._window.is_last)
@@ -177,10 +170,7 @@ class Step:
                 listener(loss)
 
     def close_window(self, *, full: bool, updated: bool = False, loss: Tensor | None = None) -> None:
-        """End a window, full or short: update the parameters, unless a graph has `updated` them; begin the next window.
-
-        Then step the schedule and call the observers. If these raise, the update is complete.
-        """
+        """Update the parameters unless a graph has `updated` them; begin a window; step schedule; call observers."""
         self._shared.acquire()
         try:
             if not updated:

@@ -27,21 +27,14 @@ class Window:
     window all gradients are multiplied by a *correction*: 1 / (the sum of shares, averaged over ranks), so that the
     weights add up to 1. Without weights each share is `1 / accumulate`, and only a short window needs a correction.
 
-    Args:
-        accumulate: micro-batches of a full window.
-        device: where weights are added up, so that the host never waits for one.
-        divisor: divides the gradients in backward, at no cost, because ranks add them up.
-        tensors_only: whether a weight must be a tensor, because a captured graph would bake a number in.
-
-    Attributes:
-        micro: number of micro-batches so far.
-        steps: number of windows closed so far.
+    Weights are added up on `device`, so that the host never waits for one. `divisor` divides the gradients in backward,
+    at no cost, because ranks add them up. `tensors_only`: a captured graph would bake a number in.
     """
 
     def __init__(self, accumulate: int, device: torch.device, *, divisor: int = 1, tensors_only: bool = False) -> None:
         self.accumulate, self.divisor = accumulate, divisor
         self._device, self._tensors_only = device, tensors_only
-        self.micro = self.steps = 0
+        self.micro = self.steps = 0  # micro-batches of this window, and windows closed so far
         self._weighted: bool | None = None  # not known before the first backward pass
         self._unit: float | None = None
         self._total: Tensor | None = None  # one memory for all windows: captured steps add to it
@@ -90,11 +83,8 @@ class Window:
         return None if full else self.accumulate / self.micro
 
     def note(self, error: BaseException, batch: Any) -> None:
-        """Add the step and the batch to an error that a micro-batch raises, where Python shows notes (3.11 or later).
-
-        The error keeps its class: a script may wait for torch's OutOfMemoryError.
-        """
-        add_note = getattr(error, "add_note", None)
+        """Add the step and the batch to an error of a micro-batch, where Python shows notes (3.11 or later)."""
+        add_note = getattr(error, "add_note", None)  # the error keeps its class: a script may wait for OutOfMemoryError
         if add_note is not None and isinstance(error, Exception):
             number = f", micro-batch {self.micro + 1} of {self.accumulate}" if self.accumulate > 1 else ""
             add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}")
@@ -149,15 +139,12 @@ class SharedParameters:
 
     The loss of one trainer may run through the model of another, as a GAN's generator loss runs through the critic.
     The gradients of another trainer's open window are set aside meanwhile. Otherwise this costs one comparison.
-
-    Attributes:
-        is_open: whether the gradients belong to an open window and must outlast the use by other trainers.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._aside: list[Tensor | None] | None = None
-        self.is_open = False
+        self.is_open = False  # whether the gradients must outlast the use by other trainers
 
     def acquire(self) -> None:
         """Put this trainer's gradients on the parameters, as it left them."""

@@ -26,11 +26,7 @@ _WIDTH, _HEIGHT, _EDGE, _LEGEND = 640, 240, 56, 170
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
-    """Write a page of parts in HTML; the title is text.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write a page of parts in HTML; the title is text."""
     page = _PAGE.format(title=escape(title), body="\n".join(filter(None, parts)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

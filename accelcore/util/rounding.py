@@ -10,19 +10,12 @@ from torch import Tensor
 
 
 class Distance(NamedTuple):
-    """How far two samples are apart.
+    """How far two samples are apart."""
 
-    Attributes:
-        equal: whether all bits are the same.
-        error: root mean square of the difference.
-        size: root mean square of the recorded sample.
-        masks: whether the difference is that other elements are zero, as after another dropout.
-    """
-
-    equal: bool
-    error: float
-    size: float
-    masks: bool = False
+    equal: bool  # whether all bits are the same
+    error: float  # root mean square of the difference
+    size: float  # root mean square of the recorded sample
+    masks: bool = False  # whether the difference is that other elements are zero, as after another dropout
 
     def ratio(self, unit: float, scale: float = 0.0) -> float:
         """Return the error in units of rounding of the larger of `size` and `scale`."""

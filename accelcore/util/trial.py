@@ -17,19 +17,12 @@ VARIABLE = "ACCEL_TRIAL"
 
 @dataclass(frozen=True)
 class Trial:
-    """Request to train for some steps with other options, and to record what happens.
+    """Request to train for some steps with other options, and to record what happens."""
 
-    Attributes:
-        report: file that the record is appended to, as lines of JSON.
-        steps: number of windows after which the script ends.
-        seed: added to each seed of the script; 0 leaves the random numbers as they are.
-        options: the trainer's options to override: `precision`, such as `"bf16"` or `"O2 bfloat16"`; `fp32`; `compile`;
-            `flat`.
-    """
-
-    report: str
-    steps: int
-    seed: int = 0
+    report: str  # file that the record is appended to, as lines of JSON
+    steps: int  # number of windows after which the script ends
+    seed: int = 0  # added to each seed of the script; 0 leaves the random numbers as they are
+    # the trainer's options to override: `precision`, such as `"bf16"` or `"O2 bfloat16"`; `fp32`; `compile`; `flat`
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -26,23 +26,16 @@ _START = 10.0  # seconds that a child has to start on a busy machine, beside the
 
 
 class Selection(TypedDict):
-    """Choice that `select()` would make in the present environment, found without creating a backend.
+    """Choice that `select()` would make in the present environment, found without creating a backend."""
 
-    Attributes:
-        request: the text of the request; `"auto"` if ACCEL_DEVICE is not set.
-        source: `"ACCEL_DEVICE"` or `"default"`.
-        chosen: the device, `"cpu:0"`; None if there would be an error.
-        why: the reason for this choice.
-        passed_over: `name`, `reason` and `remedy` of each device that came before the chosen one and cannot be used.
-        error: `type`, `what`, `why`, `available` and `remedy` of the error that `select()` would raise; the `type` is
-            empty if the process would end or block instead.
-    """
-
-    request: str
-    source: str
-    chosen: str | None
-    why: str
+    request: str  # the text of the request; `"auto"` if ACCEL_DEVICE is not set
+    source: str  # `"ACCEL_DEVICE"` or `"default"`
+    chosen: str | None  # the device, `"cpu:0"`; None if there would be an error
+    why: str  # the reason for this choice
+    # `name`, `reason` and `remedy` of each device that came before the chosen one and cannot be used
     passed_over: list[dict[str, str]]
+    # `type`, `what`, `why`, `available` and `remedy` of the error that `select()` would raise; the `type` is empty if
+    # the process would end or block instead
     error: dict[str, str] | None
 
 
@@ -163,11 +156,7 @@ def _preview_selection() -> Selection:
 
 
 def _ask(limit: float, *question: str) -> tuple[Ended, Answers | None]:
-    """Ask in a child process; return None for the answers if it did not live to give them.
-
-    Raises:
-        PluginError: the plugins cannot be found.
-    """
+    """Ask in a child process; return None for the answers if it did not live to give them."""
     ended = child.call(__name__, *question, environ=os.environ, limit=_START + limit)
     answered = ended.status == 0 and ended.stdout != ""  # a plugin may end the process with exit code 0
     if answered or question[0] in ("backend", "extension"):

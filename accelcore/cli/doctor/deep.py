@@ -41,22 +41,16 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of one child process.
+    """Result of one child process."""
 
-    Attributes:
-        name: `"torch"` or a backend.
-        outcome: `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`.
-        stderr: the last lines that the process wrote.
-        notes: remarks if it works: on torch, a device that no plugin serves, a package that answers for another, or a
-            part that this version lacks; on a backend, what it has logged.
-    """
-
-    name: str
-    outcome: str
+    name: str  # `"torch"` or a backend
+    outcome: str  # `"works"`, `"failed"` (it raised), `"crashed"` (a signal ended it), `"hung"` or `"not tried"`
     reason: str = ""
     remedy: str = ""
     seconds: float = 0.0
-    stderr: tuple[str, ...] = ()
+    stderr: tuple[str, ...] = ()  # the last lines that the process wrote
+    # remarks if it works: on torch, a device that no plugin serves, a package that answers for another, or a part that
+    # this version lacks; on a backend, what it has logged
     notes: tuple[str, ...] = ()
 
 

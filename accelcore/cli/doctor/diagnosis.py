@@ -53,55 +53,39 @@ _VARIABLES = (
 
 @dataclass(frozen=True)
 class Plugin:
-    """One installed backend or extension.
-
-    Attributes:
-        state: of a backend `"usable"`, `"unusable"` (it answered, and cannot work here) or `"broken"` (it gave no valid
-            answer); of an extension `"loads"` or `"broken"`.
-        count, priority: the number of devices, and the backend's rank for `auto`; 0 for an extension.
-        versions: the vendor's distributions that a backend names; None if one is not installed.
-        misfits: unmet requirements of the plugin's and the vendor's distributions, a sentence each.
-    """
+    """One installed backend or extension."""
 
     name: str
+    # of a backend `"usable"`, `"unusable"` (it answered, and cannot work here) or `"broken"` (it gave no valid answer);
+    # of an extension `"loads"` or `"broken"`
     state: str
     distribution: str
     reason: str
     remedy: str
-    misfits: tuple[str, ...]
-    versions: dict[str, str | None]
-    count: int = 0
+    misfits: tuple[str, ...]  # unmet requirements of the plugin's and the vendor's distributions, a sentence each
+    versions: dict[str, str | None]  # the vendor's distributions that a backend names; None if one is not installed
+    count: int = 0  # count, priority: the number of devices, and the backend's rank for `auto`; 0 for an extension
     priority: int = 0
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All results.
+    """All results."""
 
-    Attributes:
-        versions: Python, accelcore, torch and other requirements; None if one is not installed.
-        platform: the system, the machine, the C library, the number of cores.
-        misfits: unmet requirements of accelcore itself.
-        environment: the relevant variables; None if one is not set.
-        autoload: the entry points that `import torch` calls.
-        import_torch: the trial of `import torch`, if it calls any, or with `--deep`; otherwise None.
-        faults: known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and
-            the `backend`, which is empty for a bug on every backend.
-        deep: the backends' trials of `--deep`, or None.
-    """
-
-    versions: dict[str, str | None]
-    platform: str
+    versions: dict[str, str | None]  # Python, accelcore, torch and other requirements; None if one is not installed
+    platform: str  # the system, the machine, the C library, the number of cores
     executable: str
-    misfits: tuple[str, ...]
+    misfits: tuple[str, ...]  # unmet requirements of accelcore itself
     backends: tuple[Plugin, ...]
     extensions: tuple[Plugin, ...]
     selection: Selection
-    environment: dict[str, str | None]
-    autoload: tuple[Declared, ...]
-    import_torch: Trial | None
+    environment: dict[str, str | None]  # the relevant variables; None if one is not set
+    autoload: tuple[Declared, ...]  # the entry points that `import torch` calls
+    import_torch: Trial | None  # the trial of `import torch`, if it calls any, or with `--deep`; otherwise None
+    # known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and the
+    # `backend`, which is empty for a bug on every backend
     faults: tuple[dict[str, str | None], ...]
-    deep: tuple[Trial, ...] | None
+    deep: tuple[Trial, ...] | None  # the backends' trials of `--deep`, or None
 
     @property
     def broken(self) -> list[str]:

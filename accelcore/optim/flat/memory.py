@@ -142,16 +142,7 @@ class GradientMemory:
 
     Backward allocates gradients, and `collect` copies them into the piece. So a gradient of None stays None, which an
     optimizer treats unlike zero. Large gradients are copied within backward: each is still in the cache then, and its
-    memory is free for the next one.
-
-    Attributes:
-        parameters: the parameters.
-        layout: the layout of the piece.
-        gradients: the piece.
-        views: the piece as one tensor for each parameter.
-        received: for each parameter, whether it has a gradient.
-        copies_in_backward: whether it copies gradients within backward.
-        expects_gradients: whether the gradients of the current backward are for this piece; to be set by its owner.
+    memory is free for the next one. The owner sets `expects_gradients` while a backward pass computes gradients for it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -162,8 +153,8 @@ class GradientMemory:
         self._packed = torch.zeros(total + len(parameters), dtype=like.dtype, device=like.device)
         self._flags = self._packed[total:]
         self.gradients = self._packed[:total]
-        self.views = self.layout.views(self.gradients)
-        self.received = [False] * len(parameters)
+        self.views = self.layout.views(self.gradients)  # one for each parameter
+        self.received = [False] * len(parameters)  # whether each parameter has a gradient
         self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
         self._kinds = self._kinds_now()
         self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
@@ -238,15 +229,9 @@ class GradientMemory:
 
 
 class FlatMemory(GradientMemory):
-    """Parameters of one dtype and device in one piece of memory, and their gradients in another, laid out alike.
+    """Parameters of one dtype and device in one piece of memory (`values`), their gradients in another, laid out alike.
 
-    Args:
-        slots: the parameters; those to be updated as one are adjacent. Each one's memory becomes a part of the
-            piece.
-        joint: for each group, the number of the first group with which it may be updated as one; empty: none.
-
-    Attributes:
-        values: the piece of the parameters.
+    Slots that are to be updated as one must be adjacent; `joint`: see `lay_flat`.
     """
 
     def __init__(self, slots: Sequence[Slot], joint: Sequence[int] = ()) -> None:
@@ -292,7 +277,10 @@ class FlatMemory(GradientMemory):
 
 
 def lay_flat(slots: Sequence[Slot], joint: Sequence[int] = ()) -> list[FlatMemory]:
-    """Lay parameters out in a piece for each dtype and device; `joint` as for `FlatMemory`."""
+    """Lay parameters out in a piece for each dtype and device.
+
+    `joint`: for each group, the number of the first group with which it may be updated as one; empty: none.
+    """
 
     def place(slot: Slot) -> tuple[int, int]:
         return (joint[slot.group] if joint else slot.group, slot.group)

@@ -26,16 +26,11 @@ _WIDTH = 128
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Segments of a 1-D tensor, which consists of blocks; each block belongs to one segment or to none.
+    """Segments of a 1-D tensor, which consists of blocks; each block belongs to one segment or to none."""
 
-    Attributes:
-        grain: elements of a block.
-        owners: int32, for each block the number of its segment; the number of segments if it belongs to none.
-        levels: int32 matrices. Each row lists the sums of the level before that it adds up; one past the last is zero.
-    """
-
-    grain: int
-    owners: Tensor
+    grain: int  # elements of a block
+    owners: Tensor  # int32, for each block the number of its segment; the number of segments if it belongs to none
+    # int32 matrices. Each row lists the sums of the level before that it adds up; one past the last is zero.
     levels: Sequence[Tensor]
 
     @property
@@ -96,23 +91,16 @@ class Rows:
 
 
 class Channels(NamedTuple):
-    """Channels of parameters with several dimensions: the slices along the first dimension.
+    """Channels of parameters with several dimensions: the slices along the first dimension."""
 
-    Attributes:
-        segments: the channels, in the run or parameter.
-        parameters: the parameters, in the list of all channels.
-        channel_roots: for each channel, 1 / √(its elements).
-        parameter_roots: for each parameter, 1 / √(its elements).
-    """
-
-    segments: Segments | Rows
-    parameters: Segments | Whole
-    channel_roots: Tensor | float
-    parameter_roots: Tensor | float
+    segments: Segments | Rows  # the channels, in the run or parameter
+    parameters: Segments | Whole  # the parameters, in the list of all channels
+    channel_roots: Tensor | float  # for each channel, 1 / √(its elements)
+    parameter_roots: Tensor | float  # for each parameter, 1 / √(its elements)
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Return what a compiled kernel is specialised for: everything but the numbers of segments."""
+        """Return what a compiled kernel is specialised for."""
         return tuple(getattr(part, "structure", None) for part in (self.segments, self.parameters))
 
 

@@ -33,16 +33,10 @@ _all: WeakSet[DataStream] = WeakSet()
 
 
 class DataStream:
-    """The batches that a trainer reads, epoch after epoch.
+    """The batches that a trainer reads, epoch after epoch."""
 
-    Attributes:
-        epoch: the current epoch, or the next one between two epochs; counted from 0.
-        taken: the number of batches this rank has received in this epoch.
-        loop: the number of the current loop over the batches. An older loop has lost its position.
-    """
-
-    epoch: int
-    taken: int
+    epoch: int  # the current one, or the next one between two epochs; counted from 0
+    taken: int  # batches that this rank has received in this epoch
     _resuming: bool
     _seed: int | None
     _start: dict[str, Tensor]
@@ -56,7 +50,7 @@ class DataStream:
         self._warned = False
         self._total_epochs: int | None = None
         self._batches: int | None = None
-        self.loop = 0
+        self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
         self.load_state_dict(_BEGINNING)
         _all.add(self)
 

@@ -285,10 +285,6 @@ class UnusedShards:
     add up what does not belong together. Newer versions of torch fill in zeros themselves (`UNUSED_SHARDS`). torch
     reduces a group when the gradients of its inputs are known. It reduces the other groups when the backward pass
     ends. A group that no rank has run stays without gradients.
-
-    Args:
-        groups: the sharded modules.
-        hooks: receives the hooks.
     """
 
     def __init__(self, groups: Sequence[nn.Module], hooks: Hooks) -> None:

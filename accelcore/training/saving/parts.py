@@ -26,19 +26,12 @@ logger = logging.getLogger("accelcore")
 
 @dataclass(frozen=True)
 class Saved:
-    """Contents of a verified checkpoint.
+    """Contents of a verified checkpoint."""
 
-    Attributes:
-        model: the model's state_dict.
-        shared: the `state` of each part, by its name.
-        own: the `own_state` of each part, by its name.
-        same_job: whether as many ranks saved it as there are now, so that `own` is this rank's own.
-    """
-
-    model: Mapping[str, Any]
-    shared: Mapping[str, Any]
-    own: Mapping[str, Any]
-    same_job: bool
+    model: Mapping[str, Any]  # the model's state_dict
+    shared: Mapping[str, Any]  # the `state` of each part, by its name
+    own: Mapping[str, Any]  # the `own_state` of each part, by its name
+    same_job: bool  # whether as many ranks saved it as there are now, so that `own` is this rank's own
 
 
 class Part(ABC):
