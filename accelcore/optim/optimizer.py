@@ -151,6 +151,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = None if self.needs_closure else loss_by(closure)
+        # Nothing to choose or to prepare in most steps: the first loads a state, a trainer's collect their gradients.
         if isinstance(self.binding, GroupBinding) and self.binding.is_outdated(self.param_groups):
             self._choose_again(dict(self.state))
         self.binding.prepare(self.param_groups)
@@ -211,7 +212,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def _take_route(self, request: Request, groups: Sequence[dict[str, Any]]) -> None:
         self._route = self._choose(request)
-        self.implementation = self._route.make(request, groups)
+        self.implementation = self._route.make(request, groups)  # calls the factory that the route was registered with
         self._engine = as_engine(self.implementation)  # the implementation itself, or an adapter that calls its `step`
         self.needs_closure = needs_closure(self.implementation)
 

@@ -127,16 +127,17 @@ class GradScaler(LossScaler):
                 "update was called before step or unscale_, so no gradient was checked for overflow",
                 remedy="call scaler.step(optimizer), or unscale_, first",
             )
-        if any(step.had_gradients for step in self._progress.values()):  # else nothing is known about the scale
+        progress = self._progress.values()
+        if any(each.had_gradients for each in progress):  # else nothing is known about the scale
             settings = self._settings
             torch._amp_update_scale_(
                 self._scale, self._clean_steps, found, settings.growth, settings.backoff, settings.interval
             )
             self._scale.clamp_(settings.min, settings.max)
             self._skipped += found
-            self.streak.count(found, [step.known for step in self._progress.values()])
+            self.streak.count(found, [each.known for each in progress])
             if not captured:
-                self.warn(find_bad or (lambda: _bad_parameter(step.optimizer for step in self._progress.values())))
+                self.warn(find_bad or (lambda: _bad_parameter(each.optimizer for each in progress)))
         self.abandon()
 
     def abandon(self) -> None:

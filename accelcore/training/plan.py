@@ -28,34 +28,25 @@ class Plan:
     """The objects that a training is made of. Each stage adds its own, in `apply` or already in `check`.
 
     All checks run before the first `apply`. So the `apply` of `Place` may use the strategy, which `Shard.check` made.
-
-    Attributes:
-        backend, model, optimizer, options: as given.
-        policy, contexts: the precision of every computation (stage `Cast`).
-        strategy: the parallel strategy (`Shard`).
-        listeners: the observers of each event (`Observe`).
-        gradients: the gradients of the trained parameters (`Bind`).
-        exact: values of trainable parameters before `Cast` rounded them, by the parameter's id; empty after `Bind`.
-        masters: for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`).
-        forward: the model to call (`Replicate`, `Compile`).
-        compiled: the compiled model; None if `compile` was not asked for.
-        captured: captures steps; None if `graph=True` was not asked for.
     """
 
-    backend: Backend
+    backend: Backend  # backend, model, optimizer, options: as given
     model: nn.Module
     optimizer: Optimizer
     options: TrainerOptions
-    policy: Policy = field(init=False)
+    policy: Policy = field(init=False)  # policy, contexts: the precision of every computation (stage `Cast`)
     contexts: Contexts = field(init=False)
-    strategy: Strategy = field(init=False)
-    listeners: Listeners = field(init=False)
+    strategy: Strategy = field(init=False)  # the parallel strategy (`Shard`)
+    listeners: Listeners = field(init=False)  # the observers of each event (`Observe`)
+    # the gradients of the trained parameters (`Bind`)
     gradients: Gradients = field(default_factory=lambda: PerTensor([]))
+    # values of trainable parameters before `Cast` rounded them, by the parameter's id; empty after `Bind`
     exact: dict[int, Tensor] = field(default_factory=dict)
+    # for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`)
     masters: dict[int, nn.Parameter] = field(default_factory=dict)
-    forward: Callable[..., Any] = field(init=False)
-    compiled: Compiled | None = None
-    captured: CapturedStep | None = None
+    forward: Callable[..., Any] = field(init=False)  # the model to call (`Replicate`, `Compile`)
+    compiled: Compiled | None = None  # the compiled model; None if `compile` was not asked for
+    captured: CapturedStep | None = None  # captures steps; None if `graph=True` was not asked for
 
     def of_model(self, held: Tensor) -> Tensor:
         """Return the model's parameter for a tensor in the optimizer's groups, which may be its fp32 master."""

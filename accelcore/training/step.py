@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,8 @@ logger = logging.getLogger("accelcore")
 class Step:
     """Train on micro-batches, and update the parameters at the end of a window.
 
-    Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups.
+    Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups. In one
+    process the strategy does nothing; without a loss scale, the scaler only steps the optimizer.
 
     The trainer calls `check` before each micro-batch, and `check_unchanged` when a window begins or ends. When an epoch
     begins, and before it saves, it calls `check_model`, which walks the model.
@@ -133,7 +135,7 @@ class Step:
             raise
         loss = loss.detach()
         self.finite.losses.append((self._window.steps + 1, loss, loss._version))
-        self.observe_loss(loss)
+        _tell(self._listeners.loss, loss)
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -159,15 +161,10 @@ class Step:
         self._window.micro += 1
         if self._window.micro < self._window.accumulate:
             self._strategy.before_forward(self._window.is_last)
-            self.observe_loss(loss)
+            _tell(self._listeners.loss, loss)
             return False
         self.close_window(full=True, updated=updated, loss=loss)
         return True
-
-    def observe_loss(self, loss: Tensor | None) -> None:
-        if loss is not None:
-            for listener in self._listeners.loss:
-                listener(loss)
 
     def close_window(self, *, full: bool, updated: bool = False, loss: Tensor | None = None) -> None:
         """Update the parameters unless a graph has `updated` them; begin a window; step schedule; call observers."""
@@ -185,15 +182,10 @@ class Step:
             raise
         self._window.steps += 1
         self._schedule.window_ended()
-        self.observe_loss(loss)
-        if self._norm is not None:
-            for listener in self._listeners.gradient_norm:
-                listener(self._norm)
-        if self._overflow is not None:
-            for listener in self._listeners.overflow:
-                listener(self._overflow)
-        for listener in self._listeners.step:
-            listener(self._window.steps)
+        _tell(self._listeners.loss, loss)
+        _tell(self._listeners.gradient_norm, self._norm)
+        _tell(self._listeners.overflow, self._overflow)
+        _tell(self._listeners.step, self._window.steps)
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
 
@@ -263,10 +255,10 @@ class Step:
         The loss scaler looks for inf and NaN here, or in `unscale_` before, and skips: by the optimizer's kernel if it
         takes `found_inf`, else by not calling the optimizer. `Strategy.agree` makes one rank's overflow every rank's.
         """
-        step = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
+        optimize = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
-                self._strategy.update(self._gradients, step)
+                self._strategy.update(self._gradients, optimize)
         except BaseException as error:
             self.give_up(
                 "its optimizer raised within a step, and may have updated a part of the parameters",
@@ -351,3 +343,10 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
+
+
+def _tell(listeners: Iterable[Callable[..., None]], value: object) -> None:
+    """Call the listeners, if there is a value."""
+    if value is not None:
+        for listener in listeners:
+            listener(value)

@@ -1,7 +1,9 @@
 """Autocast by table O1: the regions in which it holds, and the kernels that follow it in a device's autocast key.
 
-A `Region` installs the kernels and marks its thread. A kernel asks `is_o1_active`: a region also holds where a backward
-pass recomputes a checkpointed part of it.
+A kernel must know by which table it casts, also where a backward pass recomputes a checkpointed part of a region, maybe
+in another thread. torch then restores three facts about autocast: whether it is on, its dtype, and whether its cache of
+casts is on. Compiled code guards on the same three. The third one carries the table: a `Region` by table O1 turns
+torch's cache off, and keeps casts itself (`_State.casts`). One by torch's table leaves it on.
 """
 
 from __future__ import annotations
@@ -70,8 +72,6 @@ def _mark_compiled_code(change: int) -> None:
 class Region:
     """Context of autocast by table O1, or by torch's table for a device. It can be entered again after it was left.
 
-    Whether torch's cache of casts is on tells the tables apart: on by torch's table, off by O1. torch restores this
-    part of autocast's state when a checkpointed part of a model is recomputed, and compiled code guards on it.
     The first one that is entered installs the kernels at `dispatch_key`, the key of the device's autocast.
     """
 
@@ -104,11 +104,9 @@ class Region:
 
 
 def is_o1_active() -> bool:
-    """Return whether autocast follows table O1 now.
+    """Return whether autocast follows table O1 now: in a `Region` of this thread, or where backward recomputes a part.
 
-    It does in a `Region` of this thread, except under an inner autocast that has torch's cache. It also does where a
-    backward pass recomputes a checkpointed part of such a region, maybe in a thread of the autograd engine. Compilers
-    trace without the cache, too; that is a different case.
+    Under an inner autocast by torch's table, it does not. Compilers trace without the cache, too: no recomputation.
     """
     return not torch.is_autocast_cache_enabled() and (_state.depth > 0 or (in_backward() and not is_fake_mode_active()))
 
@@ -289,7 +287,7 @@ def _refusing_kernel(operator: OpOverload, device_type: str, outside: Kernel) ->
     def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # The forward pass did not refuse what is now recomputed; its region is not known any more.
         recomputed = in_backward() and not is_o1_active()
-        by_torch = _state.torch_depth > 0 and torch.is_autocast_cache_enabled()  # in a region of torch's table
+        by_torch = _state.torch_depth > 0 and torch.is_autocast_cache_enabled()
         if recomputed or by_torch:
             with without_autocast():
                 return (in_fp32 if recomputed else refused)(*arguments, **options)

@@ -80,9 +80,9 @@ class Strategy(ABC):
         """Return the 2-norm of all gradients, given the norm of the gradients on this rank."""
         return local
 
-    def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
-        """Update all parameters on all ranks; `step` updates the parameters that this rank owns."""
-        step()
+    def update(self, gradients: Gradients, optimize: Callable[[], None]) -> None:
+        """Update all parameters on all ranks; `optimize` updates the parameters that this rank owns."""
+        optimize()
 
     def reset(self) -> None:  # noqa: B027
         """Return to the state between two steps, also after a step that failed; free gathered parameters."""

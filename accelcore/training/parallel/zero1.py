@@ -53,10 +53,10 @@ class Zero1(CombineDDP):
             self.owners.update(_divided(new, self.collectives.world_size))
         return super().replicate(model, gradients)
 
-    def update(self, gradients: Gradients, step: Callable[[], None]) -> None:
+    def update(self, gradients: Gradients, optimize: Callable[[], None]) -> None:
         received = [slot for slot, has_one in zip(gradients.slots, gradients.received, strict=True) if has_one]
         with _hidden(gradients, [slot for slot in gradients.slots if not owns(self, slot.name)]):
-            step()
+            optimize()
         for rank in range(self.collectives.world_size):
             updated: list[Tensor] = [slot.trained for slot in received if self.owners[slot.name] == rank]
             broadcast_tensors(self.collectives, updated, src=rank)
