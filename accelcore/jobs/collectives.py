@@ -187,18 +187,15 @@ class TorchCollectives(Collectives):
                     world_size=launch.world_size,
                     timeout=timeout,
                 )
-            except (RuntimeError, ValueError) as error:
+            except BaseException as error:
                 self._stop_records()
-                if isinstance(error, DistributedError):
+                if isinstance(error, DistributedError) or not isinstance(error, RuntimeError | ValueError):
                     raise
                 raise DistributedError(
                     f"rank {launch.rank} of {launch.world_size} could not form the process group",
                     why=first_line(error),
                     remedy=f"check that {self._backend!r} works on this machine, and the links between machines",
                 ) from error
-            except BaseException:
-                self._stop_records()
-                raise
         self._entered.append(forms)
         needs_host = self._host is not None and self._host_group is None and dist.is_initialized()
         if needs_host and "cpu:" not in dist.get_backend_config():

@@ -1,4 +1,4 @@
-"""How far two samples are apart, in units of rounding."""
+"""Distance of two samples, in units of rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Distance(NamedTuple):
-    """How far two samples are apart."""
+    """Distance of two samples."""
 
     equal: bool  # whether all bits are the same
     error: float  # root mean square of the difference
