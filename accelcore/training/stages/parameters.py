@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Shard(Stage):
         plan.strategy.shard(plan.model, plan.policy)
         after = dict(plan.model.named_parameters())
         if shards := {whole: after[name] for name, whole in before.items() if after[name] is not whole}:
-            _train_instead(plan.optimizer, shards)
+            _replace(plan.optimizer, shards, _as_shard)
 
 
 class Bind(Stage):
@@ -154,41 +155,37 @@ def _runs(gradients: Gradients) -> list[Run]:
 def _give_masters(plan: Plan) -> None:
     """Replace parameters by their fp32 masters in the groups and the state of a torch optimizer."""
     trained = {id(slot.parameter): slot.trained for slot in plan.gradients.slots}
-    members, state = plan.groups(), plan.optimizer.state
-    for held in list(state):
-        parameter = plan.of_model(held)
-        target = trained.get(id(parameter), parameter)
-        if target is not held:
-            entry = state.pop(held)
-            state[target] = entry if target is parameter else {k: _as_master(v, target) for k, v in entry.items()}
-    for group, parameters in zip(plan.optimizer.param_groups, members, strict=True):
-        group["params"] = [trained.get(id(parameter), parameter) for parameter in parameters]
+    held = chain.from_iterable(group["params"] for group in plan.optimizer.param_groups)
+    pairs = [(each, trained.get(id(plan.of_model(each)), plan.of_model(each))) for each in held]
+    _replace(plan.optimizer, {each: target for each, target in pairs if each is not target}, _as_exact)
     swapped = [slot for slot in plan.gradients.slots if slot.trained is not slot.parameter]
     plan.masters = {id(slot.trained): slot.parameter for slot in swapped}
 
 
-def _as_master(value: object, master: Tensor) -> object:
-    fits = isinstance(value, Tensor) and value.is_floating_point() and value.shape == master.shape and value.dim()
-    return value.to(master.dtype) if fits and isinstance(value, Tensor) else value
-
-
-def _train_instead(optimizer: Any, shards: Mapping[Any, Tensor]) -> None:
-    """Replace whole parameters in an optimizer by their shards, and its state by shards of it."""
+def _replace(optimizer: Any, replacements: Mapping[Any, Tensor], convert: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Replace tensors in an optimizer's groups and state. `convert` makes the state of the new one from the old."""
     entries = {
-        shards[held]: {key: _cut(value, shards[held]) for key, value in entry.items()}
-        for held, entry in optimizer.state.items()
-        if held in shards
+        replacements[old]: {
+            key: convert(value, replacements[old]) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in entry.items()
+        }
+        for old, entry in optimizer.state.items()
+        if old in replacements
     }
     if isinstance(optimizer, RoutedOptimizer):
-        optimizer.replace(shards, entries)
+        optimizer.replace(replacements, entries)
         return
     for group in optimizer.param_groups:
-        group["params"] = [shards.get(held, held) for held in group["params"]]
-    for held in shards:
+        group["params"] = [replacements.get(held, held) for held in group["params"]]
+    for held in replacements:
         optimizer.state.pop(held, None)
     optimizer.state.update(entries)
 
 
-def _cut(value: Any, parameter: Tensor) -> Any:
-    divided = isinstance(value, Tensor) and value.dim() > 0
-    return as_shard(shard_of(value, parameter), parameter) if divided else value
+def _as_exact(value: Tensor, target: Tensor) -> Tensor:
+    fits = value.is_floating_point() and value.shape == target.shape
+    return value.to(torch.promote_types(value.dtype, target.dtype)) if fits else value
+
+
+def _as_shard(value: Tensor, target: Tensor) -> Tensor:
+    return as_shard(shard_of(value, target), target)
