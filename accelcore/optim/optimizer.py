@@ -48,7 +48,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
             (`_step_supports_amp_scaling`).
     """
 
-    grad_scale: Tensor | None
+    grad_scale: Tensor | None  # no value here: torch's GradScaler reads it with a default of 1
     found_inf: Tensor | None
     binding: RunBinding | GroupBinding
 
