@@ -28,6 +28,10 @@ _INDEXED = re.compile(
     r"|[\"'](?:cuda|npu):%d[\"'] *% *\(?(\w+\.\w+)\b|[\"'](?:cuda|npu):\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
 )
 _RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
+_SPELLED = re.compile(
+    rf"str\([^()]*\) *[!=]= *[\"']({'|'.join(DEVICES)})[\"']|[!=]= *torch\.device\([\"']({'|'.join(DEVICES)})[\"']\)"
+    rf"|torch\.device\([\"']({'|'.join(DEVICES)})[\"']\) *[!=]="
+)
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
 
 _ENGINES = (
@@ -46,7 +50,8 @@ class Facts(Tree):
         super().__init__(wrapper, level)
         chosen = self.index_option
         read = self._read_at(chosen) if "." in chosen else None
-        self.place = Place(self, by_hand=self._chooses_by_hand(), index=chosen, read=read)
+        by_hand = self.is_library or self._chooses_by_hand()
+        self.place = Place(self, by_hand=by_hand, index=chosen, read=read)
 
     def _chooses_by_hand(self) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""
@@ -278,11 +283,12 @@ class Facts(Tree):
     def device(self, site: cst.CSTNode) -> str:
         """Return the source of the device for a site, as `Place.device`, or of its name.
 
-        DataParallel runs a module's replicas each with another device current, which a name without an index is.
+        DataParallel runs a module's replicas each with another device current, which a name without an index is. A
+        script that compares devices with such a name keeps it, too.
         """
         source = self.place.device(site)
         has_index = source.endswith(".device") and self.level is not Level.TORCH
-        return f"{source}.type" if has_index and self._in_replicas(site) else source
+        return f"{source}.type" if has_index and (_SPELLED.search(self.code) or self._in_replicas(site)) else source
 
     def _in_replicas(self, node: cst.CSTNode) -> bool:
         """Return whether a device is for a module of torch, of which DataParallel may run replicas."""

@@ -37,6 +37,7 @@ APEX: Mapping[str, frozenset[str]] = {
 """What `accelcore.apex` has. NpuFusedBertAdam and NpuFusedRMSpropTF of Ascend's apex compute something else there."""
 
 _VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
+_WRAPPER = "FP16_Optimizer"
 _IMPOSTOR = "transfer_to_npu"
 _CUDNN = "torch.backends.cudnn"
 
@@ -140,8 +141,10 @@ class Imports:
         if module.split(".")[0] == "apex":
             known = module == "apex" or all(dotted(each.name) in APEX.get(module, ()) for each in names)
             known = known and (module != "apex" or all(f"apex.{dotted(each.name)}" in APEX for each in names))
-            if self.level is Level.TORCH or not known:
+            wrapped = module == "apex.optimizers" and self.before[_WRAPPER] > 0
+            if self.level is Level.TORCH or wrapped or not known:
                 why = "apex: level roles has accelcore.apex" if known else "apex: accelcore.apex does not have this"
+                why = f"apex: its {_WRAPPER} takes apex's own optimizers" if wrapped else why
                 return self._kept(statement, why)
             new = cst.parse_expression(f"accelcore.{module}")
             return self._changed(statement, part.with_changes(module=new))

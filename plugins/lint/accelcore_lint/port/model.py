@@ -64,6 +64,7 @@ class Left:
         harmless: whether other devices ignore the line. It is reported, without a comment.
         inner: whether rules still look at the parts of the node.
         retry: for a part of an `if`'s condition: what to do instead if all that the `if` guards is rewritten.
+        some: whether that is done unless the `if` guards a line that is left, and none that is rewritten.
     """
 
     reason: str
@@ -71,6 +72,7 @@ class Left:
     harmless: bool = False
     inner: bool = False
     retry: Rewrite | None = None
+    some: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Place:
     it goes before the first statement of the module that needs it. A script that already has such a line keeps it.
 
     A script that starts its own ranks chooses the backend in the function that they run. Its other functions take the
-    current device, which that choice has set.
+    current device, which that choice has set. So does a module without a script, whose device another file may choose.
 
     Args:
         tree: of the file.
@@ -50,6 +50,8 @@ class Place:
         self._torch_level = tree.level is Level.TORCH
         torch = tree.torch
         self._current_value = f'{torch}.accelerator.current_accelerator(check_available=True) or {torch}.device("cpu")'
+        if tree.is_library and not (self._torch_level or tree.hidden_by):
+            self._current_value = f"{torch}.device(accelcore.select().device.type)"
         choice = f"accelcore.select(local_rank={index})" if index else "accelcore.select()"
         self._value = self._current_value if self._torch_level else choice
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
@@ -96,6 +98,12 @@ class Place:
             return chosen.value
         self._use(site)
         return self.name
+
+    def forget(self, site: cst.CSTNode) -> None:
+        """Take back what was asked for an expression that is left after all."""
+        for sites in (self._sites, self._current_sites, *self._local.values()):
+            sites[:] = [each for each in sites if each is not site]
+        self._local = defaultdict(list, {key: sites for key, sites in self._local.items() if sites})
 
     def can_choose(self, site: cst.CSTNode) -> bool:
         """Return whether `backend` has one for an expression; never at level TORCH."""
@@ -229,7 +237,10 @@ class Place:
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
-        needed = {"import torch"} if self._current_sites or self._current in local else set()
+        takes_current = bool(self._current_sites) or self._current in local
+        needed = {"import torch"} if takes_current else set()
+        if takes_current and "accelcore" in self._current_value:
+            needed.add("import accelcore")
         if self._sites or self.name in local or (self._read is not None and self._has_sites()):
             needed.add("import torch" if self._torch_level else "import accelcore")
         return needed

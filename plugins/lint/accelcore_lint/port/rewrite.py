@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import cast
 
 import libcst as cst
-from libcst import metadata
+from libcst import matchers, metadata
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
@@ -134,7 +135,9 @@ class _Decisions(cst.CSTVisitor):
                 self._rewrite(rule, node, decision)
                 return True
             guard = self._guard_of(node) if decision.retry is not None else None
-            if guard is None:
+            if guard is None and decision.some and decision.retry is not None:
+                self._rewrite(rule, node, decision.retry)
+            elif guard is None:
                 self._leave(rule, node, decision)
             else:
                 self._waiting[guard].append((rule, node, decision))
@@ -148,8 +151,9 @@ class _Decisions(cst.CSTVisitor):
             self._was_left.pop()
         for rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, left = self._marks[original_node]
-            done = len(self.rewritten) + len(self.harmless) > rewritten or self._is_portable(original_node)
-            done = done and len(self.left) == left
+            some = len(self.rewritten) + len(self.harmless) > rewritten or self._is_portable(original_node)
+            whole = len(self.left) == left
+            done = (some or whole) if decision.some else (some and whole)
             if done and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
@@ -172,6 +176,7 @@ class _Decisions(cst.CSTVisitor):
         self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
 
     def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
+        self._facts.place.forget(node)
         note = Note(self._facts.line(node), rule.name, decision.reason)
         if decision.harmless:
             self.harmless.append(note)
@@ -183,9 +188,14 @@ class _Decisions(cst.CSTVisitor):
 
     def _decide(self, rule: Rule, node: cst.CSTNode) -> Rewrite | Left | None:
         try:
-            return rule.decide(node, self._facts)
+            decision = rule.decide(node, self._facts)
         except UnplacedError as unplaced:
             return None if rule.optional else Left(str(unplaced))
+        if isinstance(decision, Rewrite) and _loses_comment(node, decision):
+            if rule.optional:
+                self._facts.place.forget(node)
+            return None if rule.optional else Left("comments within it would be lost: move them above it")
+        return decision
 
     def _is_portable(self, node: cst.CSTNode) -> bool:
         """Return whether an `if` only guards what every accelerator has: copies, autocast, fused steps, numbers."""
@@ -203,6 +213,18 @@ class _Decisions(cst.CSTVisitor):
         return next(outer for outer in around if isinstance(outer, _COMPOUND))
 
 
+def _loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
+    if "#" not in cst.Module([]).code_for_node(node):
+        return False
+    made = rewrite.build(node)
+    new = list(made) if isinstance(made, cst.FlattenSentinel) else [made] if isinstance(made, cst.CSTNode) else []
+    return len(_comments(node)) > sum(len(_comments(each)) for each in new)
+
+
+def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    return matchers.findall(node, matchers.Comment())
+
+
 class _Apply(cst.CSTTransformer):
     """Replaces nodes, and adds comments, imports and the line that chooses the device."""
 
@@ -210,8 +232,12 @@ class _Apply(cst.CSTTransformer):
         super().__init__()
         self._decisions = decisions
         self._before: dict[cst.CSTNode, str] = facts.place.lines()
-        imports = decisions.imports | facts.place.imports()
-        self._after = _import_anchor(facts, {line for line in imports if not _has_import(facts, line)})
+        imports = sorted(line for line in decisions.imports | facts.place.imports() if not _has_import(facts, line))
+        around = {id(outer) for node in (*self._before, *decisions.rewrites) for outer in (node, *facts.parents(node))}
+        first = next((line for line in facts.module.body if id(line) in around), None)
+        anchor = _import_anchor(facts, first)
+        self._after = {anchor: imports} if anchor is not None and imports else {}
+        self._above = {first: imports} if anchor is None and first is not None else {}
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         result: object = super().on_leave(original_node, updated_node)
@@ -225,8 +251,9 @@ class _Apply(cst.CSTTransformer):
         comments = self._decisions.comments.get(original_node)
         if comments:
             result = _commented(cast("cst.SimpleStatementLine", result), comments)
-        before, after = self._before.get(original_node), self._after.get(original_node)
-        if before is None and after is None:
+        before, after = self._before.get(original_node), self._after.get(original_node, ())
+        above = self._above.get(original_node, ())
+        if before is None and not after and not above:
             return result
         statements = list(result) if isinstance(result, cst.FlattenSentinel) else [result]
         if before is not None:
@@ -236,8 +263,7 @@ class _Apply(cst.CSTTransformer):
                 added.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if has_blank else []),
                 *statements,
             ]
-        if after is not None:
-            statements += [cst.parse_statement(line) for line in sorted(after)]
+        statements = [*map(cst.parse_statement, above), *statements, *map(cst.parse_statement, after)]
         return cst.FlattenSentinel(cast("list[cst.CSTNode]", statements))
 
 
@@ -284,18 +310,20 @@ def _has_import(facts: Facts, line: str) -> bool:
     )
 
 
-def _import_anchor(facts: Facts, imports: set[str]) -> dict[cst.CSTNode, set[str]]:
-    """Return the statement after which imports are added: the last of the imports that follow the first of torch."""
-    if not imports:
-        return {}
+def _import_anchor(facts: Facts, first: cst.CSTNode | None) -> cst.CSTNode | None:
+    """Return the statement after which imports are added, or None if `first`, which needs them, is above all imports.
+
+    It is the last of the imports that follow the first of torch.
+    """
     anchor: cst.CSTNode | None = None
     fallback: cst.CSTNode | None = None
     for statement in facts.module.body:
+        if statement is first:
+            break
         if _is_import(statement):
             fallback = fallback or statement
             if anchor is not None or "torch" in text_of(statement):
                 anchor = statement
         elif anchor is not None:
             break
-    chosen = anchor or fallback
-    return {} if chosen is None else {chosen: imports}
+    return anchor or fallback

@@ -150,6 +150,26 @@ class Tree:
             for call in self.calls
         )
 
+    @cached_property
+    def is_library(self) -> bool:
+        """Return whether a file only defines what others use: it does nothing with a name of its own when imported."""
+        body, code = self.module.body, self.code
+        runs = (cst.For, cst.While, cst.With)
+        if self.spawns or self.backends or "__main__" in code or "parse_args(" in code:
+            return False
+        own = {each.name.value for each in body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
+        return bool(own) and not any(isinstance(each, runs) or self._uses(each, own) for each in body)
+
+    def _uses(self, line: cst.BaseStatement | cst.BaseSmallStatement, own: set[str]) -> bool:
+        """Return whether a line of the module is a call with a name of its `own` or an assigned one, but no logger."""
+        if not isinstance(line, cst.SimpleStatementLine):
+            return False
+        calls = " ".join(text_of(part) for part in line.body if isinstance(part, cst.Expr))
+        names = set(re.findall(r"(?<![\w.])[^\W\d]\w*", re.sub(r"(?s)([\"']).*?\1", "", calls)))
+        return "(" in calls and any(
+            name in own or (name in self.assigned and not name.startswith(("log", "current_"))) for name in names
+        )
+
     def import_lines(self) -> dict[str, int]:
         """Return the numbers of the lines of all import statements, by their text."""
         return {text_of(node): self.line(node) for node in reversed(self.imports)}
@@ -266,9 +286,11 @@ class _Survey(cst.CSTVisitor):
     def visit_Import(self, node: cst.Import) -> None:
         self.imports.append(node)
         for alias in node.names:
-            if dotted(alias.name) == "torch" and not self._depth:
+            if self._depth or self.torch:
+                continue
+            if dotted(alias.name) == "torch":
                 self.torch = text_of(alias.asname.name) if alias.asname else "torch"
-            elif dotted(alias.name).startswith("torch.") and alias.asname is None and not self._depth:
+            elif dotted(alias.name).startswith("torch.") and alias.asname is None:
                 self.torch = "torch"
 
 

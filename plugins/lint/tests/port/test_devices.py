@@ -44,7 +44,7 @@ def test_the_first_device_may_have_a_name_before_it_is_made_current():
     source = (
         "import torch\n\n\nclass Trainer:\n    def __init__(self):\n"
         '        self.device = "cuda:0" if torch.cuda.is_available() else "cpu"\n'
-        "        torch.cuda.set_device(self.device)\n"
+        "        torch.cuda.set_device(self.device)\n\n\nTrainer()\n"
     )
     outcome = _ported(source)
     assert "        self.device = accel.device.type\n" in outcome.source

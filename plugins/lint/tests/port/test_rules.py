@@ -130,6 +130,9 @@ class Net(torch.nn.Module):
     def forward(self, x):
         y = torch.cuda.FloatTensor(2)
         return x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2).to(device)
+
+
+Net()
 """
 
 
@@ -156,18 +159,14 @@ x = torch.ones(2).cuda()
 """
 
 
-def test_a_setting_of_cudnn_gets_torchs_word_for_all_devices_and_its_import_goes():
-    ported = port_source(CUDNN, Level.ROLES).source
-    assert "use_deterministic_algorithms(True, warn_only=True)\ntorch.backends.cudnn.benchmark = args.b" in ported
-    assert "import cudnn" not in ported
-
-
-@pytest.mark.parametrize("line", ["print(cudnn.version())", "torch.use_deterministic_algorithms(True)"])
-def test_a_setting_of_cudnn_stays_if_the_script_says_more_than_that(line):
-    ported = port_source(f"{CUDNN}{line}\n", Level.ROLES).source
-    assert "cudnn.benchmark = args.benchmark" in ported
-    assert ("warn_only" in ported, "import cudnn" in ported) == ("version" in line, "version" in line)
-    assert port_source(ported, Level.ROLES).source == ported
+@pytest.mark.parametrize("line", ["", "print(cudnn.version())\n"])
+def test_settings_of_cudnn_keep_their_meaning_and_their_import_goes_with_its_last_other_use(line):
+    ported = port_source(CUDNN + line, Level.ROLES)
+    name = "cudnn" if line else "torch.backends.cudnn"
+    assert f"\n{name}.deterministic = True\n{name}.benchmark = args.benchmark\n" in ported.source
+    assert ("import cudnn" in ported.source) is bool(line)
+    assert [note.line for note in ported.harmless] == ([4, 5, 7] if line else [])
+    assert port_source(ported.source, Level.ROLES).source == ported.source
 
 
 @pytest.mark.parametrize("line", ["import torch.backends.cudnn as cudnn", "from torch.backends import cudnn"])

@@ -22,7 +22,8 @@ def test_empty_tuples_are_read(level):
 def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
     source = (
         "import torch\n\n\ndef main(kind):\n    if kind == 1:\n        print(1)\n"
-        f"{comment}    elif kind == 2:\n        torch.cuda.set_device(0)\n{last}    return torch.ones(2).cuda()\n"
+        f"{comment}    elif kind == 2:\n        torch.cuda.set_device(0)\n{last}    return torch.ones(2).cuda()\n\n\n"
+        "main(2)\n"
     )
     ported = _ported(source).source
     assert comment in ported

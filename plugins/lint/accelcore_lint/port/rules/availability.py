@@ -5,9 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Level, Rewrite, Rule
+from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
-from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, is_current, whole
 from accelcore_lint.port.tree import text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -17,7 +17,7 @@ _NAMES = tuple(f"torch.{device}.get_device_name" for device in DEVICES)
 _BF16 = tuple(f"torch.{device}.is_bf16_supported" for device in DEVICES)
 
 
-def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None:
+def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left | None:
     if isinstance(node, cst.UnaryOperation):
         return _decide_not(node, facts)
     name = facts.name(node.func)
@@ -26,7 +26,8 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None
     if name is None or node.args:
         return None
     if name in AVAILABLE:
-        return _as_operand(node, facts, _available(facts, node))
+        asked = _as_operand(node, facts, _available(facts, node))
+        return Left("a condition on one vendor's device: what it guards is left", node.children, retry=asked, some=True)
     if name in _BF16 and facts.level is not Level.TORCH:
         source = f'"bfloat16" in {facts.place.backend(node)}.capabilities.autocast_dtypes'
         return _as_operand(node, facts, source)
@@ -42,7 +43,9 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | None
 def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
     """Ask the module that torch has for the device; the CPU has no names."""
     device = facts.place.device(node)
-    given = ", ".join(text_of(arg) for arg in node.args)
+    given = ", ".join(text_of(arg) for arg in node.args if not is_current(facts, arg.value))
+    if any(f"{device}." in given or f"{device}:" in given for device in DEVICES):
+        return None
     source = f"{facts.torch}.get_device_module({device}).get_device_name({given})"
     if facts.guards(node):
         return whole(node, source, facts.needs_torch)
@@ -94,6 +97,14 @@ AVAILABILITY = Rule(
             'found = (accel.device.type != "cpu") is True',
         ),
         Example(Level.ROLES, "n = torch.cuda.device_count()", "n = torch.accelerator.device_count()"),
+        Example(
+            Level.ROLES,
+            "if torch.cuda.is_available():\n    kinds.append('cuda')",
+            "# TODO(accelcore): a condition on one vendor's device: what it guards is left\n"
+            "if torch.cuda.is_available():\n"
+            "    # TODO(accelcore): a device's name in a place where it is not certain that it chooses a device\n"
+            "    kinds.append('cuda')",
+        ),
         Example(
             Level.ROLES,
             "print(torch.cuda.get_device_name(0))",

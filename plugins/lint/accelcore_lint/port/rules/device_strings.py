@@ -41,11 +41,16 @@ def own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
     """Return whether an index is that of the process's only device."""
     if index is None or text_of(index) == "None" or facts.is_local_rank(index):
         return True
-    name = facts.name(index.func) if isinstance(index, cst.Call) else None
-    if name is not None and name.endswith(".current_device"):
+    if is_current(facts, index):
         return True
     one = facts.indexes <= {"0"} and all(made is None or text_of(made) == "0" for made in facts.made_indexes)
     return one and _is_zero(facts, index) and not any(_is_other(facts, moved) for moved in facts.moved_to)
+
+
+def is_current(facts: Facts, index: cst.BaseExpression) -> bool:
+    """Return whether an index is `torch.cuda.current_device()`."""
+    name = facts.name(index.func) if isinstance(index, cst.Call) else None
+    return name is not None and name.endswith(".current_device")
 
 
 def _is_zero(facts: Facts, index: cst.BaseExpression) -> bool:
@@ -151,6 +156,9 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
             return source if isinstance(source, Left) else whole(node, source)
         if len(node.args) != 1:
             return None
+        if is_current(facts, choice):
+            source = device_source(facts, node, choice)
+            return source if isinstance(source, Left) else whole(node, _as_device(facts, source))
     elif isinstance(facts.parent(node), cst.IfExp):
         return None
     names = _chosen(facts, choice)
@@ -165,7 +173,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     if isinstance(node, cst.Call):
         source = device_source(facts, node, index) if not isinstance(choice, cst.IfExp) else _inline(facts, node, index)
         source = _as_device(facts, source)
-    elif facts.level is Level.TORCH and index is not None and text_of(index) != "0":
+    elif index is not None and _has_indexes(facts) and not (text_of(index) == "0" and own_device(facts, index)):
         return None  # the string is rewritten, and the choice stays
     else:
         source = _inline(facts, node, index)

@@ -22,7 +22,8 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
     if not isinstance(call, cst.Call) or facts.name(call.func) not in _LOADERS:
         return None
     asks = isinstance(node.value, cst.Call) and facts.name(node.value.func) in AVAILABLE
-    if text_of(node.value) != "True" and not asks:
+    follows = call.args[call.args.index(node) + 1 :]
+    if (text_of(node.value) != "True" and not asks) or any(arg.star == "*" for arg in follows):
         return None
     if facts.level is Level.TORCH or facts.place.is_apart(node):
         value = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")

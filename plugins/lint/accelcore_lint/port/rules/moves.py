@@ -10,7 +10,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import device_source, is_device_name
+from accelcore_lint.port.rules.device_strings import device_source, is_current, is_device_name
 from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -75,7 +75,7 @@ def _device_argument(node: cst.Call, facts: Facts) -> cst.Arg | None:
     for arg in node.args if is_to or is_torchs else ():
         keyword = arg.keyword.value if arg.keyword else None
         is_first = is_to and arg is node.args[0] and keyword is None and not arg.star
-        if (is_first or keyword == "device") and facts.is_local_rank(arg.value):
+        if (is_first or keyword == "device") and (facts.is_local_rank(arg.value) or is_current(facts, arg.value)):
             return arg
     return None
 

@@ -28,8 +28,11 @@ _NPU_ONLY = {
 """Options in their order; torch's classes have more options, which only choose between its kernels."""
 
 
-_ONLY_TORCHS = re.compile(r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b")
-"""A script whose gradients may be sparse, or that shards its model itself: torch's own classes stay there."""
+_ONLY_TORCHS = re.compile(
+    r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
+    r"|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
+)
+"""A script whose gradients may be sparse, that shards its model itself, or asks for the optimizer's class."""
 
 _COPIES = ("torch.save", "copy.copy", "copy.deepcopy", "pickle.dump", "pickle.dumps")
 _REFERS = r"[\w.]*(?:optim|sched)\w*"

@@ -59,7 +59,9 @@ def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrit
         if facts.guards(node):
             return inner.with_changes(leading_lines=updated.leading_lines)
         test = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")
-        return cst.If(test, cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
+        outer = facts.parent(node)
+        indent = outer.indent if isinstance(outer, cst.IndentedBlock) else None
+        return cst.If(test, cst.IndentedBlock([inner], indent=indent), leading_lines=updated.leading_lines)
 
     return Rewrite(build, node.body, facts.needs_torch)
 
@@ -100,6 +102,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
 
 def _is_known(facts: Facts, node: cst.CSTNode, device: cst.BaseExpression) -> bool:
     """Return whether a device is made current by a number that lines elsewhere, which take the current one, need."""
+    if facts.is_library and _is_chosen(facts, device):  # it is current
+        return False
     chosen = facts.is_local_rank(device) or (facts.place.by_hand and index_of(device) != (True, None))
     return facts.place.is_apart(node) and chosen
 

@@ -16,7 +16,6 @@ _DEFAULTS = {
     f"{_CUDNN}enabled": "True",
     f"{_CUDNN}allow_tf32": "True",
 }
-_STRICT = "use_deterministic_algorithms"
 _GENERIC = {
     ("torch.backends.cuda.matmul.allow_tf32", "True"): 'set_float32_matmul_precision("high")',
     ("torch.backends.cuda.matmul.allow_tf32", "False"): 'set_float32_matmul_precision("highest")',
@@ -28,40 +27,14 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
     if len(node.body) != 1 or not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
         return None
     target = assign.targets[0].target
-    if isinstance(target, cst.Tuple):
-        return _in_lines(node, target, assign.value, facts)
     name, value = facts.name(target) or "", text_of(assign.value)
     if _DEFAULTS.get(name) == value and all(text_of(other) == value for other in facts.values(target)):
         return Rewrite(removed, node.body)
     source = _GENERIC.get((name, value))
-    if name == f"{_CUDNN}deterministic" and _STRICT not in facts.code:
-        source = f"{_STRICT}({value}, warn_only=True)"
     if source is None:
         return _by_full_name(node, target, name, facts)
     new = cst.Expr(cst.parse_expression(f"{facts.torch}.{source}"))
     return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, facts.needs_torch)
-
-
-def _in_lines(
-    node: cst.SimpleStatementLine, target: cst.Tuple, value: cst.BaseExpression, facts: Facts
-) -> Rewrite | None:
-    """Write `cudnn.benchmark, cudnn.deterministic = False, True` as a line for each."""
-    names = [facts.name(element.value) or "" for element in target.elements]
-    known = {f"{_CUDNN}benchmark": "torch.backends.cudnn.benchmark = {}"}
-    known |= {} if _STRICT in facts.code else {f"{_CUDNN}deterministic": f"torch.{_STRICT}({{}}, warn_only=True)"}
-    if not isinstance(value, cst.Tuple) or len(value.elements) != len(names) or not set(names) <= set(known):
-        return None
-    values = [text_of(element.value) for element in value.elements]
-    sources = [known[name].format(given) for name, given in zip(names, values, strict=True)]
-    sources = [source.replace("torch.", f"{facts.torch}.", 1) for source in sources]
-
-    def build(updated: cst.SimpleStatementLine) -> cst.FlattenSentinel[cst.SimpleStatementLine]:
-        lines = [cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine) for source in sources]
-        lines[0] = lines[0].with_changes(leading_lines=updated.leading_lines)
-        lines[-1] = lines[-1].with_changes(trailing_whitespace=updated.trailing_whitespace)
-        return cst.FlattenSentinel(lines)
-
-    return Rewrite(build, node.body, facts.needs_torch)
 
 
 def _by_full_name(node: cst.SimpleStatementLine, target: cst.BaseExpression, name: str, facts: Facts) -> Rewrite | None:
@@ -99,18 +72,8 @@ SWITCHES = Rule(
         ),
         Example(
             Level.ROLES,
-            "torch.backends.cudnn.deterministic = args.exact",
-            "torch.use_deterministic_algorithms(args.exact, warn_only=True)",
-        ),
-        Example(
-            Level.ROLES,
             "import torch.backends.cudnn as cudnn\ncudnn.benchmark = True",
             "torch.backends.cudnn.benchmark = True",
-        ),
-        Example(
-            Level.ROLES,
-            "import torch.backends.cudnn as cudnn\ncudnn.benchmark, cudnn.deterministic = False, True",
-            "torch.backends.cudnn.benchmark = False\ntorch.use_deterministic_algorithms(True, warn_only=True)",
         ),
     ),
 )

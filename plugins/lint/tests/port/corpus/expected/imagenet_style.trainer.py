@@ -23,7 +23,7 @@ args = parser.parse_args()
 def main():
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
     args.distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if args.distributed:
         args.gpu = args.local_rank

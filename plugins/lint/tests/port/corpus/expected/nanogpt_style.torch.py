@@ -9,7 +9,8 @@ accelerator = torch.accelerator.current_accelerator(check_available=True) or tor
 backend = torch.distributed.get_default_backend_for_device(accelerator) # 'nccl', 'gloo', etc.
 device = accelerator.type # examples: 'cpu', 'cuda', 'cuda:0'
 # TODO(accelcore): one vendor's function, without a generic one
-dtype = 'bfloat16' if torch.accelerator.is_available() and torch.cuda.is_bf16_supported() else 'float32'
+# TODO(accelcore): a condition on one vendor's device: what it guards is left
+dtype = 'bfloat16' if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else 'float32'
 # -----------------------------------------------------------------------------
 ddp = int(os.environ.get('RANK', -1)) != -1 and int(os.environ.get('WORLD_SIZE', 1)) > 1
 if ddp:

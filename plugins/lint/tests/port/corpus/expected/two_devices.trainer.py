@@ -1,8 +1,9 @@
 """Model parallelism by hand: which device is which cannot be guessed."""
 import torch
 from torch import nn
+import accelcore
 
-current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+current_device = torch.device(accelcore.select().device.type)
 
 
 class TwoParts(nn.Module):
