@@ -9,6 +9,7 @@ from functools import cached_property
 import libcst as cst
 from libcst import metadata
 
+from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.place import Place
@@ -90,6 +91,14 @@ class Facts(Tree):
         if not devices or len(devices) != len(values) or self._is_local_rank(text, device, ()):
             return [device]
         return [index for value in devices for index in self.indexes_of(value, (*seen, text))]
+
+    @cached_property
+    def strange_apex(self) -> frozenset[str]:
+        """Return the functions that the file calls through a module of apex, and that accelcore.apex does not have."""
+        called = ((self.name(call.func) or "", text_of(call.func)) for call in self.calls)
+        return frozenset(
+            name for name, text in called if name.startswith("apex.") and "." in text and not is_known_apex(name)
+        )
 
     @cached_property
     def own_options(self) -> set[str]:

@@ -42,6 +42,12 @@ _IMPOSTOR = "transfer_to_npu"
 _CUDNN = "torch.backends.cudnn"
 
 
+def is_known_apex(name: str) -> bool:
+    """Return whether `accelcore.apex` has a function or a module."""
+    module, _, function = name.rpartition(".")
+    return name == "apex" or name in APEX or function in APEX.get(module, ())
+
+
 def _is_vendor(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in _VENDOR)
 
@@ -91,6 +97,7 @@ class Imports:
         after: names that it uses now.
         lines: numbers of the lines of the import statements in the source, by their text.
         complete: whether no vendor's word was left.
+        strange: names in apex that the file uses and accelcore.apex does not have.
         rewritten, left: notes for the report.
     """
 
@@ -99,6 +106,7 @@ class Imports:
     after: Counter[str]
     lines: Mapping[str, int]
     complete: bool
+    strange: frozenset[str] = frozenset()
     rewritten: list[Note] = field(default_factory=list)
     left: list[Note] = field(default_factory=list)
     _present: Sequence[str] = ()
@@ -141,6 +149,7 @@ class Imports:
         if module.split(".")[0] == "apex":
             known = module == "apex" or all(dotted(each.name) in APEX.get(module, ()) for each in names)
             known = known and (module != "apex" or all(f"apex.{dotted(each.name)}" in APEX for each in names))
+            known = known and not any(self._is_strange(f"{module}.{dotted(each.name)}") for each in names)
             wrapped = module == "apex.optimizers" and self.before[_WRAPPER] > 0
             if self.level is Level.TORCH or wrapped or not known:
                 why = "apex: level roles has accelcore.apex" if known else "apex: accelcore.apex does not have this"
@@ -167,11 +176,14 @@ class Imports:
             bound = text_of(alias.asname.name) if alias.asname else "apex"
             parent, _, name = f"accelcore.{module if alias.asname else 'apex'}".rpartition(".")
             source = f"from {parent} import {name}" + (f" as {bound}" if bound != name else "")
-            if module == "apex" or module in APEX:
+            if (module == "apex" or module in APEX) and not self._is_strange(module):
                 return self._changed(
                     statement, cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine).body[0]
                 )
         return self._kept(statement, f"{module}: one vendor's module")
+
+    def _is_strange(self, module: str) -> bool:
+        return any(name.startswith(f"{module}.") for name in self.strange)
 
     def _is_needed(self, alias: cst.ImportAlias, *, vendor: bool) -> bool:
         bound = text_of(alias.asname.name) if alias.asname else dotted(alias.name).split(".")[0]

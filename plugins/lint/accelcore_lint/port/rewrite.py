@@ -79,7 +79,12 @@ def port_source(source: str, level: Level) -> Outcome:
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=len(vendor_lines(source)))
     rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(
-        level, names_used(module), names_used(rewritten), facts.import_lines(), complete=not decisions.left
+        level,
+        names_used(module),
+        names_used(rewritten),
+        facts.import_lines(),
+        complete=not decisions.left,
+        strange=facts.strange_apex,
     )
     outcome.source = sweep(imports.apply(rewritten)).code
     if level is Level.TRAINER:

@@ -146,7 +146,7 @@ class Tree:
         return any(
             (self.name(call.func) or "").startswith(("torch.multiprocessing.spawn", "torch.multiprocessing.start_proc"))
             or (self.name(call.func) or "").endswith("multiprocessing.Process")
-            or ((self.name(call.func) or "").endswith(".launch") and argument(call, "num_machines") is not None)
+            or ((self.name(call.func) or "").endswith(".launch") and self._passes_function(call))
             for call in self.calls
         )
 
@@ -169,6 +169,10 @@ class Tree:
         return "(" in calls and any(
             name in own or (name in self.assigned and not name.startswith(("log", "current_"))) for name in names
         )
+
+    def _passes_function(self, call: cst.Call) -> bool:
+        first = call.args[0].value if call.args else None
+        return argument(call, "num_machines") is not None or (first is not None and text_of(first) in self.functions)
 
     def import_lines(self) -> dict[str, int]:
         """Return the numbers of the lines of all import statements, by their text."""

@@ -278,6 +278,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     if (
         name == "torch.device"
         or keyword == "device_type"
+        or (name.startswith("torch.distributed.") and name.endswith(".init_device_mesh") and first)
         or (name in ("torch.autocast", "torch.amp.GradScaler") and first)
     ):
         return "kind"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.imports import APEX
+from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import names_option, whole
@@ -58,18 +58,13 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
         return _unresolved(node, facts)
     if name.startswith(_SWITCHES):
         return Left(f"{name}: other devices ignore it", node.children, harmless=True)
-    if facts.level is not Level.TORCH and _is_known_apex(name):
+    stays = facts.strange_apex and text_of(node).startswith("apex.")
+    if facts.level is not Level.TORCH and is_known_apex(name) and not stays:
         return None
     parts = name.split(".")
     if parts[0] in MODULES or (parts[0] == "torch" and len(parts) > 2 and parts[1] in DEVICES):
         return Left(_reason(parts), node.children)
     return None
-
-
-def _is_known_apex(name: str) -> bool:
-    """Return whether `accelcore.apex` has a function; the import is rewritten."""
-    module, _, function = name.rpartition(".")
-    return name in APEX or function in APEX.get(module, ())
 
 
 def _unresolved(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
