@@ -110,6 +110,8 @@ class Facts(Tree):
         """Return the option by whose number the script chooses its only device, or the number itself; "" if none is."""
         if self._selected_by:
             return text_of(next(iter(self._selected_by.values())))
+        if self.is_library:
+            return ""
         code = self.code
         found = {next(filter(None, match.groups())) for match in _INDEXED.finditer(code)}
         if not found:

@@ -204,3 +204,28 @@ def test_a_function_that_is_given_to_a_launcher_is_not_called_by_the_script():
         'if __name__ == "__main__":\n    dist.launch(main, 2, args=(args,))\n'
     )
     assert "select" not in port_source(source, Level.ROLES).source
+
+
+def test_a_seed_that_is_drawn_is_drawn_as_often_as_before():
+    drawn = "import torch\ntorch.manual_seed(draw())\ntorch.cuda.manual_seed(draw())\n"
+    assert port_source(drawn, Level.ROLES).source.count("draw()") == 2
+    same = drawn.replace("draw()", "int(args.seed)")
+    assert "cuda" not in port_source(same, Level.ROLES).source
+
+
+@pytest.mark.parametrize("given", ["torch.device('cuda', 1)", "torch.device('cuda:1')", "'cuda:1'", "1"])
+def test_a_device_that_is_made_current_is_so_by_its_number(given):
+    source = f"import torch\n\n\ndef use():\n    torch.cuda.set_device({given})\n    x = torch.ones(2).cuda()\n"
+    ported = port_source(source, Level.ROLES)
+    assert (ported.after, ported.left) == (0, [])
+    assert "torch.accelerator.set_device_index(1)" in ported.source
+
+
+def test_a_model_whose_state_is_saved_is_wrapped_in_a_job_of_one_rank_as_well():
+    source = (
+        "import torch\nnet = torch.nn.parallel.DistributedDataParallel(net.cuda(), device_ids=[local_rank])\n"
+        "torch.save(net.{}(), path)\n"
+    )
+    saved = port_source(source.format("state_dict"), Level.ROLES).source
+    assert "DistributedDataParallel(net.to(accel.device), device_ids=[accel.device] if accel.device.type" in saved
+    assert "accel.replicate(net.to(accel.device))" in port_source(source.format("cost"), Level.ROLES).source

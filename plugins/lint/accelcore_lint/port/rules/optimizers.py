@@ -30,9 +30,9 @@ _NPU_ONLY = {
 
 _ONLY_TORCHS = re.compile(
     r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
-    r"|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
+    r"|\bFP16_Optimizer\b|\bLARC\b|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
 )
-"""A script whose gradients may be sparse, that shards its model itself, or asks for the optimizer's class."""
+"""Scripts with sparse gradients, or that shard the model, ask for the optimizer's class, or let apex wrap it."""
 
 _COPIES = ("torch.save", "copy.copy", "copy.deepcopy", "pickle.dump", "pickle.dumps")
 _REFERS = r"[\w.]*(?:optim|sched)\w*"

@@ -77,8 +77,7 @@ def _of_backend(facts: Facts, node: cst.Call, given: list[cst.Arg], index: cst.B
     if isinstance(source, Left) and not own:
         # The script chooses a device by this index elsewhere, and the model is there.
         return source if isinstance(index, cst.Integer) else _where_there_is_one(facts, node, given)
-    if "module" in facts.attributes or facts.place.is_apart(node) or any(map(_has_comment, given)):
-        # `net.module` is only there if the model is wrapped, also in a job of one rank.
+    if _needs_wrapper(facts, node) or facts.place.is_apart(node) or any(map(_has_comment, given)):
         device = facts.place.device(node)
         return _replaced(node, given, f'[{device}] if {device}.type != "cpu" else None', facts)
     gone = [position for position, arg in enumerate(node.args) if arg in given]
@@ -88,6 +87,14 @@ def _of_backend(facts: Facts, node: cst.Call, given: list[cst.Arg], index: cst.B
         return updated.with_changes(func=func, args=_without(updated.args, gone))
 
     return Rewrite(build, [node.func, *given])
+
+
+def _needs_wrapper(facts: Facts, node: cst.Call) -> bool:
+    """Return whether a model must be wrapped also in a job of one rank: for `net.module`, or for names in its state."""
+    made = facts.parent(node)
+    names = [text_of(target.target) for target in made.targets] if isinstance(made, cst.Assign) else []
+    saved = (rf"(?<![\w.]){re.escape(name)}\.(load_)?state_dict\(" for name in names)
+    return "module" in facts.attributes or any(re.search(pattern, facts.code) for pattern in saved)
 
 
 def _where_there_is_one(facts: Facts, node: cst.Call, given: list[cst.Arg]) -> Rewrite | Left:

@@ -23,7 +23,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         return Left("arguments of manual_seed that are not known")
     seed = text_of(call.args[0].value)
     function = facts.function_of(node)
-    if any(
+    fixed = "(" not in seed.removeprefix("int(")  # another call may return another seed
+    if fixed and any(
         facts.name(other.func) == "torch.manual_seed"
         and other.args
         and text_of(other.args[0].value) == seed

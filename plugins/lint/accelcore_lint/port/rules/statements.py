@@ -77,7 +77,9 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     name, call = found
     module = f"{facts.torch}.accelerator"
     device = argument(call, "device", 0)
-    if len(call.args) > 1:
+    if isinstance(device, cst.Call) and device.args and index_of(device.args[0].value)[0]:
+        device = argument(device, "index", 1) or device.args[0].value  # of `torch.device("cuda", 1)`
+    if len(call.args) > 1 or (device is not None and index_of(device) == (False, None) and _is_vendors(device)):
         return Left(f"arguments of {name} that are not known")
     if name == "ipc_collect":
         return Left("ipc_collect: other devices have nothing like it")
@@ -98,6 +100,12 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
     given = "" if device is None or new == "empty_cache" else index_source(device)
     return _guarded(facts, node, f"{module}.{new}({given})")
+
+
+def _is_vendors(device: cst.BaseExpression) -> bool:
+    """Return whether an expression holds a vendor's word that would stay in it."""
+    text = index_source(device)
+    return any(f"torch.{vendor}" in text or f"{quote}{vendor}" in text for vendor in DEVICES for quote in "\"'")
 
 
 def _is_known(facts: Facts, node: cst.CSTNode, device: cst.BaseExpression) -> bool:

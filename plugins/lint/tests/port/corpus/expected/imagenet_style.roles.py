@@ -32,7 +32,7 @@ def main():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     if args.distributed:
         model.to(accel.device)
-        model = accel.replicate(model)
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[accel.device] if accel.device.type != "cpu" else None)
     else:
         model = model.to(accel.device)
 
