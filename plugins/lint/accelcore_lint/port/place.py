@@ -75,6 +75,8 @@ class Place:
         """
         if self._in_context(site):
             raise UnplacedError("the device of the context around this line, which is one vendor's")
+        if self._tree.is_library and not self._tree.has_torch_name:
+            raise UnplacedError("the file imports torch in functions only: choose the device there")
         function, hidden = self._scope(site), self._hides(site)
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
         if not self._torch_level and takes_current and self._is_placed(site):

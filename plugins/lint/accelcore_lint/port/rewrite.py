@@ -113,7 +113,7 @@ class _Decisions(cst.CSTVisitor):
         self._claimed: set[int] = set()
         self._was_left: list[bool] = []
         self._waiting: dict[cst.CSTNode, list[tuple[Rule, cst.CSTNode, Left]]] = defaultdict(list)
-        self._marks: dict[cst.CSTNode, tuple[int, int]] = {}
+        self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
         self.rewrites: dict[cst.CSTNode, Rewrite] = {}
         self.comments: dict[cst.CSTNode, list[str]] = defaultdict(list)
         self.imports: set[str] = set()
@@ -148,21 +148,28 @@ class _Decisions(cst.CSTVisitor):
                 self._waiting[guard].append((rule, node, decision))
             return decision.inner
         if isinstance(node, (cst.If, cst.IfExp)):
-            self._marks[node] = (len(self.rewritten) + len(self.harmless), len(self.left))
+            self._marks[node] = (*self._done(), len(self.left))
         return True
 
     def on_leave(self, original_node: cst.CSTNode) -> None:
         if isinstance(original_node, _COMPOUND):
             self._was_left.pop()
         for rule, node, decision in self._waiting.pop(original_node, ()):
-            rewritten, left = self._marks[original_node]
-            some = len(self.rewritten) + len(self.harmless) > rewritten or self._is_portable(original_node)
+            rewritten, actions, left = self._marks[original_node]
+            done = self._done()
+            some = (done[1] > actions if decision.some else done[0] > rewritten) or self._is_portable(original_node)
             whole = len(self.left) == left
-            done = (some or whole) if decision.some else (some and whole)
-            if done and decision.retry is not None:
+            opens = (some or whole) if decision.some else (some and whole)
+            if opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
+
+    def _done(self) -> tuple[int, int]:
+        """Return how often something was rewritten, or is ignored elsewhere, with and without questions."""
+        asked = sum(note.rule == "question" for note in self.rewritten)
+        count = len(self.rewritten) + len(self.harmless)
+        return count, count - asked
 
     def _guard_of(self, node: cst.CSTNode) -> cst.If | cst.IfExp | None:
         """Return the `if`, or the choice, of whose condition a node is a part."""
@@ -241,8 +248,8 @@ class _Apply(cst.CSTTransformer):
         around = {id(outer) for node in (*self._before, *decisions.rewrites) for outer in (node, *facts.parents(node))}
         first = next((line for line in facts.module.body if id(line) in around), None)
         anchor = _import_anchor(facts, first)
-        self._after = {anchor: imports} if anchor is not None and imports else {}
-        self._above = {first: imports} if anchor is None and first is not None else {}
+        self._after: dict[cst.CSTNode, list[str]] = {anchor: imports} if anchor is not None and imports else {}
+        self._above: dict[cst.CSTNode, list[str]] = {first: imports} if anchor is None and first is not None else {}
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         result: object = super().on_leave(original_node, updated_node)

@@ -132,6 +132,8 @@ def test_a_module_that_does_something_is_a_script(line):
 def test_a_condition_stays_if_all_that_it_guards_is_left():
     guard = "import torch\nif torch.cuda.is_available():\n    kinds.append('cuda')\n"
     assert "if torch.cuda.is_available():\n" in port_source(guard, Level.ROLES).source
+    counted = guard + "    if torch.cuda.device_count() > 1:\n        kinds.append('cuda:1')\n"
+    assert "if torch.cuda.is_available():\n" in port_source(counted, Level.ROLES).source
     both = port_source(guard + "    x = x.cuda()\n", Level.ROLES).source
     assert 'if accel.device.type != "cpu":\n' in both
     assert "accel" not in port_source(guard, Level.ROLES).source.replace("(accelcore)", "")
@@ -229,3 +231,11 @@ def test_a_model_whose_state_is_saved_is_wrapped_in_a_job_of_one_rank_as_well():
     saved = port_source(source.format("state_dict"), Level.ROLES).source
     assert "DistributedDataParallel(net.to(accel.device), device_ids=[accel.device] if accel.device.type" in saved
     assert "accel.replicate(net.to(accel.device))" in port_source(source.format("cost"), Level.ROLES).source
+
+
+def test_a_module_that_imports_torch_late_does_not_choose_a_device_when_it_is_imported():
+    source = "def use(x):\n    import torch\n\n    return torch.cuda.get_device_name(), x.cuda()\n"
+    ported = port_source(source, Level.ROLES)
+    assert ported.source.startswith("def use(x):\n    import torch\n")
+    assert "accelcore.select" not in ported.source
+    assert {note.line for note in ported.left} == {4}

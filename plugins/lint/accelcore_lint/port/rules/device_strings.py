@@ -157,8 +157,8 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         if len(node.args) != 1:
             return None
         if is_current(facts, choice):
-            source = device_source(facts, node, choice)
-            return source if isinstance(source, Left) else whole(node, _as_device(facts, source))
+            source = _as_device(facts, device_source(facts, node, choice))
+            return source if isinstance(source, Left) else whole(node, source)
     elif isinstance(facts.parent(node), cst.IfExp):
         return None
     names = _chosen(facts, choice)
