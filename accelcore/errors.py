@@ -28,16 +28,16 @@ class AccelError(Exception):
         what: what happened, with the wrong value.
         why: the reason, if it is known.
         available: the alternatives.
-        remedy: what to do.
+        remedy: what to do; if it is left out, to choose one of the alternatives.
     """
 
     def __init__(self, what: str, *, why: str = "", available: str = "", remedy: str = "") -> None:
         self.what = what
         self.why = why
         self.available = available
-        self.remedy = remedy
+        self.remedy = remedy or ("choose one of those" if available else "")
         parts = [what]
-        for label, text in (("why", why), ("available", available), ("what to do", remedy)):
+        for label, text in (("why", why), ("available", available), ("what to do", self.remedy)):
             if text:
                 parts.append(f"  {label}: {text}")
         super().__init__("\n".join(parts))

@@ -180,7 +180,8 @@ class _Reader:
         local_size = self._optional(launcher.local_world_size, low=1)
         if local_size is not None and local_size > world_size:
             raise ConfigurationError(
-                f"{launcher.local_world_size}={local_size} is more than {launcher.world_size}={world_size}"
+                f"{launcher.local_world_size}={local_size} is more than {launcher.world_size}={world_size}",
+                remedy="set the number of ranks on this host and that of all ranks as they are",
             )
         bound = (world_size if local_size is None else local_size, "the ranks on this host")
         local_rank = self._optional(launcher.local_rank, below=bound)

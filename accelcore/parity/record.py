@@ -95,12 +95,14 @@ class Record(Observer):
         self._operators = sorted(set(operators))
         if not all(is_whole(step, 1) and step <= (steps or step) for step in self._operators):
             raise ConfigurationError(
-                f"operators={self._operators} has a step that is not recorded", why=f"steps={steps}, counted from 1"
+                f"operators={self._operators} has a step that is not recorded",
+                why=f"steps={steps}, counted from 1",
+                remedy="name steps within those",
             )
         if not isinstance(batches, bool):
-            raise ConfigurationError(f"batches={batches!r} must be True or False")
+            raise ConfigurationError(f"batches={batches!r} is not a bool", remedy="give True or False")
         if random not in (None, "everywhere"):
-            raise ConfigurationError(f'random={random!r} must be None or "everywhere"')
+            raise ConfigurationError(f"random={random!r} is unknown", remedy='give "everywhere" or None')
         self._random, self._steps, self._batches = random, steps, batches
         self._checks = False
         self._kept: dict[str, Tensor] = {}

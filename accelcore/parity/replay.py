@@ -80,7 +80,7 @@ class Replay(Record):
     ) -> None:
         for name, word in (("weights", weights), ("batches", batches)):
             if word not in ("compare", "take"):
-                raise ConfigurationError(f'{name}={word!r} must be "compare" or "take"')
+                raise ConfigurationError(f"{name}={word!r} is unknown", remedy='give "compare" or "take"')
         if batch is not None and not is_whole(batch, 1):
             raise ConfigurationError(f"batch={batch!r} is not a number of rows", remedy="give 1 or more, or None")
         self._reference = as_path(folder)

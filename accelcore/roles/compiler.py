@@ -103,7 +103,9 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> Callable[..., Any
         compiled: Callable[..., Any] = torch.compile(module, **options)
     except Exception as error:
         raise ConfigurationError(
-            f"torch.compile refuses the options {dict(options)!r}", why=f"{type(error).__name__}: {error}"
+            f"torch.compile refuses the options {dict(options)!r}",
+            why=f"{type(error).__name__}: {error}",
+            remedy="give compile=True, or options of torch.compile",
         ) from error
     return compiled
 

@@ -201,7 +201,10 @@ class StaticScaler(NoScaler):
 
     def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         if id(optimizer) in self._unscaled:
-            raise TrainingError("unscale_ was called twice for one optimizer since the last update")
+            raise TrainingError(
+                "unscale_ was called twice for one optimizer since the last update",
+                remedy="call it once before scaler.step(optimizer), and scaler.update() after",
+            )
         given = by_dtype(gradients_of(optimizer) if gradients is None else gradients)
         if not self.takes_fp16:
             refuse_fp16(given)
@@ -227,7 +230,10 @@ class StaticScaler(NoScaler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_version(state)
         if not is_static(state):
-            raise CheckpointError(f"the checkpoint has {described(state)}, and this training has a static one")
+            raise CheckpointError(
+                f"the checkpoint has {described(state)}, and this training has a static one",
+                remedy="train with the loss_scale and the precision that the checkpoint was saved with",
+            )
         saved = _scale_of(state)
         if saved != self._scale:
             raise CheckpointError(

@@ -53,7 +53,7 @@ class FSDP(Settings):
             check_parts(self.wrap, "wrap")
         for name in ("reshard_after_forward", "cpu_offload"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not True or False")
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not a bool", remedy="give True or False")
 
 
 @dataclass(frozen=True)

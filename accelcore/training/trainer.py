@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelcore.errors import ConfigurationError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from accelcore.backend import Backend
 
 _numbers = count()
+_FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
 class Trainer(Checkpoints):
@@ -105,6 +107,17 @@ class Trainer(Checkpoints):
         self._schedule.begin(given["total_steps"])
         for listener in plan.listeners.begin:
             listener(proxy(self))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FIXED:
+            raise ConfigurationError(
+                f"trainer.{name} cannot be set",
+                why="a trainer keeps what it was made with",
+                remedy=f"make another trainer: accel.trainer(model, optimizer, {name}=...)"
+                if name in TrainerOptions.__annotations__
+                else "make another trainer by accel.trainer(...)",
+            )
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         optimizer = getattr(self.optimizer, "name", type(self.optimizer).__name__)

@@ -19,13 +19,13 @@ def make(accel, model=None, lr=0.1, **options):
     )
 
 
-@pytest.mark.parametrize("name", ["scheduler", "model", "optimizer", "scaler"])
-def test_what_a_trainer_was_made_for_cannot_be_replaced(accel, name):
+@pytest.mark.parametrize("name", ["scheduler", "model", "optimizer", "scaler", "clip_norm", "precision"])
+def test_what_a_trainer_was_made_with_cannot_be_replaced(accel, name):
     trainer = make(accel)
-    before = getattr(trainer, name)
-    with pytest.raises(AttributeError, match=name):
+    before = getattr(trainer, name, None)
+    with pytest.raises(accelcore.ConfigurationError, match=rf"trainer\.{name} (.|\n)*accel\.trainer"):
         setattr(trainer, name, StepLR(trainer.optimizer, 1))
-    assert getattr(trainer, name) is before
+    assert getattr(trainer, name, None) is before
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

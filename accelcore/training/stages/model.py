@@ -150,7 +150,7 @@ def _same_parameters(device: torch.device) -> Iterator[None]:
 def _check_sync_batchnorm(plan: Plan) -> None:
     wanted, backend = plan.options["sync_batchnorm"], plan.backend
     if not isinstance(wanted, bool):
-        raise ConfigurationError(f"sync_batchnorm={wanted!r} is not True or False")
+        raise ConfigurationError(f"sync_batchnorm={wanted!r} is not a bool", remedy="give True or False")
     if not wanted or backend.collectives.world_size == 1:
         return
     if not backend.capabilities.sync_batchnorm:
