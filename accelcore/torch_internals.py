@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import nn
+from torch import Tensor, nn
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
@@ -63,6 +64,7 @@ Without it, a kernel at such a key that calls its own operator never ends.
 `torch.autocast(enabled=False)` is much slower to enter.
 """
 
+_backward = torch.autograd.backward
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -231,6 +233,20 @@ def forget_python_dispatch(operator: OpOverload, dispatch_key: str) -> None:
     Without it, compilers trace with the kernel that was there before.
     """
     operator._uncache_dispatch(getattr(torch._C.DispatchKey, dispatch_key))
+
+
+def run_backward(loss: Tensor, start: Tensor | None, *, retain_graph: bool) -> None:
+    """Do what `torch.autograd.backward` does for one scalar, and a gradient of its dtype and shape or None for 1.
+
+    Without it, torch's checks in Python take a tenth of a small step. A backward that the process has replaced, or that
+    has more to check, is called.
+    """
+    backward = torch.autograd.backward
+    if backward is not _backward or type(loss) is not Tensor or not loss.is_floating_point():
+        backward(loss, start, retain_graph=retain_graph)
+        return
+    start = torch.ones_like(loss) if start is None else start
+    _engine_run_backward((loss,), (start,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -32,6 +32,40 @@ def test_a_recomputed_forward_pass_knows_that_it_runs_in_backward():
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize("start", [None, torch.tensor(0.25)])
+def test_a_backward_pass_is_torchs(start):
+    weight, other = torch.arange(3.0, requires_grad=True), torch.arange(3.0, requires_grad=True)
+    for _ in range(2):
+        loss = weight.square().sum()
+        internals.run_backward(loss, start, retain_graph=True)
+        internals.run_backward(loss, start, retain_graph=False)
+        for _ in range(2):
+            torch.autograd.backward(other.square().sum(), start)
+    assert torch.equal(weight.grad, other.grad)
+    with pytest.raises(RuntimeError, match="second time"):
+        internals.run_backward(loss, start, retain_graph=False)
+
+
+class Subclass(torch.Tensor):
+    """A tensor whose class torch asks before it begins."""
+
+
+@pytest.mark.parametrize("kind", ["replaced", "subclass", "complex"])
+def test_a_backward_pass_that_is_not_plain_is_left_to_torch(kind, monkeypatch):
+    calls = []
+    weight = torch.ones(1, dtype=torch.complex64 if kind == "complex" else torch.float32, requires_grad=True)
+    loss = weight.sum().as_subclass(Subclass) if kind == "subclass" else weight.sum()
+    if kind == "replaced":
+        monkeypatch.setattr(torch.autograd, "backward", lambda *given, **options: calls.append(given))
+    if kind == "subclass":
+        noted = classmethod(lambda cls, function, *rest: calls.append(function))
+        monkeypatch.setattr(Subclass, "__torch_function__", noted)
+    with pytest.raises(RuntimeError, match="real scalar") if kind == "complex" else contextlib.nullcontext():
+        internals.run_backward(loss, None, retain_graph=False)
+    assert len(calls) == (kind != "complex")
+    assert weight.grad is None
+
+
 def test_a_node_of_the_backward_pass_has_the_number_it_got_in_the_forward_pass():
     seen = []
 

@@ -22,6 +22,7 @@ from accelcore.optim.flat.memory import FlatMemory, GradientMemory, Slot, by_kin
 from accelcore.optim.shards import as_shard, to_local
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import resolved
+from accelcore.torch_internals import run_backward
 
 Value = TypeVar("Value", Tensor, "Tensor | None")
 
@@ -321,7 +322,7 @@ def backward(gradients: Gradients, loss: Tensor, start: Tensor | None, *, retain
     for memory in receiving:
         memory.expects_gradients = True
     try:
-        torch.autograd.backward(loss, start, retain_graph=retain_graph)
+        run_backward(loss, start, retain_graph=retain_graph)
     finally:
         for memory in receiving:
             memory.expects_gradients = False
