@@ -26,7 +26,8 @@ logger = logging.getLogger("accelcore")
 
 _OLD = "log-before.jsonl"
 
-_WANDB_ID = "wandb-id"
+Sink = tuple[Callable[[dict[str, Any], int], object], Callable[[], object]]
+"""Functions that take the figures of a step, and that close what took them."""
 
 
 class Log(Meter):
@@ -85,7 +86,7 @@ class Log(Meter):
         self._line: dict[str, Any] = {}
         self._next = self._last = -1
         self._file: TextIO | None = None
-        self._sinks: list[_TensorBoard | _WandB] = []
+        self._sinks: list[Sink] = []
         self._start = perf_counter()
         atexit.register(self.close)
 
@@ -138,11 +139,17 @@ class Log(Meter):
 
     def close(self) -> None:
         """Write what is not yet written, and draw the plot. Later steps open the log again."""
-        if self._file is not None:
-            self._report()
-            self._flush()
-            self._draw()
-            self._close_files()
+        if self._file is None:
+            return
+        self._report()
+        self._flush()
+        self._close_files()
+        if self._plot is False:
+            return
+        try:
+            draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")
+        except ConfigurationError as error:  # the training is done
+            logger.warning("no plot of %s: %s", self._folder / FILE, error)
 
     def _open(self, done: int) -> None:
         """Open the files for the steps after `done`."""
@@ -164,13 +171,13 @@ class Log(Meter):
                 f"no log can be written in {self._folder}", why=str(error), remedy="give a folder that you may write to"
             ) from error
         if self._tensorboard:
-            self._sinks.append(_TensorBoard(self._folder, done))
+            self._sinks.append(_tensorboard(self._folder, done))
         if self._wandb is not False:
-            self._sinks.append(_WandB(self._folder, done, {} if self._wandb is True else self._wandb))
+            self._sinks.append(_wandb(self._folder, done, {} if self._wandb is True else self._wandb))
 
     def _close_files(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        for _, close in self._sinks:
+            close()
         self._sinks = []
         if self._file is not None:
             self._file.close()
@@ -205,46 +212,21 @@ class Log(Meter):
         values = {name: value for name, value in record.items() if value is not None}
         self._file.write(line_of(values))
         self._file.flush()
-        for sink in self._sinks:
-            sink.write(values)
-
-    def _draw(self) -> None:
-        if self._plot is False:
-            return
-        self._flush()
-        try:
-            draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")
-        except ConfigurationError as error:  # the training is done
-            logger.warning("no plot of %s: %s", self._folder / FILE, error)
+        step = values.pop("step")
+        for write, _ in self._sinks:
+            write(values, step)
 
 
-class _TensorBoard:
-    """Event files in a folder. TensorBoard hides what was written after the steps that are `done`."""
-
-    def __init__(self, folder: Path, done: int) -> None:
-        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=done + 1)
-
-    def write(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, values["step"])
-
-    def close(self) -> None:
-        self._writer.close()
+def _tensorboard(folder: Path, done: int) -> Sink:
+    """Write event files in a folder. TensorBoard hides what was written after the steps that are `done`."""
+    writer = import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=done + 1)
+    return lambda figures, step: [writer.add_scalar(*figure, step) for figure in figures.items()], writer.close
 
 
-class _WandB:
-    """A run of Weights & Biases. If steps are `done`, it continues the run whose name is in the folder."""
-
-    def __init__(self, folder: Path, done: int, options: Mapping[str, Any]) -> None:
-        file = folder / _WANDB_ID
-        known = {"id": file.read_text(encoding="utf-8"), "resume": "allow"} if done and file.exists() else {}
-        self._run = import_module("wandb").init(**{"dir": str(folder), **known, **options})
-        file.write_text(self._run.id, encoding="utf-8")
-
-    def write(self, values: dict[str, Any]) -> None:
-        figures = {name: value for name, value in values.items() if name != "step"}
-        self._run.log(figures, step=values["step"])
-
-    def close(self) -> None:
-        self._run.finish()
+def _wandb(folder: Path, done: int, options: Mapping[str, Any]) -> Sink:
+    """Write a run of Weights & Biases. If steps are `done`, continue the run whose name is in the folder."""
+    file = folder / "wandb-id"
+    known = {"id": file.read_text(encoding="utf-8"), "resume": "allow"} if done and file.exists() else {}
+    run = import_module("wandb").init(**{"dir": str(folder), **known, **options})
+    file.write_text(run.id, encoding="utf-8")
+    return lambda figures, step: run.log(figures, step=step), run.finish
