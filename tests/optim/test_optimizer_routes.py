@@ -82,7 +82,7 @@ def test_an_invalid_option_is_refused_in_torchs_words(accel, route, options, say
         ("adamw", "learning_rate", "did you mean 'lr'?"),
         ("adamw", "wd", "did you mean 'weight_decay'?"),
         ("sgd", "momentun", "did you mean 'momentum'?"),
-        ("sgd", "x", ""),
+        ("sgd", "x", "choose one of those"),
     ],
 )
 def test_an_unknown_option_is_refused_and_the_known_ones_named(accel, route, name, option, meant):
