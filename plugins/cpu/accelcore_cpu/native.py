@@ -120,7 +120,10 @@ class Native(Formula):
 
     def _fitted(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
         """Return the state of a tensor as the kernel takes it: in its layout, and of one dtype."""
+        is_new = not self.state.get(value)
         entry = self.entry(group, value)
+        if is_new:
+            return entry
         dtype = self.state_dtype(group, value)
         for name in self.states:
             state = entry.get(name)

@@ -109,18 +109,23 @@ struct Block {
   [[gnu::always_inline]] void each(const Visit& visit, Sums&... sums) const {
     constexpr long lanes = Vector<T>::count, line = PARTS * lanes;
     const Block its = *this;  // which cannot be changed by what is written to memory
-    for (long first = 0; first < its.size; (sums.settle(), ...))
-      for (const long end = std::min(its.size, first + STRIP * line); first < end; first += line) {
-        if (its.ahead) its.ask(first);
-        for (int part = 0; part < PARTS; part++) {
-          const long at = first + part * lanes;
-          visit(Line<T>{at, std::min(lanes, its.size - at), part, its.value, its.gradient, its.state, its.direction,
-                        its.factor, its.decay});
-        }
-      }
+    for (long first = 0; first < its.size; (sums.settle(), ...)) {
+      const long end = std::min(its.size, first + STRIP * line), whole = end - (end - first) % line;
+      for (; first < whole; first += line) its.visit_line(visit, first, [](long) { return lanes; });
+      if (first < end) its.visit_line(visit, first, [&](long at) { return std::min(lanes, its.size - at); }), first = end;
+    }
   }
 
  private:
+  // `count` of a whole line is a constant, by which the compiler leaves the masks of sums out.
+  template <class Visit, class Count>
+  [[gnu::always_inline]] inline void visit_line(const Visit& visit, long first, const Count& count) const {
+    if (ahead) ask(first);
+    for (int part = 0; part < PARTS; part++) {
+      const long at = first + part * Vector<T>::count;
+      visit(Line<T>{at, count(at), part, value, gradient, state, direction, factor, decay});
+    }
+  }
   // Always inlined: a call of what only asks would be taken for one of what does nothing, and left out.
   [[gnu::always_inline]] inline void ask(long first) const {
     ask(value, first), ask(gradient, first), ask(state[0], first), ask(state[1], first), ask(state[2], first);

@@ -64,12 +64,13 @@ struct AdamP : Rule {
   void moments(const Block<T>& block, double* sums) const {
     const T toward1 = T(1 - beta1), beta2 = T(this->beta2), share2 = T(1 - this->beta2);
     const T eps = T(this->eps), root = T(this->root);
-    const T ahead = T(nesterov ? 1 - beta1 : 0);
+    const T ahead = T(1 - beta1);
+    const bool nesterov = this->nesterov;
     Sum<T> values, along, gradients, directions;
     block.each([&](const Line<T>& at) {
       const Lanes<T> g = at.gradient(), m = at.state(0) = toward<Lanes<T>>(at.state(0), g, toward1);
       const Lanes<T> v = at.state(1) = beta2 * at.state(1) + share2 * g * g;
-      const Lanes<T> value = at.value(), direction = toward(m, g, ahead) / (sqrt(v) * root + eps);
+      const Lanes<T> value = at.value(), direction = (nesterov ? toward(m, g, ahead) : m) / (sqrt(v) * root + eps);
       values += at.in_use(value * value), along += at.in_use(value * g);
       gradients += at.in_use(g * g), directions += at.in_use(value * direction);
       at.keep(direction);

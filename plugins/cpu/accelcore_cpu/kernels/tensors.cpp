@@ -5,10 +5,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
+
+#include "threads.h"
 
 namespace {
 
@@ -28,63 +30,91 @@ struct Layout {
 };
 
 struct Tensors {
+  Fork fork;
   std::vector<Object*> objects;
   std::vector<bool> waits;  // of values, which come first
   std::vector<Layout> layouts;
   std::vector<int64_t> numbers;
   std::vector<at::Tensor> gradients;  // of this step, whose memory has to stay
 
-  void add(Object& tensor) {
-    if (tensor.layout() != c10::kStrided || !tensor.has_storage()) return layouts.push_back({});
-    const auto sizes = tensor.sizes(), strides = tensor.strides();
+  void add(Object* tensor) {
+    if (tensor->layout() != c10::kStrided || !tensor->has_storage()) return layouts.push_back({});
+    const auto sizes = tensor->sizes(), strides = tensor->strides();
     int64_t last = 0;
     for (size_t n = 0; n < sizes.size(); n++) last += (sizes[n] - 1) * strides[n];
-    layouts.push_back({true, tensor.mutable_data(), tensor.device_type(), tensor.dtype(), sizes.size(), numbers.size(),
-                       tensor.is_empty() ? 0 : (last + 1) * tensor.itemsize(), tensor.storage().unsafeGetStorageImpl()});
+    layouts.push_back({true, tensor->mutable_data(), tensor->device_type(), tensor->dtype(), sizes.size(),
+                       numbers.size(), tensor->is_empty() ? 0 : (last + 1) * tensor->itemsize(),
+                       tensor->unsafe_storage().unsafeGetStorageImpl()});
     numbers.insert(numbers.end(), sizes.begin(), sizes.end());
     numbers.insert(numbers.end(), strides.begin(), strides.end());
   }
 
-  Found find(Object* const* given, void** addresses) {
-    if (!unchanged(given)) return REPLACED;
-    Found found = ALL;
+  Found find(Object* const* given, void** addresses, int threads) {
+    release();  // here, because only this thread holds Python's lock
+    if (!std::equal(objects.begin(), objects.end(), given)) return REPLACED;  // only now all are known to be alive
     gradients.resize(waits.size());
-    for (size_t n = 0; n < waits.size(); n++) {
-      ask(objects[std::min(n + 2 * APART, waits.size() - 1)]->grad().unsafeGetTensorImpl());
-      addresses[n] = nullptr;
-      gradients[n] = objects[n]->grad();
-      if (!gradients[n].defined()) continue;
-      if (waits[n]) return REPLACED;
-      Object& gradient = *gradients[n].unsafeGetTensorImpl();
-      if (!is_alike(gradient, layouts[n]))
-        found = UNLIKE;
-      else
-        addresses[n] = layouts[n].bytes ? gradient.mutable_data() : this;
-    }
-    return found;
+    std::atomic<bool> replaced = false, unlike = false;
+    const long count = objects.size();
+    parallel(fork, threads, (count + SHARE - 1) / SHARE, [&](long share) {
+      const size_t end = std::min(count, (share + 1) * SHARE);
+      for (size_t n = share * SHARE; n < end && !replaced; n++) try {
+        ask_ahead(n, end);
+        if (!is_unchanged(n)) replaced = true;
+        else if (n < waits.size() && !find_gradient(n, addresses[n])) unlike = true;
+        if (n < waits.size() && waits[n] && gradients[n].defined()) replaced = true;
+      } catch (...) {
+        replaced = true;
+      }
+    });
+    return replaced ? REPLACED : unlike ? UNLIKE : ALL;
   }
 
-  std::span<Object* const> values() const { return {objects.data(), waits.size()}; }
+  // Tells autograd that the values change whose gradients have an address.
+  void bump_versions(void* const* addresses) const {
+    for (size_t n = 0; n < waits.size(); n++)
+      if (addresses[n] && !objects[n]->is_inference()) objects[n]->bump_version();
+  }
+
+  // Holds the gradients no longer.
+  void release() {
+    for (size_t n = 0; n < gradients.size(); n++) {
+      __builtin_prefetch(gradients[std::min(n + APART, gradients.size() - 1)].unsafeGetTensorImpl(), 1);
+      gradients[n].reset();
+    }
+    gradients.clear();
+  }
 
  private:
-  static constexpr size_t APART = 8;  // tensors: how far before its use an object is asked for
+  static constexpr size_t APART = 12;  // tensors: how far before its use an object is asked for
+  static constexpr long SHARE = 1024;  // tensors that a thread looks at in one go
 
-  static void ask(const Object* object) {
-    for (long line = 0; line < 4; line++) __builtin_prefetch(reinterpret_cast<const char*>(object) + 64 * line);
+  static void ask(const void* object, long lines) {
+    for (long line = 0; line < lines; line++) __builtin_prefetch(static_cast<const char*>(object) + 64 * line);
   }
 
-  bool unchanged(Object* const* given) const {
-    if (!std::equal(objects.begin(), objects.end(), given)) return false;
-    for (size_t n = 0; n < objects.size(); n++) {
-      const size_t later = std::min(n + APART, objects.size() - 1);
-      __builtin_prefetch(layouts[later].beside);
-      ask(objects[later]);
-      __builtin_prefetch(objects[n]->autograd_meta());
-      const Layout& known = layouts[n];
-      if (!known.read) continue;
-      if (!is_alike(*objects[n], known) || objects[n]->mutable_data() != known.data) return false;
-    }
+  // Objects in several stages, because each has the address of the next.
+  void ask_ahead(size_t n, size_t end) const {
+    const auto later = [&](size_t stages) { return std::min(n + stages * APART, end - 1); };
+    ask(objects[later(3)], 4);
+    ask(layouts[later(2)].beside, 1);
+    if (later(2) < waits.size()) ask(objects[later(2)]->autograd_meta(), 1);
+    if (later(1) < waits.size()) ask(objects[later(1)]->grad().unsafeGetTensorImpl(), 4);
+  }
+
+  // False: there is one that is not laid out as its value.
+  bool find_gradient(size_t n, void*& address) {
+    address = nullptr;
+    gradients[n] = objects[n]->grad();
+    if (!gradients[n].defined()) return true;
+    Object& gradient = *gradients[n].unsafeGetTensorImpl();
+    if (!is_alike(gradient, layouts[n])) return false;
+    address = layouts[n].bytes ? gradient.mutable_data() : this;
     return true;
+  }
+
+  bool is_unchanged(size_t n) const {
+    const Layout& known = layouts[n];
+    return !known.read || (is_alike(*objects[n], known) && objects[n]->mutable_data() == known.data);
   }
 
   // Also: whether the memory holds all of it, as values without a sign of their own.
@@ -96,7 +126,7 @@ struct Tensors {
            std::equal(its.begin(), its.end(), sizes) &&
            std::equal(strides.begin(), strides.end(), sizes + known.dimensions) &&
            !now.is_neg() && !now.is_conj() && !now._is_zerotensor() &&
-           now.storage().nbytes() >= now.storage_offset() * now.itemsize() + known.bytes;
+           now.unsafe_storage().nbytes() >= now.storage_offset() * now.itemsize() + known.bytes;
   }
 };
 
@@ -106,10 +136,11 @@ extern "C" {
 
 // The first objects are values, as many as there are `waits`: whether a value has had no gradient yet. Null where there
 // is not enough memory.
-void* tensors_new(Object* const* objects, long count, const bool* waits, long value_count) noexcept try {
+void* tensors_new(Fork fork, Object* const* objects, long count, const bool* waits, long value_count) noexcept try {
   auto tensors = std::make_unique<Tensors>();
+  tensors->fork = fork;
   tensors->objects.assign(objects, objects + count), tensors->waits.assign(waits, waits + value_count);
-  for (Object* object : tensors->objects) tensors->add(*object);
+  for (Object* object : tensors->objects) tensors->add(object);
   return tensors.release();
 } catch (...) {
   return nullptr;
@@ -120,19 +151,15 @@ void tensors_free(void* tensors) noexcept { delete static_cast<Tensors*>(tensors
 // The address of each value's gradient: null for none, and any if it has no elements. REPLACED: an object is another, a
 // tensor has other memory or another layout than it had, or a value that waited has a gradient. UNLIKE: a gradient is
 // not laid out as its value, or has no memory.
-int tensors_find(void* tensors, Object* const* objects, void** addresses) noexcept try {
-  return static_cast<Tensors*>(tensors)->find(objects, addresses);
+int tensors_find(void* tensors, Object* const* objects, void** addresses, int threads) noexcept try {
+  return static_cast<Tensors*>(tensors)->find(objects, addresses, threads);
 } catch (...) {
   return REPLACED;
 }
 
-// Tells autograd that the values change whose gradients have an address.
 void tensors_bump_versions(void* tensors, void* const* addresses) noexcept {
-  for (Object* object : static_cast<Tensors*>(tensors)->values()) {
-    if (*addresses++ && !object->is_inference()) object->bump_version();
-  }
+  static_cast<Tensors*>(tensors)->bump_versions(addresses);
 }
 
-// Holds the gradients no longer.
-void tensors_release(void* tensors) noexcept { static_cast<Tensors*>(tensors)->gradients.clear(); }
+void tensors_release(void* tensors) noexcept { static_cast<Tensors*>(tensors)->release(); }
 }
