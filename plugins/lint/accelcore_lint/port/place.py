@@ -33,7 +33,8 @@ class Place:
     it goes before the first statement of the module that needs it. A script that already has such a line keeps it.
 
     A script that starts its own ranks chooses the backend in the function that they run. Its other functions take the
-    current device, which that choice has set. So does a module without a script, whose device another file may choose.
+    current device, which that choice has set. So does a module without a script, in each of its functions: another file
+    may choose the device, or hide some, after this one is imported.
 
     Args:
         tree: of the file.
@@ -50,8 +51,6 @@ class Place:
         self._torch_level = tree.level is Level.TORCH
         torch = tree.torch
         self._current_value = f'{torch}.accelerator.current_accelerator(check_available=True) or {torch}.device("cpu")'
-        if tree.is_library and not (self._torch_level or tree.hidden_by):
-            self._current_value = f"{torch}.device(accelcore.select().device.type)"
         choice = f"accelcore.select(local_rank={index})" if index else "accelcore.select()"
         self._value = self._current_value if self._torch_level else choice
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
@@ -80,7 +79,13 @@ class Place:
         function, hidden = self._scope(site), self._hides(site)
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
         if not self._torch_level and takes_current and self._is_placed(site):
-            if hidden and function is not None:
+            if hidden and function is not None and not isinstance(function.body, cst.IndentedBlock):
+                raise UnplacedError("the function is one line: give it a line that chooses the device")
+            if (
+                (hidden or self._tree.is_library)
+                and function is not None
+                and isinstance(function.body, cst.IndentedBlock)
+            ):
                 self._local[function, f"{self._current} = {self._current_value}"].append(site)
             else:
                 self._current_sites.append(site)
@@ -117,7 +122,8 @@ class Place:
 
     def _use(self, site: cst.CSTNode) -> None:
         function = self._scope(site)
-        if function is not None and self._hides(site) and not self._tree.spawns:
+        late = self._hides(site) or (self._torch_level and self._tree.is_library)
+        if function is not None and late and isinstance(function.body, cst.IndentedBlock) and not self._tree.spawns:
             self._local[function, f"{self.name} = {self._value}"].append(site)
         else:
             self._sites.append(site)
@@ -239,10 +245,7 @@ class Place:
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
-        takes_current = bool(self._current_sites) or self._current in local
-        needed = {"import torch"} if takes_current else set()
-        if takes_current and "accelcore" in self._current_value:
-            needed.add("import accelcore")
+        needed = {"import torch"} if self._current_sites or self._current in local else set()
         if self._sites or self.name in local or (self._read is not None and self._has_sites()):
             needed.add("import torch" if self._torch_level else "import accelcore")
         return needed

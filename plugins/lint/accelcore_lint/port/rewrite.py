@@ -113,6 +113,7 @@ class _Decisions(cst.CSTVisitor):
         self._claimed: set[int] = set()
         self._was_left: list[bool] = []
         self._waiting: dict[cst.CSTNode, list[tuple[Rule, cst.CSTNode, Left]]] = defaultdict(list)
+        self._unset: set[str] = set()
         self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
         self.rewrites: dict[cst.CSTNode, Rewrite] = {}
         self.comments: dict[cst.CSTNode, list[str]] = defaultdict(list)
@@ -160,10 +161,14 @@ class _Decisions(cst.CSTVisitor):
             some = (done[1] > actions if decision.some else done[0] > rewritten) or self._is_portable(original_node)
             whole = len(self.left) == left
             opens = (some or whole) if decision.some else (some and whole)
+            if isinstance(original_node, (cst.If, cst.IfExp)) and self._unset & _names_in(original_node):
+                opens = False  # it uses what a condition that was left sets
             if opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
+                if isinstance(original_node, (cst.If, cst.IfExp)):
+                    self._unset |= _set_in(original_node)
 
     def _done(self) -> tuple[int, int]:
         """Return how often something was rewritten, or is ignored elsewhere, with and without questions."""
@@ -235,6 +240,20 @@ def _loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
 
 def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     return matchers.findall(node, matchers.Comment())
+
+
+def _names_in(guard: cst.If | cst.IfExp) -> set[str]:
+    return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(guard.body, matchers.Name())}
+
+
+def _set_in(guard: cst.If | cst.IfExp) -> set[str]:
+    """Return the names that what an `if` guards assigns, and that are not set if it does not run."""
+    return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
+
+
+def _assigned(node: cst.CSTNode) -> set[str]:
+    made = matchers.findall(node, matchers.AssignTarget(matchers.Name()))
+    return {text_of(cst.ensure_type(target, cst.AssignTarget).target) for target in made}
 
 
 class _Apply(cst.CSTTransformer):

@@ -115,11 +115,32 @@ def to_gpu(x, local_rank=0):
 def test_a_module_without_a_script_follows_the_device_that_the_script_makes_current():
     ported = port_source(LIBRARY, Level.ROLES)
     assert (ported.after, ported.left) == (0, [])
-    assert ported.source.count("accelcore.select()") == 1
-    assert "current_device = torch.device(accelcore.select().device.type)\n" in ported.source
+    assert "accelcore" not in ported.source
+    assert "local_rank=0):\n    if torch.accelerator.is_available():" in ported.source
+    assert ported.source.count("    current_device = torch.accelerator.current_accelerator(") == 1
     assert "torch.accelerator.set_device_index(local_rank)" in ported.source
     assert "x.to(current_device, non_blocking=True), current_device" in ported.source
-    assert "accel." not in ported.source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_function_of_one_line_takes_the_device_of_its_module(level):
+    source = "import torch\n\n\ndef to_gpu(x): return x.cuda()\n"
+    ported = port_source(source, level)
+    assert (ported.after, ported.left) == (0, [])
+    compile(ported.source, "ported", "exec")
+    hidden = "import os\nimport torch\n\n\ndef hide(n):\n    os.environ['CUDA_VISIBLE_DEVICES'] = n\n\n\n"
+    assert port_source(f"{hidden}def to_gpu(x): return x.cuda()\n\n\nhide(n)\nto_gpu(x)\n", level).left
+
+
+def test_a_condition_that_uses_what_a_condition_that_stays_sets_stays():
+    source = (
+        "import torch\nif device.type == 'cuda':\n    start = torch.cuda.Event()\nelse:\n    begun = time()\n"
+        "if device.type == 'cuda':\n    start.record()\n    torch.cuda.synchronize()\n"
+        "if device.type == 'cuda':\n    torch.cuda.synchronize()\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ported.count("if device.type == 'cuda':") == 2
+    assert ported.count('if device.type != "cpu":') == 1
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,17 @@
 """Model parallelism by hand: which device is which cannot be guessed."""
 import torch
 from torch import nn
-import accelcore
-
-current_device = torch.device(accelcore.select().device.type)
 
 
 class TwoParts(nn.Module):
     def __init__(self):
         super().__init__()
+        current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.first = nn.Linear(4, 8).to(torch.device(current_device.type, 0))
         self.second = nn.Linear(8, 1).to(torch.device(current_device.type, 1))
 
     def forward(self, x):
+        current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         return self.second(torch.relu(self.first(x.to(torch.device(current_device.type, 0)))).to(torch.device(current_device.type, 1)))
 
 

@@ -2,16 +2,16 @@
 import torch
 from torch import nn
 
-device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
 
 class TwoParts(nn.Module):
     def __init__(self):
         super().__init__()
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.first = nn.Linear(4, 8).to(torch.device(device.type, 0))
         self.second = nn.Linear(8, 1).to(torch.device(device.type, 1))
 
     def forward(self, x):
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         return self.second(torch.relu(self.first(x.to(torch.device(device.type, 0)))).to(torch.device(device.type, 1)))
 
 
