@@ -21,6 +21,9 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
             return False, None
         _, _, index = value.partition(":")
         return True, cst.Integer(index) if index else None
+    if isinstance(node, cst.FormattedString) and len(node.parts) == 1:
+        only = node.parts[0]
+        return isinstance(only, cst.FormattedStringText) and only.value in DEVICES, None
     if isinstance(node, cst.FormattedString) and len(node.parts) == 2:
         head, part = node.parts
         if (

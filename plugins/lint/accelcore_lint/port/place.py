@@ -297,6 +297,10 @@ class Place:
         return guard if is_guard else None
 
     def _first(self, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
-        """Return the first statement of a block that holds one of the sites."""
+        """Return the first statement of a block that holds one of the sites; in a `with` if that holds them all."""
         around = {id(outer) for site in sites for outer in (site, *self._tree.parents(site))}
-        return next(statement for statement in block.body if id(statement) in around)
+        first = next(statement for statement in block.body if id(statement) in around)
+        inner = first.body if isinstance(first, cst.With) else None
+        if isinstance(inner, cst.IndentedBlock) and all(inner in self._tree.parents(site) for site in sites):
+            return self._first(inner, sites)  # what the `with` begins may choose devices
+        return first

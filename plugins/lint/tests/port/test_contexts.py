@@ -260,3 +260,27 @@ def test_a_module_that_imports_torch_late_does_not_choose_a_device_when_it_is_im
     assert ported.source.startswith("def use(x):\n    import torch\n")
     assert "accelcore.select" not in ported.source
     assert {note.line for note in ported.left} == {4}
+
+
+def test_devices_that_an_option_counts_are_not_all_devices():
+    source = (
+        "import torch\nif args.n < 0:\n    args.n = torch.cuda.device_count()\n"
+        "net = torch.nn.DataParallel(net, device_ids=list(range(args.n)))\n"
+    )
+    assert "device_ids=list(range(args.n))" in port_source(source, Level.ROLES).source
+
+
+def test_a_device_is_chosen_in_the_block_that_begins_what_may_choose_devices():
+    source = (
+        "import torch\n\n\ndef main():\n    with Engine() as engine:\n        args = engine.args\n"
+        "        net = Net().cuda()\n        return net\n\n\nmain()\n"
+    )
+    inside = "        args = engine.args\n        accel = accelcore.select()\n"
+    assert inside in port_source(source, Level.ROLES).source
+    outside = source.replace("return net\n", "pass\n    return net.cuda()\n")
+    assert "    accel = accelcore.select()\n    with Engine()" in port_source(outside, Level.ROLES).source
+
+
+def test_a_name_of_a_device_may_be_a_string_with_nothing_to_format():
+    source = "import torch\n\n\ndef dev():\n    return torch.device(f'cuda')\n\n\ndev()\n"
+    assert "return accel.device\n" in port_source(source, Level.ROLES).source

@@ -62,7 +62,8 @@ def _decide_all(node: cst.Arg, facts: Facts) -> Rewrite | None:
         return None
     given = _ALL.fullmatch(re.sub(r"\s+", "", text_of(node.value)))
     count = given and next(filter(None, given.groups()))
-    values = facts.assigned.get(count or "") or []
+    # An attribute may also be an option of the script.
+    values = facts.assigned.get(count or "") or [] if "." not in (count or "") else []
     known = bool(count) and (_COUNT.fullmatch(str(count)) or (values and all(map(_is_count, values))))
     return Rewrite(lambda _: cst.RemovalSentinel.REMOVE, [node.value]) if known and not _has_comment(node) else None
 
