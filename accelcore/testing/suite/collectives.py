@@ -170,6 +170,10 @@ class TestCollectives:
         """After `distributed()` the process group that it formed is destroyed, and another can be formed."""
         assert [rank["open"] for rank in _job(accel)] == [False, False]
 
+    def test_timeout(self, accel: Backend) -> None:
+        """A job that is formed again waits for a rank on the host as long as its `timeout`."""
+        assert [rank["waits"] for rank in _job(accel)] == [False, False], "the limit of time does not count"
+
     def test_cpu_group(self, accel: Backend) -> None:
         """The CPU group takes CPU tensors, whatever the device."""
         assert [rank["cpu_group"] for rank in _job(accel)] == [[3.0], [3.0]]

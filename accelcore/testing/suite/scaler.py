@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import compress, product
 from typing import Any
 
 import pytest
@@ -248,27 +249,28 @@ class TestScaler:
         pairs = zip(weights(parameters), weights(reference), strict=True)
         assert all(error(a, b) < 1e-6 for a, b in pairs), "step changed the gradients that were clipped"
 
-    def test_two_optimizers(self, accel: Backend) -> None:
-        """If one of two optimizers has an overflow, only that one is skipped; the scale falls once."""
-        left, right = _parameters(accel, 4), _parameters(accel, 6)
-        first, second = _plain(accel, left), _plain(accel, right)
-        scaler = accel.scaler.create(init=64.0)
-        _backward(accel, scaler, [*left, *right])
-        spoil(left[0], math.inf)
-        before = weights([*left, *right])
-        scaler.step(first)
-        scaler.step(second)
-        scaler.update()
-        after = weights([*left, *right])
-        assert torch.equal(after[0], before[0])
-        assert not torch.equal(after[1], before[1])
-        assert scaler.state_dict()["scale"] == 32.0
-        for optimizer, (parameter,) in ((first, left), (second, right)):
-            spoil(parameter, math.inf)
-            scaler.step(optimizer)
-        scaler.update()
-        assert scaler.state_dict()["scale"] == 16.0, "the scale fell once an optimizer, not once a step"
-        assert scaler.skipped == 2
+    @pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled"])
+    def test_several_optimizers(self, accel: Backend, unscales: bool) -> None:
+        """Each of several optimizers is skipped by its own overflow only; the scale falls once, whichever has one."""
+        members = _parameters(accel, 4, 6, 5)
+        optimizers = [make(accel, [own]) for make, own in zip((_plain, _own, _adaptive), members, strict=True)]
+        scaler, flagged = accel.scaler.create(init=1024.0), accel.capabilities.overflow_flag  # one flag for all
+        for spoilt in product((False, True), repeat=3):
+            before, scale = weights(members), scaler.state_dict()["scale"]
+            _backward(accel, scaler, members)
+            for parameter in compress(members, spoilt):
+                spoil(parameter, math.inf)
+            for call in (scaler.unscale_, scaler.step) if unscales else (scaler.step,):
+                for optimizer in optimizers:
+                    call(optimizer)
+            scaler.update()
+            skipped = tuple(map(torch.equal, weights(members), before))
+            assert skipped == spoilt or (flagged and skipped >= spoilt), (
+                f"of three optimizers {spoilt} overflowed, and {skipped} were skipped"
+            )
+            expected = scale / 2 if any(spoilt) else scale
+            assert scaler.state_dict()["scale"] == expected, f"{spoilt} overflowed, and the scale is not {expected}"
+        assert scaler.skipped == 7
 
     def test_scale_moves_once_a_step(self, accel: Backend) -> None:
         """With two optimizers the scale grows after `interval` updates, as with one."""

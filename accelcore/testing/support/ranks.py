@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
 
 ROWS, STEPS = 16, 4
+_PATIENCE = 15  # seconds, of a limit of one
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
 EXACT: dict[str, tuple[float, float]] = {
     "float64": (1 + 2.0**-50, 1 + 2.0**-51),
@@ -90,6 +92,23 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         job.barrier()
     found["drawn"] = [_drawn(accel, seed) for seed in (7, 7 + job.rank)]
     return found
+
+
+def _waits(job: Any, sign: Path) -> bool:
+    """Return whether rank 0 waits for rank 1 on the host for many times the job's limit."""
+    if job.rank:
+        start = time.monotonic()
+        while not sign.exists() and time.monotonic() < start + _PATIENCE:
+            time.sleep(0.01)
+        if sign.exists():
+            return False
+    try:
+        dist.all_reduce(torch.ones(1), group=job.cpu_group())
+    except RuntimeError:
+        return False
+    finally:
+        sign.touch()
+    return True
 
 
 def _drawn(accel: accelcore.Backend, seed: int) -> list[float]:
@@ -247,6 +266,10 @@ def main() -> None:
                 }
         found["statistics"] = _statistics(accel, job)
     found["collectives"]["open"] = dist.is_initialized()
+    found["collectives"]["waits"] = False
+    again = accel.distributed(rank=rank, world_size=2, init_method=f"{meet}-again", timeout=1)
+    with suppress(accelcore.DistributedError), again as job:  # a group in which a rank was late is of no use
+        found["collectives"]["waits"] = _waits(job, folder / "rank 0 waited")
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -15,6 +15,9 @@ from lies.lie import LIES, Lie, declaring, lie, replaced
 class _Disagreeing(TorchCollectives):
     """A fault for each kind of tensor, so that one job of two ranks tells them all."""
 
+    def init(self, launch, *, timeout=None):
+        super().init(launch)
+
     def all_reduce(self, tensor, op="sum"):
         if tensor.dtype == torch.float64:
             return tensor.copy_(super().all_reduce(tensor.float(), op))
@@ -58,6 +61,7 @@ for _name, _test, _says, _arguments in (
     ("broadcast_of_neighbours", "test_views", "not what was asked", {"operation": "broadcast", "kind": "column"}),
     ("broadcast_always_from_zero", "test_broadcast", "another rank's tensor", {}),
     ("seeds_that_differ_by_rank", "test_random_numbers", "with one seed", {}),
+    ("job_without_a_limit", "test_timeout", "limit of time", {}),
     ("barrier_that_does_not_wait", "test_barrier", "left the barrier", {}),
 ):
     LIES[_name] = Lie(

@@ -65,6 +65,12 @@ class _AllowsTwo(GradScaler):
         super().unscale_(optimizer)
 
 
+class _FirstOptimizer(GradScaler):
+    @property
+    def overflowed(self):
+        return next((step.found for step in self._progress.values()), None)
+
+
 class _SeesFlags(GradScaler):
     def check(self, gradients, multiplier):
         return super().check(gradients, multiplier).fill_(1.0)
@@ -117,6 +123,8 @@ for _name, _kind, _test, _says, _arguments in (
     ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", "skipped update changed",
      {"make": _own}),
     ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", "out of order was not refused", {}),
+    ("scale_of_the_first_optimizer", _FirstOptimizer, "test_several_optimizers", "and the scale is not",
+     {"unscales": False}),
     ("scaler_of_an_undeclared_flag", _SeesFlags, "test_overflow_flag", "declares no overflow flag", {}),
 ):  # fmt: skip
     LIES[_name] = Lie(_name, _scalers(_kind), f"TestScaler.{_test}", _says, _arguments)
