@@ -157,35 +157,35 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: 
 
     def show_progress() -> None:
         nonlocal shown_role
-        now = _read(report)
-        verdicts = list(now.verdicts.values())
+        report.read()
+        verdicts = list(report.verdicts.values())
         if verdicts and verdicts[-1].role != shown_role:
             shown_role = verdicts[-1].role
             done = sum(bool(verdict.outcome) for verdict in verdicts)
-            click.echo(f"{done} of {now.count} tests  {shown_role}", err=True)
+            click.echo(f"{done} of {report.count} tests  {shown_role}", err=True)
 
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
-        report = Path(folder, "report")
-        report.touch()
+        report = _Report(Path(folder, "report"))
+        report.file.touch()
         while True:
-            before = _read(report)
-            ended, last_words = _run(name, classes, report, timeout, show_progress)
-            after = _read(report)
+            known = len(report.verdicts)
+            ended, last_words = _run(name, classes, report.file, timeout, show_progress)
+            report.read()
             why = f"{_fate(ended)}\n{last_words}"
-            if after.done:
-                verdicts = list(after.verdicts.values())
-                assert len(verdicts) == after.count, "a test has no outcome"
+            if report.done:
+                verdicts = list(report.verdicts.values())
+                assert len(verdicts) == report.count, "a test has no outcome"
                 if ended.status not in _DONE:
                     verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", why))
-                return Scorecard(after.backend, verdicts)
-            crashed = next((test for test, verdict in after.verdicts.items() if not verdict.outcome), None)
-            if crashed is None or len(after.verdicts) == len(before.verdicts):
+                return Scorecard(report.backend, verdicts)
+            crashed = next((test for test, verdict in report.verdicts.items() if not verdict.outcome), None)
+            if crashed is None or len(report.verdicts) == known:
                 raise PluginError(
                     f"the suite could not be run on {name}",
                     why=why,
                     remedy="read that output; accelcore doctor --deep tries the backend alone",
                 )
-            with report.open("a", encoding="utf-8") as file:
+            with report.file.open("a", encoding="utf-8") as file:
                 file.write(f"\n{json.dumps({'event': 'end', 'id': crashed, 'outcome': 'failed', 'why': why})}\n")
 
 
@@ -268,29 +268,35 @@ def _fate(ended: Ended) -> str:
 class _Report:
     """Contents of the report that the suite's processes write: what is known so far."""
 
+    file: Path
     backend: dict[str, Any] = field(default_factory=dict)
     count: int = 0
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     done: bool = False
+    _position: int = 0
 
+    def read(self) -> None:
+        """Read the lines that were added."""
+        with self.file.open("rb") as file:
+            file.seek(self._position)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break  # the rest may follow
+                self._position += len(text)
+                with suppress(ValueError):  # a process that was killed may have written half a line
+                    self._take(json.loads(text))
 
-def _read(file: Path) -> _Report:
-    report = _Report()
-    for text in file.read_text("utf-8").splitlines():
-        line: dict[str, Any] = {}
-        with suppress(ValueError):  # a process that was killed may have written half a line
-            line = json.loads(text)
+    def _take(self, line: dict[str, Any]) -> None:
         match line.pop("event", None):
             case "backend":
-                report.backend = line
+                self.backend = line
             case "collected":
-                report.count = line["count"]
+                self.count = line["count"]
             case "begin":
                 test = line.pop("id")
-                report.verdicts[test] = Verdict(**line)
+                self.verdicts[test] = Verdict(**line)
             case "end":
                 test = line.pop("id")
-                report.verdicts[test] = replace(report.verdicts[test], **line)
+                self.verdicts[test] = replace(self.verdicts[test], **line)
             case "done":
-                report.done = True
-    return report
+                self.done = True

@@ -18,30 +18,20 @@ Ranks are child processes that select the backend by its name, so it must be ins
 
 from __future__ import annotations
 
-import pytest
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-_ROLES = (
-    *("backend", "collectives", "compiler", "operators", "optimizers", "parallel", "precision", "runtime", "scaler"),
-    "training",
-)
-_PARTS = (
-    *("contexts", "drawn", "levels", "modules", "op_tables"),
-    *("optimizer_state", "optimizer_steps", "transfers"),
-)
-pytest.register_assert_rewrite(
-    *(f"accelcore.testing.suite.{name}" for name in _ROLES + _PARTS)
-)  # before they are imported
-
-from accelcore.testing.suite.backend import TestBackend
-from accelcore.testing.suite.collectives import TestCollectives
-from accelcore.testing.suite.compiler import TestCompiler
-from accelcore.testing.suite.operators import TestOperators
-from accelcore.testing.suite.optimizers import TestOptimizers
-from accelcore.testing.suite.parallel import TestParallel
-from accelcore.testing.suite.precision import TestPrecision
-from accelcore.testing.suite.runtime import TestRuntime
-from accelcore.testing.suite.scaler import TestScaler
-from accelcore.testing.suite.training import TestTraining
+if TYPE_CHECKING:
+    from accelcore.testing.suite.backend import TestBackend
+    from accelcore.testing.suite.collectives import TestCollectives
+    from accelcore.testing.suite.compiler import TestCompiler
+    from accelcore.testing.suite.operators import TestOperators
+    from accelcore.testing.suite.optimizers import TestOptimizers
+    from accelcore.testing.suite.parallel import TestParallel
+    from accelcore.testing.suite.precision import TestPrecision
+    from accelcore.testing.suite.runtime import TestRuntime
+    from accelcore.testing.suite.scaler import TestScaler
+    from accelcore.testing.suite.training import TestTraining
 
 __all__ = [
     "TestBackend",
@@ -55,3 +45,20 @@ __all__ = [
     "TestScaler",
     "TestTraining",
 ]
+
+_PARTS = (
+    *("contexts", "drawn", "levels", "modules", "op_tables"),
+    *("optimizer_state", "optimizer_steps", "transfers"),
+)
+
+
+def __getattr__(name: str) -> object:
+    # Ranks, which import this package, need neither the tests nor pytest.
+    if name not in __all__:
+        raise AttributeError(f"module 'accelcore.testing' has no attribute {name!r}")
+    import pytest
+
+    roles = [each.removeprefix("Test").lower() for each in __all__]
+    # before they are imported
+    pytest.register_assert_rewrite(*(f"accelcore.testing.suite.{each}" for each in (*roles, *_PARTS)))
+    return getattr(import_module(f"accelcore.testing.suite.{name.removeprefix('Test').lower()}"), name)

@@ -88,7 +88,7 @@ class Case:
             right = self._exactly(exact)
             memory = self._memory
             others, overflows = [], False
-            for seed in range(3 if self.dtype.is_floating_point else 1):
+            for seed in range(3 if self.dtype.is_floating_point and self.what != "of no elements" else 1):
                 torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
                 rounding = Rounding(self.dtype, seed)
                 moved = rounding.inputs(exact)
@@ -110,18 +110,21 @@ class Case:
             if not layout or not (self.what or self.name in READS_MEMORY):
                 self._check(layout or "as it is", expected, partial(self._on_device, layout), memory)
         values = [each for each in expected if not each.part.startswith("the gradient")]
-        if self.what in ("of one element", "of many elements"):
+        if self.what in ("of one element", "of many elements", "of expanded memory"):
             return
-        if self.what != "broadcast" and self.info.inplace_variant is not None and self._works(self._in_place, exact):
+        if self.what != "broadcast" and self.info.inplace_variant is not None:
             kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
             written = [each if each.right.dtype == kind else each.cast(kind) for each in values]
             for layout in ("",) if self.name in READS_MEMORY else ("", "strided"):
-                where = "in place " + (layout or "as it is")
-                self._check(where, written, partial(self._in_place, self._placed(layout)))
-        if self.info.supports_out and self.name not in IGNORES_OUT and self._works(self._out, exact):
-            self._check("with out=", values, lambda: self._out(self._placed("")))
-            if self._fits_its_input(exact, values) and self._works(partial(self._out, onto=True), exact):
-                self._check("with out= its input", values, lambda: self._out(self._placed(""), onto=True))
+                where, works = "in place " + (layout or "as it is"), partial(self._works, self._in_place, exact)
+                self._check(where, written, partial(self._in_place, self._placed(layout)), works=works)
+        if self.info.supports_out and self.name not in IGNORES_OUT:
+            works = partial(self._works, self._out, exact)
+            self._check("with out=", values, lambda: self._out(self._placed("")), works=works)
+            if self._fits_its_input(exact, values):
+                onto = partial(self._out, onto=True)
+                works = partial(self._works, onto, exact)
+                self._check("with out= its input", values, lambda: onto(self._placed("")), works=works)
 
     def _fits_its_input(self, exact: Any, values: list[Expected]) -> bool:
         """Return whether torch lets the operator write its result onto its first argument."""
@@ -157,7 +160,9 @@ class Case:
         found = [(f"result {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
         roots = [tensor for tensor in result if tensor.requires_grad and not tensor.is_complex()]
         if leaves and roots:
-            drawn = [(_weights(root.shape, root.dtype), root.device) for root in roots]
+            one = self.what == "of expanded memory"  # as the gradient of a sum is
+            shapes = [(torch.Size([1] * root.dim()) if one else root.shape, root) for root in roots]
+            drawn = [(drawn_weights(shape, root.dtype).expand(root.shape), root.device) for shape, root in shapes]
             weights = [placed(each, device, layout) if layout else each.to(device) for each, device in drawn]
             grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
             found += [(f"the gradient {n}", grad) for n, grad in enumerate(grads) if grad is not None]
@@ -183,7 +188,15 @@ class Case:
             assert one.data_ptr() == other.data_ptr(), "it returns another tensor"
         return [(f"result {number}", tensor) for number, tensor in enumerate(tensors(written))]
 
-    def _check(self, form: str, expected: list[Expected], run: Callable[[], Any], memory: Any = ()) -> None:
+    def _check(
+        self,
+        form: str,
+        expected: list[Expected],
+        run: Callable[[], Any],
+        memory: Any = (),
+        works: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Note what is wrong with the results of a form, if torch does not refuse it on the CPU: if it `works` there."""
         where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what)))
         try:
             kernels = HostKernels(self.device)
@@ -192,7 +205,8 @@ class Case:
                 warnings.simplefilter("always")
                 results = run()
         except AssertionError as error:
-            self.found.note(f"{where}: {error}")
+            if works():
+                self.found.note(f"{where}: {error}")
             return
         except Exception as error:  # noqa: BLE001  a device raises errors of any kind
             text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
@@ -200,11 +214,13 @@ class Case:
             usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
             rare = empty or not usual
             refuses = rare or isinstance(error, NotImplementedError) or _REFUSES.search(text)
-            (self.found.refused.append if refuses else self.found.note)(f"{where}: {type(error).__name__}: {text}")
+            if works():
+                (self.found.refused.append if refuses else self.found.note)(f"{where}: {type(error).__name__}: {text}")
             return
         self.found.on_host |= kernels.names | {self.name for each in said if _says_fallback(str(each.message))}
         if len(results) != len(expected):
-            self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}")
+            if works():
+                self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}")
             return
         if form == "as it is" and self.name not in CONVERTS and self._same_strides():
             for (part, tensor), each, own, of_cpu in zip(results, expected, self._memory, memory, strict=False):
@@ -218,7 +234,7 @@ class Case:
             if not (said_wrong or self.draws or self.name in NOT_UNIQUE):
                 said_wrong = each.differs(tensor)
             self.found.compared += 1
-            if said_wrong:
+            if said_wrong and works():
                 self.found.note(f"{where}: {part} {said_wrong}")
 
     def _same_strides(self) -> bool:
@@ -243,7 +259,7 @@ def _unwritten(value: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _weights(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def drawn_weights(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return weights of a result on the host, the same for every device, in values that every dtype has."""
     generator = torch.Generator().manual_seed(shape.numel())
     return (torch.randint(1, 9, shape, generator=generator) / 4 - 1.125).to(dtype)

@@ -15,6 +15,9 @@ channels last. In all but the first, memory begins with elements of others."""
 _MANY, _MOST = (3001, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
 
+_LONG = 2**16 + 2**10 + 3
+"""Elements of a lengthened tensor: no multiple of what processors take at once."""
+
 _COMPLEX = (torch.complex32, torch.complex64)
 
 
@@ -139,6 +142,43 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool)
         return value
 
     return _changed(arguments, grow)
+
+
+def lengthened(arguments: Any) -> Any:
+    """Return the arguments as tensors of one dimension, with more elements than a grid has blocks.
+
+    Elements come again, a little smaller each time. None if tensors differ in shape.
+    """
+    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()]
+    if len({leaf.shape for leaf in given}) != 1 or not given[0].numel():
+        return None
+    where = torch.arange(_LONG) % given[0].numel()
+
+    def lengthen(value: Tensor, _: int) -> Tensor:
+        if not value.dim():
+            return value
+        long = value.reshape(-1)[where]
+        return long * torch.linspace(1, 0.5, _LONG).to(value.dtype) if value.is_floating_point() else long
+
+    return _changed(arguments, lengthen)
+
+
+def expanded(arguments: Any, dimension: int) -> Any:
+    """Return the arguments with the first row, or the first column, in place of all: memory that is read repeatedly.
+
+    None if the first tensor is none of fractions, or has one row.
+    """
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2 or not first.is_floating_point():
+        return None
+
+    def expand(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim() or not value.numel():
+            return value
+        alone = value.detach().narrow(dimension, 0, 1).clone()
+        return alone.expand(value.shape).requires_grad_(value.requires_grad)
+
+    return pytree.tree_map(expand, arguments)
 
 
 def _changed(arguments: Any, change: Any) -> Any:

@@ -56,6 +56,8 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _moved(self, value: Tensor) -> Tensor:
         if value.dtype != torch.float64 or value.layout != torch.strided or not value.numel():
             return value
+        if value._is_zerotensor():  # torch's zeros without memory, which it adds in backward
+            return value
         if self._largest and not self.overflows and not float(value.abs().amax()) <= self._largest:
             self.overflows = bool((value.isfinite() & (value.abs() > self._largest)).any())
         count = value.numel()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import Case, Found, tensors
-from accelcore.testing.support.layouts import emptied, enlarged, placed, repeated, scalars
-from accelcore.testing.support.samples import REPEATABLE, ROUGH, SAMPLED, samples
+from accelcore.testing.support.case import Case, Found, drawn_weights, tensors
+from accelcore.testing.support.layouts import emptied, enlarged, expanded, lengthened, placed, repeated, scalars
+from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, samples
 
 _MOST_RESULTS = 10  # of an enlarged sample
 _MOST_ELEMENTS = 2**17  # of its results
@@ -43,7 +43,11 @@ def compare(
         every = samples(info, dtype)
         most = 2 * count if dtype == torch.float32 else count if dtype.is_floating_point else 1
         chosen = every[:: max(1, -(-len(every) // most))]
-        cases = [case for sample in chosen for case in _cases(sample)]
+        cases = [
+            case
+            for number, sample in enumerate(chosen)
+            for case in _cases(sample, resized=number == 0 or dtype == torch.float32)
+        ]
         if name in REPEATABLE:
             changed = (repeated(_arguments(sample)) for sample in every)
             cases += [(each, "of repeated indices") for each in changed if each is not None][:count]
@@ -52,8 +56,14 @@ def compare(
             if len(found.wrong) > 4:
                 return found
         if dtype == torch.float32:
-            for arguments in _of_many(name, info, every) if name in SAMPLED and name not in ROUGH else ():
-                Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
+            if name in SAMPLED and name not in ROUGH:
+                for arguments in _of_many(name, info, every, elementwise):
+                    Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
+                for arguments in _expanded(every) if name not in ORDERED else ():
+                    Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
+                if info.supports_gradgrad:
+                    given = _arguments(every[0])
+                    Case(found, device, name, _Gradient(info), dtype, given, "of the gradient", elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
     return found
@@ -63,18 +73,31 @@ def _arguments(sample: Any) -> Any:
     return (sample.input, *sample.args), sample.kwargs
 
 
-def _cases(sample: Any) -> Iterator[tuple[Any, str]]:
+def _cases(sample: Any, *, resized: bool) -> Iterator[tuple[Any, str]]:
     arguments = _arguments(sample)
     yield arguments, "broadcast" if sample.broadcasts_input else ""
+    if not resized:
+        return
     for change, what in ((emptied, "of no elements"), (scalars, "of one element")):
         changed = change(arguments)
         if changed is not None:
             yield changed, what
 
 
-def _of_many(name: str, info: Any, every: list[Any]) -> Iterator[Any]:
+def _expanded(every: list[Any]) -> Iterator[Any]:
+    """Return the first sample of which all rows, and then all columns, lie in the same memory."""
+    for dimension in (0, -1):
+        found = (expanded(_arguments(sample), dimension) for sample in every)
+        yield from islice((arguments for arguments in found if arguments is not None), 1)
+
+
+def _of_many(name: str, info: Any, every: list[Any], elementwise: bool) -> Iterator[Any]:
     """Return for rows and for columns the first enlarged sample of each signature, if its results are not too large."""
     done = set()
+    if elementwise:
+        found = (lengthened(_arguments(sample)) for sample in every)
+        yield from islice((arguments for arguments in found if arguments is not None), 1)
+        return
     for dimension, sample, everywhere in product((0, -1), every, (False, True)):
         signature = dimension, len(sample.args), *sorted(sample.kwargs)
         if signature not in done:
@@ -101,6 +124,25 @@ def _alone(every: list[Any]) -> Any:
         if isinstance(other, Tensor) and other.shape == sample.input.shape and other.numel() > 1:
             return (sample.input, *sample.args[1:]), sample.kwargs
     return None
+
+
+class _Gradient:
+    """The gradient of an operator, as an operator: its own gradients are the second derivatives."""
+
+    inplace_variant, supports_out = None, False
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+
+    def op(self, *given: Any, **options: Any) -> list[Tensor]:
+        """Return the gradients of a weighted sum of the operator's results."""
+        roots = [each for each in tensors(self._info.op(*given, **options)) if each.requires_grad]
+        leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
+        if not (leaves and roots):
+            return []
+        weights = [drawn_weights(root.shape, root.dtype).to(root.device, copy=True).requires_grad_() for root in roots]
+        found = torch.autograd.grad(roots, leaves, weights, create_graph=True, allow_unused=True)
+        return [each for each in found if each is not None]
 
 
 class _Twice:
