@@ -208,6 +208,19 @@ def test_what_is_not_defined_for_complex_parameters_is_refused(accel, name):
         accel.optimizers.create(name, [nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=LR)
 
 
+def test_adamp_does_not_project_because_the_norm_of_a_gradient_overflows(accel):
+    generator = torch.Generator().manual_seed(0)
+    values, gradient = torch.randn(4, 500, generator=generator), torch.randn(4, 500, generator=generator)
+    updated = []
+    for dtype, route in ((torch.float64, "formula"), (torch.float32, "formula"), (torch.float32, "auto")):
+        parameter = nn.Parameter(values.to(dtype, copy=True))
+        optimizer = accel.optimizers.create("adamp", [parameter], lr=LR, route=route)
+        parameter.grad = (gradient + values).to(dtype) * 1e18  # the sum of its squares overflows float32
+        optimizer.step()
+        updated.append(parameter.detach().double())
+    assert all(float((found - updated[0]).abs().max()) < 1e-6 for found in updated[1:])
+
+
 def test_the_learning_rate_of_bertadam_after_the_end_of_its_schedule():
     for schedule, moves in (("linear", False), ("cosine", False), ("poly", False), ("constant", True)):
         parameter = nn.Parameter(torch.ones(2))

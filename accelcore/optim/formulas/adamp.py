@@ -28,7 +28,8 @@ class AdamP(FusibleFormula):
     d = m / (√v̂ + eps), or with Nesterov's momentum (b1 · m + (1 - b1) · g) / (√v̂ + eps). A parameter p of two or more
     dimensions is tested by rows, the slices along its first dimension, and then as one row. If every row has
     |cos(g, p)| < delta / √(elements in a row), d = d - p̂ · <p̂, d>, with p̂ = p / (‖p‖ + eps), and the weight decay is
-    multiplied by wd_ratio. Then p = p · (1 - lr · weight_decay) - lr / (1 - b1^t) · d.
+    multiplied by wd_ratio. A row in which the sum of the gradient's squares overflows is not nearly orthogonal. Then
+    p = p · (1 - lr · weight_decay) - lr / (1 - b1^t) · d.
 
     Source: Heo et al., "AdamP: Slowing Down the Slowdown for Momentum Optimizers on Scale-invariant Weights" (2021); as
     its authors' code, torch_optimizer's AdamP and torch_npu's NpuFusedAdamP.
@@ -113,7 +114,7 @@ def _projection(n: Numbers, value: Tensor, gradient: Tensor, update: Tensor, par
         weights, slopes, common, along = sums
         lengths = weights.sqrt().add_(eps)
         cosines = common.abs() / (slopes.sqrt().add_(eps) * lengths)
-        return cosines < roots * n["delta"], along / (lengths * lengths)
+        return (cosines < roots * n["delta"]) & slopes.isfinite(), along / (lengths * lengths)
 
     orthogonal, tangents = compare(by_channel, parts.channel_roots)
     whole, tangent = compare(by_parameter, parts.parameter_roots)

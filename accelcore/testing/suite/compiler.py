@@ -57,12 +57,14 @@ class TestCompiler:
     def test_compiled_follows_its_module(self, accel: Backend) -> None:
         """A compiled module follows changes of mode, weights and buffers, and of its inputs' shapes, dtypes and values.
 
-        It has gradients where they are enabled, and calls the hooks of its parts.
+        It has gradients where they are enabled, and calls its hooks and those of its parts.
         """
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             module, reference = _Shifted().to(accel.device), _Shifted()
-            calls: list[int] = []
-            module.norm.register_forward_hook(lambda *_: calls.append(1))
+            calls: list[str] = []
+            for part in (module, module.norm):
+                part.register_forward_pre_hook(lambda *_: calls.append("before"))
+                part.register_forward_hook(lambda *_: calls.append("after"))
             compiled = accel.compiler.compile(module, {})
             other = next((name for name in accel.capabilities.model_dtypes if name != "float32"), "float32")
             for number, (count, training, name) in enumerate(((16, True, "float32"), (5, False, other))):
@@ -77,7 +79,8 @@ class TestCompiler:
                 limit = max(1e-4, 4 * eps(rows.dtype))
                 assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
                 assert found.requires_grad == (number > 0), "whether gradients are enabled does not count later"
-                assert len(calls) == number + 1, "a hook of a part of the module was not called once"
+                called = ["before", "before", "after", "after"] * (number + 1)
+                assert calls == called, "hooks of the module and of its part were not called once each"
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
                 assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
 

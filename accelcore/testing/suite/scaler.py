@@ -251,10 +251,10 @@ class TestScaler:
 
     @pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled"])
     def test_several_optimizers(self, accel: Backend, unscales: bool) -> None:
-        """Each of several optimizers is skipped by its own overflow only; the scale falls once, whichever has one."""
+        """Each of several optimizers is skipped by its own overflow only; that of any moves the scale, once."""
         members = _parameters(accel, 4, 6, 5)
         optimizers = [make(accel, [own]) for make, own in zip((_plain, _own, _adaptive), members, strict=True)]
-        scaler, flagged = accel.scaler.create(init=1024.0), accel.capabilities.overflow_flag  # one flag for all
+        scaler = accel.scaler.create(init=1024.0, interval=1)
         for spoilt in product((False, True), repeat=3):
             before, scale = weights(members), scaler.state_dict()["scale"]
             _backward(accel, scaler, members)
@@ -265,26 +265,11 @@ class TestScaler:
                     call(optimizer)
             scaler.update()
             skipped = tuple(map(torch.equal, weights(members), before))
-            assert skipped == spoilt or (flagged and skipped >= spoilt), (
-                f"of three optimizers {spoilt} overflowed, and {skipped} were skipped"
-            )
-            expected = scale / 2 if any(spoilt) else scale
+            if not accel.capabilities.overflow_flag:  # one for all gradients
+                assert skipped == spoilt, f"of three optimizers {spoilt} overflowed, and {skipped} were skipped"
+            expected = scale / 2 if any(spoilt) else scale * 2
             assert scaler.state_dict()["scale"] == expected, f"{spoilt} overflowed, and the scale is not {expected}"
         assert scaler.skipped == 7
-
-    def test_scale_moves_once_a_step(self, accel: Backend) -> None:
-        """With two optimizers the scale grows after `interval` updates, as with one."""
-        members = _parameters(accel, 4, 6)
-        optimizers = [_plain(accel, [parameter]) for parameter in members]
-        scaler = accel.scaler.create(init=4.0, interval=3)
-        scales = []
-        for _ in range(6):
-            _backward(accel, scaler, members, 1e-3)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.state_dict()["scale"])
-        assert scales == [4.0, 4.0, 8.0, 8.0, 8.0, 16.0], f"with two optimizers the scales are {scales}"
 
     @every_optimizer
     @pytest.mark.parametrize("way", ["a group", "a parameter", "a gradient"])

@@ -196,7 +196,7 @@ class Case:
         memory: Any = (),
         works: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Note what is wrong with the results of a form, if torch does not refuse it on the CPU: if it `works` there."""
+        """Note what is wrong with the results of a form, if it `works` on the CPU: torch refuses some forms."""
         where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what)))
         try:
             kernels = HostKernels(self.device)

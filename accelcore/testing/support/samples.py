@@ -59,9 +59,7 @@ REPEATABLE = (
 )
 """Operators whose result is defined if an index comes several times."""
 
-ORDERED = (
-    *("sort", "topk", "argsort", "argmax", "max.reduction_with_dim", "median", "nn.functional.max_pool2d"),
-)
+ORDERED = (*("sort", "topk", "argsort", "argmax", "max.reduction_with_dim", "median", "nn.functional.max_pool2d"),)
 """Operators that choose by order, whose result is not unique if elements are equal."""
 
 READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "istft")

@@ -45,6 +45,14 @@ def compiler_that_drops_named_arguments(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+@lie("TestCompiler.test_compiled_follows_its_module", says="hooks of the module")
+def compiler_that_calls_forward(backend):
+    def compile(honest, module, options):
+        return Compiled(module.forward, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 @lie("TestTraining.test_compile", says="error(")
 def compiler_whose_gradients_are_overwritten_unsaid(backend):
     def compile(honest, module, options):

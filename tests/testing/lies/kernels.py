@@ -6,7 +6,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lies.lie import LIES, Lie
-from lies.operators import drawn, known, swept
+from lies.operators import differentiated, drawn, known, swept
 from lies.optimizers import making
 
 
@@ -58,6 +58,32 @@ def _through_fp32(func, x, *args, **kwargs):
     return func(x.float(), *args, **{name: value for name, value in kwargs.items() if name != "dtype"}).long()
 
 
+def _in_one_grid(func, x):
+    found = func(x)
+    found.reshape(-1)[65_535:] = x.reshape(-1)[65_535:]
+    return found
+
+
+def _of_the_first_matrix(func, a, b):
+    found = func(a, b)
+    if len(a) > 1 and 0 in (a.stride(0), b.stride(0)):
+        found[1:] = 0
+    return found
+
+
+class _FirstOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        found = torch.sigmoid(x)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (found,) = ctx.saved_tensors
+        return gradient * (found * (1 - found)).detach()
+
+
 def _accumulated_in_bf16(func, a, b, **kwargs):
     if a.dtype != torch.bfloat16:
         return func(a, b, **kwargs)
@@ -77,8 +103,13 @@ swept("product_with_itself_that_is_zero", "mul", "of one tensor twice", {"mul_":
 swept("sum_that_ignores_the_offset", "add", "strided", {"add": _from_the_beginning})
 swept("backward_of_dense_gradients", "tanh", "the gradient", {"tanh_backward": _of_dense_gradients})
 swept("convolution_that_ignores_channels_last", "nn.functional.conv2d", "channels last", {"convolution": _of_images})
+swept("product_of_the_first_matrix", "bmm", "of expanded memory", {"bmm": _of_the_first_matrix})
+
+# Derivatives.
+differentiated("derivative_of_the_first_order", "sigmoid", "of the gradient", lambda function, x: _FirstOrder.apply(x))
 
 # Many elements, many tensors, large whole numbers.
+swept("relu_of_one_grid", "nn.functional.relu", "of many elements", {"relu": _in_one_grid})
 swept("cumsum_in_blocks", "cumsum", "of many elements", {"cumsum": _in_blocks})
 swept("softmax_in_blocks", "softmax", "of many elements", {"_softmax": _in_blocks})
 swept("embedding_of_256_rows", "nn.functional.embedding", "of many elements",

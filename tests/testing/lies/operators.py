@@ -59,6 +59,13 @@ def swept(lie, operator, says, kernels, dtype=None):
     return _note(lie, "TestOperators.test_operator", says, {"name": operator}, lambda: Wrong(kernels, dtype))
 
 
+def differentiated(lie, operator, says, function):
+    SWEPT.append(lie)
+    return _note(
+        lie, "TestOperators.test_operator", says, {"name": operator}, lambda: WrongFunction({operator: function})
+    )
+
+
 def known(lie, what, kernels):
     return _note(lie, "TestOperators.test_known_result", "instead of", {"what": what}, lambda: Wrong(kernels))
 

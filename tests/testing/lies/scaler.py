@@ -65,6 +65,53 @@ class _AllowsTwo(GradScaler):
         super().unscale_(optimizer)
 
 
+class _KeepsTheOldScale(GradScaler):
+    old = None
+
+    def load_state_dict(self, state):
+        self.old = self._scale.clone()
+        super().load_state_dict(state)
+
+    def scale(self, loss):
+        return loss * (self._scale if self.old is None else self.old)
+
+
+class _CountsOptimizers(GradScaler):
+    def update(self, *arguments):
+        self._clean_steps += len(self._progress) - 1
+        super().update(*arguments)
+
+
+class _ScalesInFp32(GradScaler):
+    def scale(self, loss):
+        return super().scale(loss.float())
+
+
+class _OfTheFirstParameters(GradScaler):
+    def _find_overflow(self, optimizer, gradients, *rest):
+        kept = self.__dict__.setdefault("kept", {})
+        members = kept.setdefault(id(optimizer), [p for group in optimizer.param_groups for p in group["params"]])
+        present = [value.grad for value in members if value.grad is not None]
+        return super()._find_overflow(optimizer, present, *rest)
+
+
+class _OfFp32(GradScaler):
+    def check(self, gradients, multiplier):
+        super().check([each for each in gradients if each.dtype != torch.float32], multiplier)
+        return super().check([each for each in gradients if each.dtype == torch.float32], multiplier)
+
+
+class _OfThisRank(GradScaler):
+    def _find_overflow(self, optimizer, gradients, multiplier, any_rank):
+        return super()._find_overflow(optimizer, gradients, multiplier, None)
+
+
+class _NeverAbandons(GradScaler):
+    def abandon(self):
+        if self.overflowed is None:
+            super().abandon()
+
+
 class _FirstOptimizer(GradScaler):
     @property
     def overflowed(self):
@@ -126,6 +173,19 @@ for _name, _kind, _test, _says, _arguments in (
     ("scale_of_the_first_optimizer", _FirstOptimizer, "test_several_optimizers", "and the scale is not",
      {"unscales": False}),
     ("scaler_of_an_undeclared_flag", _SeesFlags, "test_overflow_flag", "declares no overflow flag", {}),
+    ("scaler_of_gradients_in_fp32", _OfFp32, "test_overflow_in_any_tensor", "gradient 31 of 300 was not found",
+     {"make": _own, "position": 31}),
+    ("scaler_of_one_rank", _OfThisRank, "test_gradients_that_are_given", "1.0 of other ranks: skipped is False",
+     {"make": _plain, "unscales": False}),
+    ("scaler_that_goes_on_with_a_failed_step", _NeverAbandons, "test_calls_out_of_order", "already called", {}),
+    ("scale_of_before_a_restore", _KeepsTheOldScale, "test_state_round_trip", "does not count yet", {}),
+    ("scale_that_grows_with_optimizers", _CountsOptimizers, "test_several_optimizers", "the scale is not",
+     {"unscales": True}),
+    ("scale_in_fp32", _ScalesInFp32, "test_scale_is_on_the_device", "rounds a loss in float64", {}),
+    ("scaler_of_the_first_parameters", _OfTheFirstParameters, "test_parameters_that_came_later", "was not unscaled",
+     {"make": _plain, "way": "a group"}),
+    ("scaler_of_the_first_list", _OfTheFirstParameters, "test_parameters_that_came_later", "was not unscaled",
+     {"make": _own, "way": "a parameter"}),
 ):  # fmt: skip
     LIES[_name] = Lie(_name, _scalers(_kind), f"TestScaler.{_test}", _says, _arguments)
 

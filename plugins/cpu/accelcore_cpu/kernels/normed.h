@@ -97,6 +97,7 @@ struct AdamP : Rule {
     }
   }
   bool orthogonal(const double* sums, long columns) const {
+    if (!std::isfinite(sums[2])) return false;
     return std::fabs(sums[1]) / ((std::sqrt(sums[2]) + eps) * (std::sqrt(sums[0]) + eps)) < delta / std::sqrt(columns);
   }
   template <class T>
