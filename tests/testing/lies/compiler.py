@@ -25,6 +25,20 @@ def compiler_that_changes_results(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+@lie("TestCompiler.test_compiled_is_the_same", says="computes something else")
+def compiler_of_the_first_size(backend):
+    def compile(honest, module, options):
+        sizes = []
+
+        def run(rows):
+            sizes.append(len(rows))
+            return torch.nn.functional.pad(module(rows[: sizes[0]]), (0, 0, 0, max(0, len(rows) - sizes[0])))
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 @lie("TestCompiler.test_failure_falls_back_once", says="with a compiler that failed")
 def compiler_that_fails_in_silence(backend):
     return replaced(
