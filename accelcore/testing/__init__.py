@@ -46,19 +46,9 @@ __all__ = [
     "TestTraining",
 ]
 
-_PARTS = (
-    *("contexts", "drawn", "levels", "modules", "op_tables"),
-    *("optimizer_state", "optimizer_steps", "transfers"),
-)
-
 
 def __getattr__(name: str) -> object:
-    # Ranks, which import this package, need neither the tests nor pytest.
     if name not in __all__:
         raise AttributeError(f"module 'accelcore.testing' has no attribute {name!r}")
-    import pytest
-
-    roles = [each.removeprefix("Test").lower() for each in __all__]
-    # before they are imported
-    pytest.register_assert_rewrite(*(f"accelcore.testing.suite.{each}" for each in (*roles, *_PARTS)))
+    # Ranks, which import this package, need neither the tests nor pytest.
     return getattr(import_module(f"accelcore.testing.suite.{name.removeprefix('Test').lower()}"), name)
