@@ -80,7 +80,7 @@ class TestCompiler:
                 assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
                 assert found.requires_grad == (number > 0), "whether gradients are enabled does not count later"
                 called = ["before", "before", "after", "after"] * (number + 1)
-                assert calls == called, "hooks of the module and of its part were not called once each"
+                assert calls == called, "a hook of the module, or of its part, was not called once"
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
                 assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
 

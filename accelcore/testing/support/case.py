@@ -22,6 +22,10 @@ from accelcore.testing.support.rounding import Rounding
 from accelcore.testing.support.samples import CONVERTS, HOST_ARGUMENTS, IGNORES_OUT, NOT_UNIQUE, READS_MEMORY, ROUGH
 
 _WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
+OF_GRADIENT = "of the gradient"
+"""Says of a sample that the operator's gradient is computed in place of its result."""
+
+_SAME = 8  # units in which an argument may differ that is written to as it was
 _REFUSES = re.compile(
     r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
     r"must be .*(Half|BFloat16)",
@@ -81,11 +85,16 @@ class Case:
     elementwise: bool
     draws: bool = False
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
+    _written: list[int] = field(default_factory=list)  # arguments that the operator writes to, as running statistics
 
     def run(self) -> None:
         exact = wide(self.arguments, self.dtype)
         try:
-            right = self._exactly(exact)
+            given = placed(exact, torch.device("cpu"), "", graph=True)
+            right = self._results(given)
+            if self.what != "of expanded memory":
+                self._written = [n for n, pair in enumerate(_pairs(given, exact)) if not _same(*pair)]
+            right += self._arguments_after(given)
             memory = self._memory
             others, overflows = [], False
             for seed in range(3 if self.dtype.is_floating_point and self.what != "of no elements" else 1):
@@ -109,7 +118,7 @@ class Case:
         for layout in LAYOUTS if images else LAYOUTS[:-1]:
             if not layout or not (self.what or self.name in READS_MEMORY):
                 self._check(layout or "as it is", expected, partial(self._on_device, layout), memory)
-        values = [each for each in expected if not each.part.startswith("the gradient")]
+        values = [each for each in expected if each.part.startswith("result")]
         if self.what in ("of one element", "of many elements", "of expanded memory"):
             return
         if self.what != "broadcast" and self.info.inplace_variant is not None:
@@ -146,7 +155,12 @@ class Case:
         return True
 
     def _on_device(self, layout: str) -> list[tuple[str, Tensor]]:
-        return self._results(self._placed(layout, graph=True), layout)
+        given = self._placed(layout, graph=True)
+        found = self._results(given, layout)
+        for number, (one, other) in enumerate(_pairs(given, self.arguments)):
+            kept = number in self._written or self.what == "of expanded memory" or _same(one.cpu(), other)
+            assert kept, f"it changes its argument {number}"
+        return found
 
     def _exactly(self, arguments: Any) -> list[tuple[str, Tensor]]:
         return self._results(placed(arguments, torch.device("cpu"), "", graph=True))
@@ -157,16 +171,21 @@ class Case:
         leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
         result = tensors(self.info.op(*given, **options))
         self._memory = _memory(result, (given, options))
-        found = [(f"result {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
+        one, two = ("the gradient", "the second derivative") if self.what == OF_GRADIENT else ("result", "the gradient")
+        found = [(f"{one} {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
         roots = [tensor for tensor in result if tensor.requires_grad and not tensor.is_complex()]
         if leaves and roots:
-            one = self.what == "of expanded memory"  # as the gradient of a sum is
-            shapes = [(torch.Size([1] * root.dim()) if one else root.shape, root) for root in roots]
+            alike = self.what == "of expanded memory"  # as the gradients of a sum are
+            shapes = [(torch.Size([1] * root.dim()) if alike else root.shape, root) for root in roots]
             drawn = [(drawn_weights(shape, root.dtype).expand(root.shape), root.device) for shape, root in shapes]
             weights = [placed(each, device, layout) if layout else each.to(device) for each, device in drawn]
             grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
-            found += [(f"the gradient {n}", grad) for n, grad in enumerate(grads) if grad is not None]
-        return found
+            found += [(f"{two} {n}", grad) for n, grad in enumerate(grads) if grad is not None]
+        return found + self._arguments_after(arguments)
+
+    def _arguments_after(self, arguments: Any) -> list[tuple[str, Tensor]]:
+        given = tensors(arguments)
+        return [(f"argument {number}", given[number].detach().clone()) for number in self._written]
 
     def _in_place(self, arguments: Any) -> list[tuple[str, Tensor]]:
         (target, *given), options = arguments
@@ -239,13 +258,25 @@ class Case:
 
     def _same_strides(self) -> bool:
         """Return whether the oracle's arguments lie in memory as the sample's do."""
-        pairs = zip(tensors(self.arguments), tensors(wide(self.arguments, self.dtype)), strict=True)
+        pairs = _pairs(self.arguments, wide(self.arguments, self.dtype))
         return all(one.layout != torch.strided or one.stride() == other.stride() for one, other in pairs)
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _pairs(arguments: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from zip(tensors(arguments), tensors(others), strict=True)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same values, but for rounding."""
+    if one.layout != torch.strided or one.is_complex() or not one.numel():
+        return True
+    close = _SAME * torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
+    return torch.allclose(one.detach().double(), other.detach().double(), rtol=close, atol=0.0, equal_nan=True)
 
 
 def _says_fallback(message: str) -> bool:

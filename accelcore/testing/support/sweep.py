@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import Case, Found, drawn_weights, tensors
+from accelcore.testing.support.case import OF_GRADIENT, Case, Found, drawn_weights, tensors
 from accelcore.testing.support.layouts import emptied, enlarged, expanded, lengthened, placed, repeated, scalars
 from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, samples
 
@@ -63,7 +63,7 @@ def compare(
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
                 if info.supports_gradgrad:
                     given = _arguments(every[0])
-                    Case(found, device, name, _Gradient(info), dtype, given, "of the gradient", elementwise).run()
+                    Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
     return found

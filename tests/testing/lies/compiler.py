@@ -59,7 +59,7 @@ def compiler_that_drops_named_arguments(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
-@lie("TestCompiler.test_compiled_follows_its_module", says="hooks of the module")
+@lie("TestCompiler.test_compiled_follows_its_module", says="a hook of the module")
 def compiler_that_calls_forward(backend):
     def compile(honest, module, options):
         return Compiled(module.forward, compiled=True)

@@ -64,8 +64,23 @@ def _in_one_grid(func, x):
     return found
 
 
-def _of_the_first_matrix(func, a, b):
-    found = func(a, b)
+def _of_biased_variance(func, x, weight, bias, mean, variance, training, momentum, eps):
+    before = None if variance is None else variance.clone()
+    found = func(x, weight, bias, mean, variance, training, momentum, eps)
+    if training and before is not None:
+        fresh = (variance - (1 - momentum) * before) * x.shape[1] / x.numel()
+        variance.sub_(fresh)
+    return found
+
+
+def _spoils_its_input(func, x, *args):
+    found = func(x, *args)
+    x.abs_()
+    return found
+
+
+def _of_the_first_matrix(func, a, b, **options):
+    found = func(a, b, **options)
     if len(a) > 1 and 0 in (a.stride(0), b.stride(0)):
         found[1:] = 0
     return found
@@ -82,6 +97,10 @@ class _FirstOrder(torch.autograd.Function):
     def backward(ctx, gradient):
         (found,) = ctx.saved_tensors
         return gradient * (found * (1 - found)).detach()
+
+
+def _of_the_first_order(function, x, **options):
+    return function(x, **options) if options else _FirstOrder.apply(x)
 
 
 def _accumulated_in_bf16(func, a, b, **kwargs):
@@ -103,10 +122,13 @@ swept("product_with_itself_that_is_zero", "mul", "of one tensor twice", {"mul_":
 swept("sum_that_ignores_the_offset", "add", "strided", {"add": _from_the_beginning})
 swept("backward_of_dense_gradients", "tanh", "the gradient", {"tanh_backward": _of_dense_gradients})
 swept("convolution_that_ignores_channels_last", "nn.functional.conv2d", "channels last", {"convolution": _of_images})
+swept("running_variance_that_is_biased", "nn.functional.batch_norm", "argument 2 is wrong",
+      {"native_batch_norm": _of_biased_variance, "_native_batch_norm_legit": _of_biased_variance})  # fmt: skip
+swept("cumsum_that_spoils_its_input", "cumsum", "it changes its argument 0", {"cumsum": _spoils_its_input})
 swept("product_of_the_first_matrix", "bmm", "of expanded memory", {"bmm": _of_the_first_matrix})
 
 # Derivatives.
-differentiated("derivative_of_the_first_order", "sigmoid", "of the gradient", lambda function, x: _FirstOrder.apply(x))
+differentiated("derivative_of_the_first_order", "sigmoid", "of the gradient", _of_the_first_order)
 
 # Many elements, many tensors, large whole numbers.
 swept("relu_of_one_grid", "nn.functional.relu", "of many elements", {"relu": _in_one_grid})
