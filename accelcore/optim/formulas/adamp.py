@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def _projection(n: Numbers, value: Tensor, gradient: Tensor, update: Tensor, par
         weights, slopes, common, along = sums
         lengths = weights.sqrt().add_(eps)
         cosines = common.abs() / (slopes.sqrt().add_(eps) * lengths)
-        return (cosines < roots * n["delta"]) & slopes.isfinite(), along / (lengths * lengths)
+        return (cosines < roots * n["delta"]) & (slopes < math.inf), along / (lengths * lengths)
 
     orthogonal, tangents = compare(by_channel, parts.channel_roots)
     whole, tangent = compare(by_parameter, parts.parameter_roots)

@@ -111,9 +111,7 @@ class TestScaler:
             for spoilt in (True, False):
                 _backward(accel, scaler, parameters, 2.0**-4)
                 if spoilt:
-                    gradient = parameters[position].grad
-                    assert gradient is not None
-                    gradient[0] = math.inf
+                    spoil(parameters[position], math.inf, 0)
                 _update(scaler, optimizer)
                 same = [torch.equal(a, b) for a, b in zip(weights(parameters), before, strict=True)]
                 assert all(same) if spoilt else not any(same), (

@@ -15,6 +15,7 @@ from accelcore.testing.support.layouts import emptied, enlarged, expanded, lengt
 from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, samples
 
 _MOST_RESULTS = 10  # of an enlarged sample
+_REPORTED = ("Error", "CppFunction")  # torch's nodes that raise or warn if a backward pass is differentiated
 _MOST_ELEMENTS = 2**17  # of its results
 
 
@@ -142,7 +143,10 @@ class _Gradient:
             return []
         weights = [drawn_weights(root.shape, root.dtype).to(root.device, copy=True).requires_grad_() for root in roots]
         found = torch.autograd.grad(roots, leaves, weights, create_graph=True, allow_unused=True)
-        return [each for each in found if each is not None]
+        gradients = [each for each in found if each is not None]
+        if any(type(each.grad_fn).__name__ in _REPORTED for each in gradients):
+            raise NotImplementedError("torch reports that its backward pass has no derivative")
+        return gradients
 
 
 class _Twice:

@@ -21,7 +21,7 @@ LAUNCHES = {
     "adadelta": 13,
     "bertadam": 24,
     "lamb": 36,
-    "adamp": 79,
+    "adamp": 83,
 }
 SCALED = 15  # more with a dynamic loss scale and clipping
 
