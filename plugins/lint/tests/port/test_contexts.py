@@ -284,3 +284,18 @@ def test_a_device_is_chosen_in_the_block_that_begins_what_may_choose_devices():
 def test_a_name_of_a_device_may_be_a_string_with_nothing_to_format():
     source = "import torch\n\n\ndef dev():\n    return torch.device(f'cuda')\n\n\ndev()\n"
     assert "return accel.device\n" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("x.cuda(local_rank)", "x.to(torch.device(current_device.type, local_rank))"),
+        ("x.cuda(0)", "x.to(torch.device(current_device.type, 0))"),
+        ("f'cuda:{local_rank}'", 'f"{current_device.type}:{local_rank}"'),
+        ("torch.device('cuda', local_rank)", "torch.device(current_device.type, local_rank)"),
+        ("x.cuda()", "x.to(current_device)"),
+    ],
+)
+def test_a_number_in_a_module_without_a_script_stays_a_number(line, becomes):
+    source = f"import torch\n\n\ndef use(x, local_rank):\n    device = {line}\n    return device\n"
+    assert f"    device = {becomes}\n" in port_source(source, Level.ROLES).source

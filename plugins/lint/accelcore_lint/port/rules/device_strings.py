@@ -39,9 +39,11 @@ def whole(node: cst.BaseExpression, text: str, imports: Sequence[str] = ()) -> R
 
 def own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
     """Return whether an index is that of the process's only device."""
-    if index is None or text_of(index) == "None" or facts.is_local_rank(index):
+    if index is None or text_of(index) == "None" or is_current(facts, index):
         return True
-    if is_current(facts, index):
+    if facts.is_library:  # its current device may be another
+        return False
+    if facts.is_local_rank(index):
         return True
     one = facts.indexes <= {"0"} and all(made is None or text_of(made) == "0" for made in facts.made_indexes)
     return one and _is_zero(facts, index) and not any(_is_other(facts, moved) for moved in facts.moved_to)

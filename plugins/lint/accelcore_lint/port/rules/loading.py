@@ -55,7 +55,7 @@ def _decide_map(node: cst.Lambda | cst.Dict, facts: Facts) -> Rewrite | Left | N
     ):
         return None
     index = argument(body, "device", 0)
-    if facts.level is Level.TORCH and index is not None and text_of(index) != "0":
+    if index is not None and (facts.is_library or (facts.level is Level.TORCH and text_of(index) != "0")):
         return Left(f"map_location of the index {text_of(index)}: torch.load knows no index of the CPU")
     source = device_source(facts, node, index)
     if isinstance(source, Left):
