@@ -90,7 +90,7 @@ class Addresses:
         self._library = load()
         self._plan = self._made("plan", kind, _fork(), _memory(sources), len(members), _memory(parts), len(parts) // 4)
         self._pack = Struct(f"{len(objects)}P").pack  # an array takes twice as long
-        self._tensors = self._made("tensors", _fork(), self._pack(*objects), len(objects), waits, len(waits))
+        self._tensors = self._made("tensors", self._pack(*objects), len(objects), waits, len(waits))
         self._count = len(objects)
         self._addresses = array("q", bytes(8 * len(members)))
 
@@ -108,8 +108,7 @@ class Addresses:
         objects = _objects(values, chain.from_iterable(map(dict.values, state.values())))
         if len(objects) != self._count:
             return Found.REPLACED
-        packed, threads = self._pack(*objects), torch.get_num_threads()
-        found = _FOUND[self._library.tensors_find(self._tensors, packed, _memory(self._addresses), threads)]
+        found = _FOUND[self._library.tensors_find(self._tensors, self._pack(*objects), _memory(self._addresses))]
         return Found.UNLIKE if found is Found.ALL and not self._own_dtype else found
 
     def place(self, addresses: Sequence[int]) -> None:

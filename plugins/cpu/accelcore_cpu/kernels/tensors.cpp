@@ -5,12 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
-
-#include "threads.h"
 
 namespace {
 
@@ -30,7 +27,6 @@ struct Layout {
 };
 
 struct Tensors {
-  Fork fork;
   std::vector<Object*> objects;
   std::vector<bool> waits;  // of values, which come first
   std::vector<Layout> layouts;
@@ -49,24 +45,19 @@ struct Tensors {
     numbers.insert(numbers.end(), strides.begin(), strides.end());
   }
 
-  Found find(Object* const* given, void** addresses, int threads) {
-    release();  // here, because only this thread holds Python's lock
+  Found find(Object* const* given, void** addresses) {
+    release();
     if (!std::equal(objects.begin(), objects.end(), given)) return REPLACED;  // only now all are known to be alive
     gradients.resize(waits.size());
-    std::atomic<bool> replaced = false, unlike = false;
-    const long count = objects.size();
-    parallel(fork, threads, (count + SHARE - 1) / SHARE, [&](long share) {
-      const size_t end = std::min(count, (share + 1) * SHARE);
-      for (size_t n = share * SHARE; n < end && !replaced; n++) try {
-        ask_ahead(n, end);
-        if (!is_unchanged(n)) replaced = true;
-        else if (n < waits.size() && !find_gradient(n, addresses[n])) unlike = true;
-        if (n < waits.size() && waits[n] && gradients[n].defined()) replaced = true;
-      } catch (...) {
-        replaced = true;
-      }
-    });
-    return replaced ? REPLACED : unlike ? UNLIKE : ALL;
+    Found found = ALL;
+    for (size_t n = 0; n < objects.size(); n++) {
+      ask_ahead(n);
+      if (!is_unchanged(n)) return REPLACED;
+      if (n >= waits.size()) continue;
+      if (!find_gradient(n, addresses[n])) found = UNLIKE;
+      if (waits[n] && gradients[n].defined()) return REPLACED;
+    }
+    return found;
   }
 
   // Tells autograd that the values change whose gradients have an address.
@@ -86,15 +77,14 @@ struct Tensors {
 
  private:
   static constexpr size_t APART = 12;  // tensors: how far before its use an object is asked for
-  static constexpr long SHARE = 1024;  // tensors that a thread looks at in one go
 
   static void ask(const void* object, long lines) {
     for (long line = 0; line < lines; line++) __builtin_prefetch(static_cast<const char*>(object) + 64 * line);
   }
 
   // Objects in several stages, because each has the address of the next.
-  void ask_ahead(size_t n, size_t end) const {
-    const auto later = [&](size_t stages) { return std::min(n + stages * APART, end - 1); };
+  void ask_ahead(size_t n) const {
+    const auto later = [&](size_t stages) { return std::min(n + stages * APART, objects.size() - 1); };
     ask(objects[later(3)], 4);
     ask(layouts[later(2)].beside, 1);
     if (later(2) < waits.size()) ask(objects[later(2)]->autograd_meta(), 1);
@@ -136,9 +126,8 @@ extern "C" {
 
 // The first objects are values, as many as there are `waits`: whether a value has had no gradient yet. Null where there
 // is not enough memory.
-void* tensors_new(Fork fork, Object* const* objects, long count, const bool* waits, long value_count) noexcept try {
+void* tensors_new(Object* const* objects, long count, const bool* waits, long value_count) noexcept try {
   auto tensors = std::make_unique<Tensors>();
-  tensors->fork = fork;
   tensors->objects.assign(objects, objects + count), tensors->waits.assign(waits, waits + value_count);
   for (Object* object : tensors->objects) tensors->add(object);
   return tensors.release();
@@ -151,8 +140,8 @@ void tensors_free(void* tensors) noexcept { delete static_cast<Tensors*>(tensors
 // The address of each value's gradient: null for none, and any if it has no elements. REPLACED: an object is another, a
 // tensor has other memory or another layout than it had, or a value that waited has a gradient. UNLIKE: a gradient is
 // not laid out as its value, or has no memory.
-int tensors_find(void* tensors, Object* const* objects, void** addresses, int threads) noexcept try {
-  return static_cast<Tensors*>(tensors)->find(objects, addresses, threads);
+int tensors_find(void* tensors, Object* const* objects, void** addresses) noexcept try {
+  return static_cast<Tensors*>(tensors)->find(objects, addresses);
 } catch (...) {
   return REPLACED;
 }
