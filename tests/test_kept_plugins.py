@@ -49,8 +49,14 @@ def installed(tmp_path, monkeypatch):
         (metadata / "entry_points.txt").write_text(f"[accelcore.{group}]\n{point}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     invalidate_caches()
+    _forget_modules()
     yield
-    for module in list(sys.modules):  # another test may import a newer package of the same name
+    _forget_modules()
+
+
+def _forget_modules():
+    """Another test may import a newer package of the same name, or have imported one."""
+    for module in list(sys.modules):
         if module.partition(".")[0] in ("accelcore_bare", "accelcore_hostchip", "accelcore_kept", "kept_lion"):
             del sys.modules[module]
 

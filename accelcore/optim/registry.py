@@ -14,7 +14,7 @@ import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
-from accelcore.optim.engine import Factory, Memory, Request, Route, name_of
+from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, name_of
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -80,12 +80,13 @@ class Optimizers:
             route: the name of this implementation.
             factory: called as `factory(params, **options)`; returns a `torch.optim.Optimizer` without state, best an
                 `accelcore.optim.engine.Engine`.
-            priority: of the routes that support a request, `create` takes the one with the highest; torch's plain loops
-                have 0, its kernels 10.
+            priority: of the routes that support a request, `create` takes the one with the highest. torch's fused
+                kernels have 10, its plain loops 0, formulas -20; a backend's own kernels have more, such as 20.
             supports: returns None if this route supports a request, else the reason why not.
             memory: `"tensors"`: it updates a tensor for each parameter. `"any"`: also 1-D tensors that hold many
                 parameters, because it treats each element alike, or because `Engine.place_runs` tells it where each
-                parameter lies. `"flat"`: it updates such tensors only.
+                parameter lies. `"flat"`: it updates such tensors only. A route gets shards of parameters if it treats
+                each element alike: `memory` is "any", and `factory` a class without a `place_runs` of its own.
             scattered: whether it updates many tensors in one call wherever they are in memory, so that flat memory
                 makes it no faster.
 
@@ -245,8 +246,7 @@ class Optimizers:
                 remedy=f"leave {switch}= out for the fastest route, or name the route",
             )
         choices: list[ExplainedRoute] = []
-        formula, taken = FORMULAS.get(request.name), False
-        by_element = formula is None or (formula.by_element and not formula.by_group)
+        taken = False
         for route in self._routes[request.name]:
             if request.route not in ("auto", route.name):
                 choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
@@ -256,11 +256,22 @@ class Optimizers:
                 reason = route.supports(request)
                 if reason is None and route.memory == "flat":
                     reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
-                if reason is None and request.sharded and not (route.memory == "any" and by_element):
+                if reason is None and request.sharded and not _takes_shards(request.name, route):
                     reason = "it needs whole parameters, and this rank has shards"
                 taken = reason is None
                 choices.append(ExplainedRoute(route.name, taken, reason or ""))
         return _Explanation(choices)
+
+
+def _takes_shards(name: str, route: Route) -> bool:
+    """Return whether a route may update a shard, because it treats each element alike."""
+    formula = FORMULAS.get(name)
+    if formula is None:  # a third party's: the class shows it, a function that makes an optimizer does not
+        kind = route.factory
+        alike = isinstance(kind, type) and getattr(kind, "place_runs", Engine.place_runs) is Engine.place_runs
+    else:
+        alike = formula.by_element and not formula.by_group
+    return route.memory == "any" and alike
 
 
 def _formula_route(name: str, kind: type[Formula]) -> Route:

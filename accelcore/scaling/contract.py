@@ -80,7 +80,8 @@ class LossScaler(ABC):
     computes its loss several times a step.
 
     `unscale_` and `step` read the gradients of the optimizer's parameters unless `gradients` are given. A trainer gives
-    the memory in which they are, and, for sharded gradients, `any_rank`, which makes one rank's overflow every rank's.
+    the memory in which they are, and `any_rank`, the strategy's `agree`: for sharded gradients it makes one rank's
+    overflow every rank's.
 
     Attributes:
         reads_gradients: whether the scaler reads gradients at all.

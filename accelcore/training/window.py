@@ -27,8 +27,9 @@ class Window:
     window all gradients are multiplied by a *correction*: 1 / (the sum of shares, averaged over ranks), so that the
     weights add up to 1. Without weights each share is `1 / accumulate`, and only a short window needs a correction.
 
-    Weights are added up on `device`, so that the host never waits for one. `divisor` divides the gradients in backward,
-    at no cost, because ranks add them up. `tensors_only`: a captured graph would bake a number in.
+    Weights are added up on `device`, so that the host never waits for one. `divisor`: ranks add their gradients up, so
+    backward divides by it, which costs nothing there. `tensors_only`: refuse a number as a weight, because a captured
+    graph would keep its first value.
     """
 
     def __init__(self, accumulate: int, device: torch.device, *, divisor: int = 1, tensors_only: bool = False) -> None:

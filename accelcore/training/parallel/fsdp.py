@@ -44,10 +44,15 @@ class FullySharded(Strategy):
     Gradients are reduced after each backward pass, also within a window: whole gradients would take the memory that
     sharding saves.
 
-    What `layout = "shards"` changes, in order: `Place` does not move the model. `Cast` keeps fp32 parameters if there
-    are masters: the shards are the masters. `Shard` refuses `clip=`, calls `shard`, and gives the optimizer the shards.
-    `Bind` makes `ShardedGradients`, and no flat memory. In a step `agree` and `norm` all-reduce what a rank knows of
-    its shards. Each rank saves its own rows.
+    What `layout = "shards"` changes:
+
+    - Checks: `Shard` refuses `clip=`. `Bind` refuses `flat=True`, and routes that need whole parameters.
+    - Preparation: `Place` does not move the model. `Cast` keeps fp32 parameters if there are masters: the shards are
+      the masters. `Shard` calls `shard`, and gives the optimizer the shards. `Bind` makes `ShardedGradients`.
+      `Replicate` broadcasts buffers only.
+    - Steps: `before_backward` and `after_backward` at each backward pass; at the end of a window `reduce`, and `agree`
+      and `norm`, which all-reduce what a rank knows of its shards.
+    - Checkpoints: each rank saves its own rows.
     """
 
     layout = "shards"

@@ -66,7 +66,8 @@ class Place(Stage):
 class Cast(Stage):
     """Casts parameters and buffers to the policy's `model_dtype`, and the model's inputs and outputs in hooks.
 
-    The hooks are removed with the trainer; the model stays in that dtype.
+    The hooks are removed with the trainer; the model stays in that dtype. `check` chooses the policy, and makes the
+    contexts of a training: autocast, with O1's table or torch's, and the arithmetic of fp32.
     """
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import accelcore
 from accelcore import FSDP, Policy
+from accelcore.optim.engine import Engine
 from tests.training.parallel.fsdp_models import (
     GROUPS,
     LR,
@@ -120,15 +121,24 @@ def groups(accel, rank):
     return found
 
 
+class Normed(Engine, torch.optim.SGD):
+    """An optimizer of a third party, which takes the norm of each parameter."""
+
+    def place_runs(self, runs):
+        raise AssertionError
+
+
 def refused(accel, rank):
     """What is refused says why, and leaves model and optimizer as they were."""
     found = {}
+    accel.optimizers.register("normed", "own", Normed, memory="any")
     cases = {
         "flat": ({"flat": True}, None, "adamw"),
         "graph": ({"graph": True}, None, "adamw"),
         "clip": ({"clip": lambda parameters: None}, None, "adamw"),
         "lamb": ({}, None, "lamb"),
         "bertadam": ({}, None, "bertadam"),
+        "third party": ({}, None, "normed"),
         "offload": ({"parallel": FSDP(cpu_offload=True), "loss_scale": "dynamic"}, None, "adamw"),
         "wrap": ({"parallel": FSDP(wrap=nn.LSTM)}, None, "adamw"),
         "scalar": ({}, lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(()))), "adamw"),

@@ -143,6 +143,7 @@ def test_each_rank_holds_its_share_and_trains_plain_tensors(job):
         ("clip", "only this rank's shards"),
         ("lamb", "it needs whole parameters"),
         ("bertadam", "it needs whole parameters"),
+        ("third party", "it needs whole parameters"),
         ("offload", "cpu_offload=True cannot be combined"),
         ("wrap", "LayerNorm"),
         ("scalar", "'scale' cannot be divided among ranks: it is a scalar"),
