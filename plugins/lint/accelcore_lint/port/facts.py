@@ -12,7 +12,7 @@ from libcst import metadata
 from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
-from accelcore_lint.port.place import Place
+from accelcore_lint.port.place import CONTEXTS, Place
 from accelcore_lint.port.tree import Tree, argument, text_of
 from accelcore_lint.port.vendors import DEVICES, own_options
 
@@ -51,11 +51,14 @@ class Facts(Tree):
         super().__init__(wrapper, level)
         chosen = self.index_option
         read = self._read_at(chosen) if "." in chosen else None
-        by_hand = self.is_library or self._chooses_by_hand()
+        by_hand = self.is_library or self._chooses_by_hand(chosen)
         self.place = Place(self, by_hand=by_hand, index=chosen, read=read)
 
-    def _chooses_by_hand(self) -> bool:
-        """Return whether the script gives a process its device by a number that no launcher's variable shows."""
+    def _chooses_by_hand(self, chosen: str) -> bool:
+        """Return whether the script gives a process its device by a number that no launcher's variable shows.
+
+        `chosen`: the option by whose number the backend is selected.
+        """
         unknown = [
             index
             for index in self.made_indexes
@@ -66,7 +69,12 @@ class Facts(Tree):
         ]
         options = {name for call in self._added_options() for name in _option_names(call)}
         launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
-        return bool(unknown) or (not self.spawns and ("rank" in options or launched))
+        contexts = any(
+            self.name(call.func) in CONTEXTS and text_of(call.args[0].value) not in ("0", chosen)
+            for call in self.calls
+            if call.args
+        )
+        return bool(unknown) or contexts or (not self.spawns and ("rank" in options or launched))
 
     @cached_property
     def made_indexes(self) -> list[cst.BaseExpression | None]:

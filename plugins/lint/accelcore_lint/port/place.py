@@ -15,7 +15,7 @@ _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),
     Level.ROLES: ("accel", "accelerator", "backend"),
 }
-_CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
+CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
 _CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for n in range(2, 99)))
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
@@ -81,8 +81,10 @@ class Place:
         if not self._torch_level and takes_current and self._is_placed(site):
             if hidden and function is not None and not isinstance(function.body, cst.IndentedBlock):
                 raise UnplacedError("the function is one line: give it a line that chooses the device")
+            if self._tree.forks and function is None:
+                raise UnplacedError("processes are forked after this line, which must not ask for a device before")
             if (
-                (hidden or self._tree.is_library)
+                (hidden or self._tree.is_library or self._tree.forks)
                 and function is not None
                 and isinstance(function.body, cst.IndentedBlock)
             ):
@@ -122,8 +124,10 @@ class Place:
 
     def _use(self, site: cst.CSTNode) -> None:
         function = self._scope(site)
-        late = self._hides(site) or (self._torch_level and self._tree.is_library)
-        if function is not None and late and isinstance(function.body, cst.IndentedBlock) and not self._tree.spawns:
+        tree, forked = self._tree, self._torch_level and self._tree.forks
+        late = self._hides(site) or (self._torch_level and tree.is_library)
+        late = forked or (late and not tree.spawns)
+        if function is not None and late and isinstance(function.body, cst.IndentedBlock):
             self._local[function, f"{self.name} = {self._value}"].append(site)
         else:
             self._sites.append(site)
@@ -155,7 +159,7 @@ class Place:
     def _in_context(self, site: cst.CSTNode) -> bool:
         """Return whether a site is in `with torch.cuda.device(index):`, which chooses among several devices."""
         return any(
-            isinstance(item.item, cst.Call) and (self._tree.name(item.item.func) or "") in _CONTEXTS
+            isinstance(item.item, cst.Call) and (self._tree.name(item.item.func) or "") in CONTEXTS
             for outer in self._tree.parents(site)
             if isinstance(outer, cst.With)
             for item in outer.items

@@ -143,12 +143,21 @@ class Tree:
     @cached_property
     def spawns(self) -> bool:
         """Return whether the script starts processes that train."""
-        return any(
-            (self.name(call.func) or "").startswith(("torch.multiprocessing.spawn", "torch.multiprocessing.start_proc"))
-            or (self.name(call.func) or "").endswith("multiprocessing.Process")
-            or ((self.name(call.func) or "").endswith(".launch") and self._passes_function(call))
-            for call in self.calls
+        return (
+            any(
+                (self.name(call.func) or "").startswith(
+                    ("torch.multiprocessing.spawn", "torch.multiprocessing.start_proc")
+                )
+                or ((self.name(call.func) or "").endswith(".launch") and self._passes_function(call))
+                for call in self.calls
+            )
+            or self.forks
         )
+
+    @cached_property
+    def forks(self) -> bool:
+        """Return whether the script starts processes that may be forks, in which CUDA fails once its parent used it."""
+        return any((self.name(call.func) or "").endswith("multiprocessing.Process") for call in self.calls)
 
     @cached_property
     def is_library(self) -> bool:

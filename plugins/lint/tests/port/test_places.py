@@ -47,3 +47,39 @@ def test_a_backend_that_is_selected_in_another_function_is_not_selected_twice():
     outcome = port_source(source, Level.ROLES)
     assert outcome.source.count("select(") == 1
     assert [note.line for note in outcome.left] == [11]
+
+
+FORKED = """import torch
+from multiprocessing import Process
+
+{first}
+
+def work(gpu):
+    torch.cuda.set_device(gpu)
+    return torch.ones(2).cuda()
+
+
+Process(target=work, args=(0,)).start()
+"""
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_no_device_is_asked_for_before_processes_are_forked(level):
+    source = port_source(FORKED.format(first=""), level).source
+    head, _, body = source.partition("def work")
+    assert "cuda()" not in body
+    assert "current_accelerator" in body
+    assert "accelerator" not in head
+    assert "select" not in source
+
+
+def test_a_device_of_the_module_stays_if_processes_are_forked():
+    outcome = port_source(FORKED.format(first="PAD = torch.ones(2).cuda()\n"), Level.ROLES)
+    assert "PAD = torch.ones(2).cuda()" in outcome.source
+    assert "forked" in outcome.left[0].text
+
+
+def test_a_device_without_number_is_the_one_that_a_context_makes_current():
+    source = "import torch\ndevice = torch.device('cuda')\nwith torch.cuda.device({}):\n    train(device)\n"
+    assert "accelcore" not in port_source(source.format("args.gpu"), Level.ROLES).source.replace("TODO(accelcore)", "")
+    assert "device = accel.device" in port_source(source.format("0"), Level.ROLES).source
