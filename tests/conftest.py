@@ -157,6 +157,22 @@ class Fakes:
 
 
 @pytest.fixture
+def import_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Return a function that puts a folder on `sys.path` for this test; modules imported from there are forgotten."""
+    folders: list[str] = []
+
+    def add(folder: Path) -> None:
+        folders.append(f"{folder}{os.sep}")
+        monkeypatch.syspath_prepend(str(folder))
+        importlib.invalidate_caches()
+
+    yield add
+    for name, module in list(sys.modules.items()):
+        if folders and (getattr(module, "__file__", None) or "").startswith(tuple(folders)):
+            del sys.modules[name]
+
+
+@pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[Fakes]:
     """Install plugins for this test. One that hangs does so on a `threading.Event` that it calls RELEASE."""
     made = Fakes(tmp_path / "site")

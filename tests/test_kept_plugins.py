@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
-from importlib import invalidate_caches
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ FILES = {
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
+def installed(tmp_path, import_from):
     """Installs the kept plugins for this test."""
     for folder in (KEPT, KEPT / "wheel"):
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -47,18 +45,7 @@ def installed(tmp_path, monkeypatch):
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\n")
         (metadata / "entry_points.txt").write_text(f"[accelcore.{group}]\n{point}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    invalidate_caches()
-    _forget_modules()
-    yield
-    _forget_modules()
-
-
-def _forget_modules():
-    """Another test may import a newer package of the same name, or have imported one."""
-    for module in list(sys.modules):
-        if module.partition(".")[0] in ("accelcore_bare", "accelcore_hostchip", "accelcore_kept", "kept_lion"):
-            del sys.modules[module]
+    import_from(tmp_path)
 
 
 def test_the_interface_that_they_were_written_for_is_supported():

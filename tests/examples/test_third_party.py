@@ -89,8 +89,8 @@ def test_it_conforms(hostchip, roles):
         assert any(reason.startswith(undeclared) for reason in refused), undeclared
 
 
-def test_its_own_tests_pass(site, fork, monkeypatch):
-    monkeypatch.syspath_prepend(site)
+def test_its_own_tests_pass(site, fork, import_from):
+    import_from(site)
     words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestCompiler or test_lion"
     done = fork(*words, PACKAGE / "tests", PYTHONPATH=str(site)).finish()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,8 +98,8 @@ def test_its_own_tests_pass(site, fork, monkeypatch):
     assert "failed" not in done.stdout
 
 
-def test_it_trains_an_example_unchanged(site, fork, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(site)
+def test_it_trains_an_example_unchanged(site, fork, tmp_path, import_from):
+    import_from(site)
     variables = {"ACCEL_DEVICE": "hostchip", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     done = fork(ROOT / "examples" / "own_loop.py", "--output", tmp_path, **variables).finish()
     assert done.returncode == 0, done.stdout + done.stderr

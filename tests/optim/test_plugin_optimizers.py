@@ -64,8 +64,8 @@ def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_kernel_of_a_third_party_trains_skips_and_is_resumed(fakes, monkeypatch, tmp_path, flat, precision):
-    monkeypatch.syspath_prepend(EXAMPLES / "third_party")
+def test_the_kernel_of_a_third_party_trains_skips_and_is_resumed(fakes, import_from, tmp_path, flat, precision):
+    import_from(EXAMPLES / "third_party")
     fakes.install(LION, extensions=["lion"])
     accel = accelcore.select("cpu")
 
