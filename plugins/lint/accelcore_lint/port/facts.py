@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cached_property
 
 import libcst as cst
@@ -12,6 +11,7 @@ from libcst import metadata
 from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
+from accelcore_lint.port.options import Options
 from accelcore_lint.port.place import CONTEXTS, Place
 from accelcore_lint.port.tree import Tree, argument, text_of
 from accelcore_lint.port.vendors import DEVICES, own_options
@@ -28,6 +28,7 @@ _INDEXED = re.compile(
     r"|[\"'](?:cuda|npu):\{(\w+\.\w+)\}[\"']|[\"'](?:cuda|npu):[\"'] *\+ *str\((\w+\.\w+)\)"
     r"|[\"'](?:cuda|npu):%d[\"'] *% *\(?(\w+\.\w+)\b|[\"'](?:cuda|npu):\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
 )
+_SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
 _RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
 _SPELLED = re.compile(
     rf"str\([^()]*\) *[!=]= *[\"']({'|'.join(DEVICES)})[\"']|[!=]= *torch\.device\([\"']({'|'.join(DEVICES)})[\"']\)"
@@ -67,14 +68,29 @@ class Facts(Tree):
             and not (_DEVICE.search(text_of(index)) and index in self.made_current)
             and not self.is_local_rank(index)
         ]
-        options = {name for call in self._added_options() for name in _option_names(call)}
         launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
         contexts = any(
             self.name(call.func) in CONTEXTS and text_of(call.args[0].value) not in ("0", chosen)
             for call in self.calls
             if call.args
         )
-        return bool(unknown) or contexts or (not self.spawns and ("rank" in options or launched))
+        elsewhere = "rank" in self.options.names or launched or self._is_set_up_elsewhere
+        return bool(unknown) or contexts or (not self.spawns and elsewhere)
+
+    @cached_property
+    def _is_set_up_elsewhere(self) -> bool:
+        """Return whether a function of another file may choose the device, such as DeiT's `init_distributed_mode`."""
+        names = [self.name(call.func) or "" for call in self.calls]
+        helpers = any(_SETS_UP.search(name) and not name.startswith(("torch.", "accelcore.")) for name in names)
+        lists = [argument(call, "device_ids") for call in self.calls]
+        lists = [ids.body if isinstance(ids, cst.IfExp) else ids for ids in lists]
+        given = [each.value for ids in lists if isinstance(ids, (cst.List, cst.Tuple)) for each in ids.elements]
+        return helpers or any(map(self.is_from_elsewhere, given))
+
+    def is_from_elsewhere(self, index: cst.BaseExpression) -> bool:
+        """Return whether an index is an attribute that only another file can have set, such as `args.gpu`."""
+        known = self.is_local_rank(index) or bool(self.values(index))
+        return isinstance(index, cst.Attribute) and not known and index.attr.value not in {*self.options.names, "index"}
 
     @cached_property
     def made_indexes(self) -> list[cst.BaseExpression | None]:
@@ -109,6 +125,11 @@ class Facts(Tree):
         )
 
     @cached_property
+    def options(self) -> Options:
+        """Return the options of the script's command line."""
+        return Options(self)
+
+    @cached_property
     def own_options(self) -> set[str]:
         """Return the script's own options that are called as a device, such as `args.cuda`."""
         return own_options(self.code)
@@ -129,7 +150,7 @@ class Facts(Tree):
         values = self.assigned.get(space, [])
         others = rf"local_rank|{chosen} *[=!<>]=? *-?\d"
         certain = (
-            option in {name for call in self._added_options() if _is_index(call) for name in _option_names(call)}
+            option in self.options.indexes
             and len(values) == 1
             and text_of(values[0]).endswith(".parse_args()")
             and self._after(values[0]) is not None
@@ -257,27 +278,12 @@ class Facts(Tree):
         function = self.function_of(node)
         if function is not None and self.spawned.get(function.name.value) == text:
             return True
-        if isinstance(node, cst.Attribute) and node.attr.value in self.whole_options:
+        if isinstance(node, cst.Attribute) and node.attr.value in self.options.wholes:
             return all(
                 self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
             )
         values = self.assigned.get(text, [])
         return bool(values) and text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
-
-    @cached_property
-    def whole_options(self) -> set[str]:
-        """Options of argparse that are whole numbers, and never None."""
-        found: set[str] = set()
-        for call in self._added_options():
-            kind, default = argument(call, "type"), argument(call, "default")
-            required = argument(call, "required")
-            fixed = isinstance(default, cst.Integer) or (required is not None and text_of(required) == "True")
-            if kind is not None and text_of(kind) == "int" and fixed:
-                found.update(_option_names(call))
-        return found
-
-    def _added_options(self) -> list[cst.Call]:
-        return [call for call in self.calls if _last(call.func) == "add_argument"]
 
     def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Return what the file assigns to a name."""
@@ -341,33 +347,7 @@ class Facts(Tree):
         )
 
 
-def _is_index(option: cst.Call) -> bool:
-    """Return whether an option is a number, and None or not negative if it is not given."""
-    kind, default = argument(option, "type"), argument(option, "default")
-    fixed = default is None or text_of(default) == "None" or isinstance(default, cst.Integer)
-    return kind is not None and text_of(kind) == "int" and fixed and argument(option, "nargs") is None
-
-
 def _is_module(made: cst.ClassDef) -> bool:
     return any(text_of(base.value).endswith("Module") for base in made.bases) or any(
         isinstance(part, cst.FunctionDef) and part.name.value == "forward" for part in made.body.body
     )
-
-
-def _last(function: cst.BaseExpression) -> str:
-    return function.attr.value if isinstance(function, cst.Attribute) else ""
-
-
-def _option_names(call: cst.Call) -> Iterator[str]:
-    dest = argument(call, "dest")
-    if isinstance(dest, cst.SimpleString):
-        yield str(dest.raw_value)
-        return
-    for arg in call.args:
-        if (
-            arg.keyword is None
-            and isinstance(arg.value, cst.SimpleString)
-            and str(arg.value.raw_value).startswith("--")
-        ):
-            yield str(arg.value.raw_value)[2:].replace("-", "_")
-            return

@@ -18,7 +18,8 @@ _NAMES = {
 CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
 _CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for n in range(2, 99)))
 
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+_STARTS = re.compile(r"set_start_method|get_context|multiprocessing_context")
+"""Starts of processes that may use a device: each selects for itself."""
 
 
 class UnplacedError(Exception):
@@ -237,7 +238,19 @@ class Place:
             return {self._first(scope.body, self._sites): line}
         if scopes == {None} and (guard := self._common_guard()) is not None:
             return {self._first(guard.body, self._sites): line}
+        if not self._torch_level and self._is_for_functions():
+            line = f'if __name__ != "__mp_main__":\n    {line}'
         return {self._first(tree.module, self._sites): line}
+
+    def _is_for_functions(self) -> bool:
+        """Return whether a module with a guard needs the backend in functions only, and not to import the module.
+
+        A process that is spawned, as by a DataLoader with workers, imports the script again, as `__mp_main__`.
+        """
+        guards = [each for each in self._tree.module.body if _is_guard(each)]
+        around = [list(self._tree.parents(site)) for site in self._sites if self._scope(site) is None]
+        inside = all(any(guard in outer for guard in guards) for outer in around)
+        return bool(guards) and inside and not _STARTS.search(self._tree.code)
 
     def _rank(self, function: cst.FunctionDef) -> str:
         """Return the source of the rank of a function that the script starts; -1 means a single process there."""
@@ -289,16 +302,7 @@ class Place:
         if len(found) != 1:
             return None
         (guard,) = found
-        if not isinstance(guard, cst.If):
-            return None
-        is_guard = (
-            isinstance(guard.test, cst.Comparison)
-            and isinstance(guard.test.left, cst.Name)
-            and guard.test.left.value == "__name__"
-            and isinstance(guard.body, cst.IndentedBlock)
-            and guard.orelse is None
-        )
-        return guard if is_guard else None
+        return guard if isinstance(guard, cst.If) and _is_guard(guard) and guard.orelse is None else None
 
     def _first(self, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
         """Return the first statement of a block that holds one of the sites; in a `with` if that holds them all."""
@@ -308,3 +312,13 @@ class Place:
         if isinstance(inner, cst.IndentedBlock) and all(inner in self._tree.parents(site) for site in sites):
             return self._first(inner, sites)  # what the `with` begins may choose devices
         return first
+
+
+def _is_guard(node: cst.CSTNode) -> bool:
+    """Return whether a statement of the module is `if __name__ == "__main__":`."""
+    return (
+        isinstance(node, cst.If)
+        and isinstance(node.test, cst.Comparison)
+        and text_of(node.test.left) == "__name__"
+        and isinstance(node.body, cst.IndentedBlock)
+    )

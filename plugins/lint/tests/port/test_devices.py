@@ -196,3 +196,34 @@ def test_a_device_that_switches_mixed_precision_on_does_so_on_every_accelerator(
     source = 'import torch\nscaler = torch.cuda.amp.GradScaler(enabled=device_type == "cuda" and half)\n'
     outcome = _ported(source)
     assert 'accel.scaler.create() if device_type != "cpu" and half else accel.scaler.none()' in outcome.source
+
+
+OPTION = """import argparse
+import torch
+{imported}
+
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", default="nccl")
+    return parser{read}
+
+
+if __name__ == "__main__":
+    x = torch.ones(2).cuda()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "read", "left"),
+    [("", ".parse_args()", 0), ("", "", 2), ("import submitit\n", ".parse_args()", 2)],
+)
+def test_an_option_whose_process_may_not_train_keeps_its_default(imported, read, left):
+    outcome = _ported(OPTION.format(imported=imported, read=read))
+    assert len(outcome.left) == outcome.after == left
+
+
+@pytest.mark.parametrize("name", ["storage", "saved.storage()", "x.untyped_storage()"])
+def test_a_storage_has_another_way_to_move(name):
+    outcome = _ported(f"import torch\nmap_fn = lambda storage, loc: {name}.cuda()\n")
+    assert "storage" in outcome.left[0].text

@@ -83,3 +83,63 @@ def test_a_device_without_number_is_the_one_that_a_context_makes_current():
     source = "import torch\ndevice = torch.device('cuda')\nwith torch.cuda.device({}):\n    train(device)\n"
     assert "accelcore" not in port_source(source.format("args.gpu"), Level.ROLES).source.replace("TODO(accelcore)", "")
     assert "device = accel.device" in port_source(source.format("0"), Level.ROLES).source
+
+
+GUARDED = """import torch
+
+
+def train(x{default}):
+    return x.cuda()
+
+
+def test(x):
+    return train(x.cuda())
+
+
+if __name__ == "__main__":
+    test(torch.ones(2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("default", "above", "is_skipped"),
+    [
+        ("", "", True),
+        ("", "pad = torch.ones(2).cuda()\n", False),
+        ("", "torch.multiprocessing.set_start_method('spawn')\n", False),
+        (", pad=torch.ones(2).cuda()", "", False),
+    ],
+)
+def test_a_spawned_worker_that_imports_the_script_selects_only_if_that_needs_a_device(default, above, is_skipped):
+    source = GUARDED.format(default=default).replace("def train", f"{above}def train")
+    ported = port_source(source, Level.ROLES).source
+    assert ('if __name__ != "__mp_main__":\n    accel = accelcore.select()\n' in ported) is is_skipped
+    assert "accelcore.select()" in ported
+    assert port_source(ported, Level.ROLES).source == ported
+
+
+ELSEWHERE = """import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+from tools import init_distributed_mode as init, wrap
+
+
+def main(args):
+    {first}(args)
+    model = DDP(Net().cuda(), device_ids=[{index}])
+    optimizer = torch.optim.AdamW(model.parameters())
+    print(torch.cuda.max_memory_allocated())
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "index", "is_own"),
+    [("wrap", "args.local_rank", True), ("wrap", "args.gpu", False), ("init", "args.local_rank", False)],
+)
+def test_a_device_that_another_file_may_choose_stays_the_current_one(first, index, is_own):
+    source = ELSEWHERE.format(first=first, index=index) + "\n\nif __name__ == '__main__':\n    main(parse())\n"
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert ("accelcore.select" in outcome.source) is is_own
+    kept = f"device_ids=[{index}] if torch.accelerator.is_available() else None"
+    assert (kept in outcome.source) is not is_own
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source

@@ -20,6 +20,7 @@ _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
 _OTHER_DEVICES = ("mps", "xpu", "cpu")
+DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
 
 
 def is_device_name(text: str) -> bool:
@@ -264,9 +265,17 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = holder.name.value
     elif isinstance(holder, cst.DictElement) and isinstance(holder.key, cst.SimpleString):
         name = str(holder.key.evaluated_value)
+    if isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts):
+        return Left(DECLARED)
     if name is not None and is_device_name(name):
         return "location" if _LOCATION.search(name) else "kind"
     return unknown
+
+
+def _is_field(assign: cst.AnnAssign, facts: Facts) -> bool:
+    """Return whether an assignment declares an attribute of a class, such as a dataclass of options."""
+    outer = (each for each in facts.parents(assign) if isinstance(each, (cst.ClassDef, cst.FunctionDef)))
+    return isinstance(next(outer, None), cst.ClassDef)
 
 
 def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left | None:
@@ -292,7 +301,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
             return None
         if argument(call, "choices") is not None:
             return Left("the default of an option whose choices are devices")
-        return "kind"
+        return "kind" if nested or facts.options.are_read_in(call) else Left(DECLARED)
     is_torchs = name.startswith("torch.") or (method == "to" and (first or keyword == "device"))
     if name == "torch.load" and (keyword == "map_location" or call.args.index(arg) == 1):
         return "location"
@@ -343,5 +352,10 @@ STRINGS = Rule(
             "state = torch.load(path, map_location=accel.device)",
         ),
         Example(Level.ROLES, 'train(model, device="cuda")', "train(model, device=accel.device.type)"),
+        Example(
+            Level.ROLES,
+            'class Options:\n    device: str = "cuda"',
+            f'class Options:\n    # TODO(accelcore): {DECLARED}\n    device: str = "cuda"',
+        ),
     ),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import libcst as cst
+from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
@@ -11,6 +14,7 @@ from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, k
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
+_TABLE = 'map_location of one vendor\'s devices: a device, or "cpu", moves all that is loaded'
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 
@@ -34,17 +38,32 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
 
 
 def _decide_map(node: cst.Lambda | cst.Dict, facts: Facts) -> Rewrite | Left | None:
-    """Replace `lambda storage, loc: storage.cuda(0)`, which moves all that is loaded to a device."""
-    arg = facts.parent(node)
-    holder = arg.keyword if isinstance(arg, cst.Arg) else arg.targets[0].target if isinstance(arg, cst.Assign) else None
-    if holder is None or text_of(holder) not in ("map_location", "loc"):
+    """Replace `lambda storage, loc: storage.cuda(0)`, which moves all that is loaded to a device, and tables."""
+    if not _is_map(node, facts):
         return None
-    if isinstance(node, cst.Dict):
-        return _decide_dict(node, facts)
-    if not isinstance(arg, cst.Arg):
-        return None
-    body = node.body
-    params = node.params.params
+    decision = _decide_table(node, facts) if isinstance(node, cst.Dict) else _decide_function(node, facts)
+    names = matchers.findall(node, matchers.SimpleString() | matchers.FormattedString() | matchers.BinaryOperation())
+    moves = matchers.findall(node, matchers.Attribute(attr=matchers.OneOf(*map(matchers.Name, DEVICES))))
+    if decision is None and (moves or any(index_of(cast("cst.BaseExpression", name))[0] for name in names)):
+        return Left(_TABLE, node.children)
+    return decision
+
+
+def _is_map(node: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether an expression is the `map_location` of `torch.load`, or is assigned to such a name."""
+    holder = facts.parent(node)
+    if isinstance(holder, cst.Assign):
+        return text_of(holder.targets[0].target) in ("map_location", "loc")
+    call = facts.parent(holder) if isinstance(holder, cst.Arg) else None
+    if not isinstance(call, cst.Call):
+        return False
+    return argument(call, "map_location") is node or (
+        facts.name(call.func) == "torch.load" and argument(call, "map_location", 1) is node
+    )
+
+
+def _decide_function(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
+    body, params = node.body, node.params.params
     if (
         len(params) != 2
         or not isinstance(body, cst.Call)
@@ -58,18 +77,18 @@ def _decide_map(node: cst.Lambda | cst.Dict, facts: Facts) -> Rewrite | Left | N
     if index is not None and (facts.is_library or (facts.level is Level.TORCH and text_of(index) != "0")):
         return Left(f"map_location of the index {text_of(index)}: torch.load knows no index of the CPU")
     source = device_source(facts, node, index)
-    if isinstance(source, Left):
-        return source
-    return whole(node, source)
+    return source if isinstance(source, Left) else whole(node, source)
 
 
-def _decide_dict(node: cst.Dict, facts: Facts) -> Rewrite | None:
-    """Replace `{"cuda:0": f"cuda:{rank}"}`, which moves what the first device has saved to this one."""
-    pair = node.elements[0] if len(node.elements) == 1 else None
-    if not isinstance(pair, cst.DictElement):
+def _decide_table(node: cst.Dict, facts: Facts) -> Rewrite | None:
+    """Replace `{"cuda:0": f"cuda:{rank}"}`, which moves what the first device has saved, and `{"cuda:0": "cpu"}`."""
+    pairs = [each for each in node.elements if isinstance(each, cst.DictElement) and index_of(each.key)[0]]
+    if not pairs or len(pairs) != len(node.elements):
         return None
-    (of_device, first), (to_device, index) = index_of(pair.key), index_of(pair.value)
-    if not (of_device and to_device) or first is None or text_of(first) != "0":
+    if all(text_of(pair.value).strip("\"'") == "cpu" for pair in pairs):
+        return whole(node, '"cpu"')
+    first, (to_device, index) = index_of(pairs[0].key)[1], index_of(pairs[0].value)
+    if len(pairs) != 1 or not to_device or first is None or text_of(first) != "0":
         return None
     to = kind_source(facts, node, index)
     if isinstance(to, Left):
@@ -99,7 +118,7 @@ PINS = Rule(
 
 MAPS = Rule(
     "map_location",
-    "functions that move what is loaded",
+    "functions and tables that move what is loaded",
     (cst.Lambda, cst.Dict),
     _decide_map,
     (
@@ -112,6 +131,12 @@ MAPS = Rule(
             Level.ROLES,
             "state = torch.load(path, map_location=lambda storage, loc: storage.cuda())",
             "state = torch.load(path, map_location=accel.device)",
+        ),
+        Example(Level.ROLES, 'state = torch.load(path, {"cuda:0": "cpu"})', 'state = torch.load(path, "cpu")'),
+        Example(
+            Level.ROLES,
+            'state = torch.load(path, map_location={"cuda:1": "cuda:0"})',
+            f'# TODO(accelcore): {_TABLE}\nstate = torch.load(path, map_location={{"cuda:1": "cuda:0"}})',
         ),
     ),
 )

@@ -14,7 +14,7 @@ from accelcore_lint.port.rules.device_strings import device_source, is_current, 
 from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-_STORAGE = re.compile(r"[sS]torage\([^()]*\)$")
+_STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
 _DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
 
 

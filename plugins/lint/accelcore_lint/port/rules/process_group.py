@@ -7,7 +7,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
-from accelcore_lint.port.rules.device_strings import whole
+from accelcore_lint.port.rules.device_strings import DECLARED, whole
 from accelcore_lint.port.tree import argument, arguments, text_of
 from accelcore_lint.port.vendors import GROUPS
 
@@ -73,9 +73,9 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
         options = [text_of(other.value).strip("\"'") for other in call.args if not other.keyword]
         is_option = isinstance(call.func, cst.Attribute) and call.func.attr.value == "add_argument"
         if is_option and keyword == "default" and any("backend" in option for option in options):
-            if argument(call, "choices") is None:
-                return _default(facts, node)
-            return Left("the default of an option whose choices are process-group backends")
+            if argument(call, "choices") is not None:
+                return Left("the default of an option whose choices are process-group backends")
+            return _default(facts, node) if facts.options.are_read_in(call) else Left(DECLARED)
     is_backend = (
         isinstance(parent, cst.Assign)
         and len(parent.targets) == 1
@@ -138,8 +138,9 @@ BACKEND_NAMES = Rule(
         ),
         Example(
             Level.ROLES,
-            'parser.add_argument("--backend", default="nccl")',
-            'parser.add_argument("--backend", default=torch.distributed.get_default_backend_for_device(accel.device))',
+            'parser.add_argument("--backend", default="nccl")\nargs = parser.parse_args()',
+            'parser.add_argument("--backend", default=torch.distributed.get_default_backend_for_device(accel.device))\n'
+            "args = parser.parse_args()",
         ),
     ),
 )

@@ -46,7 +46,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if not isinstance(ids, (cst.List, cst.Tuple)) or len(ids.elements) != 1:
         return Left("device_ids that are not one device")
     index = ids.elements[0].value
-    if facts.level is Level.TORCH or facts.is_library or (facts.place.is_apart(node) and facts.is_local_rank(index)):
+    is_apart = facts.place.is_apart(node) and (facts.is_local_rank(index) or facts.is_from_elsewhere(index))
+    if facts.level is Level.TORCH or facts.is_library or is_apart:
         return _where_there_is_one(facts, node, given)
     try:
         return _of_backend(facts, node, given, index)

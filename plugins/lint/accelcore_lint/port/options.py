@@ -1,0 +1,71 @@
+"""Options of a script's command line, as argparse declares them: their names and kinds, and who reads them."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from accelcore_lint.port.tree import Tree, argument, text_of
+
+_SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
+_READS = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
+
+
+class Options:
+    """The options of a file.
+
+    Attributes:
+        names: of all of them, as the attributes in which their values are.
+        indexes: those that are a number, and None or not negative if they are not given.
+        wholes: those that are a whole number, and never None.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        added = {name: call for call in tree.calls if _method(call) == "add_argument" and (name := _name(call))}
+        self.names = set(added)
+        self.indexes = {name for name, call in added.items() if _is_index(call)}
+        self.wholes = {name for name, call in added.items() if _is_whole(call)}
+
+    def are_read_in(self, declared: cst.CSTNode) -> bool:
+        """Return whether the process that declares an option also trains, so that a default may be its device.
+
+        Others may call a function that only declares options, such as a script that hands a job to a cluster.
+        """
+        tree = self._tree
+        if tree.is_library or any(_SUBMITS.search(text_of(node)) for node in tree.imports):
+            return False
+        function = tree.function_of(declared)
+        reads = [call for call in tree.calls if _method(call) in _READS]
+        return any(function is None or tree.function_of(call) is function for call in reads)
+
+
+def _is_index(option: cst.Call) -> bool:
+    default = argument(option, "default")
+    fixed = default is None or text_of(default) == "None" or isinstance(default, cst.Integer)
+    return _is_number(option) and fixed and argument(option, "nargs") is None
+
+
+def _is_whole(option: cst.Call) -> bool:
+    required = argument(option, "required")
+    fixed = isinstance(argument(option, "default"), cst.Integer) or (required and text_of(required) == "True")
+    return _is_number(option) and bool(fixed)
+
+
+def _is_number(option: cst.Call) -> bool:
+    kind = argument(option, "type")
+    return kind is not None and text_of(kind) == "int"
+
+
+def _method(call: cst.Call) -> str:
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+
+
+def _name(option: cst.Call) -> str:
+    """Return the attribute of an option, by its `dest` or its first long name; "" if it has neither."""
+    dest = argument(option, "dest")
+    if isinstance(dest, cst.SimpleString):
+        return str(dest.raw_value)
+    given = [arg.value.raw_value for arg in option.args if not arg.keyword and isinstance(arg.value, cst.SimpleString)]
+    return next((str(name)[2:].replace("-", "_") for name in given if str(name).startswith("--")), "")
