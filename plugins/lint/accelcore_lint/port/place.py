@@ -85,7 +85,7 @@ class Place:
             if self._tree.forks and function is None:
                 raise UnplacedError("processes are forked after this line, which must not ask for a device before")
             if (
-                (hidden or self._tree.is_library or self._tree.forks)
+                (self._tree.hidden_by or self._tree.is_library or self._tree.forks)
                 and function is not None
                 and isinstance(function.body, cst.IndentedBlock)
             ):
@@ -234,7 +234,7 @@ class Place:
             }
         line = f"{self.name} = {self._value}"
         (scope, *others) = scopes
-        if scope is not None and not others and self._called_once(scope):
+        if scope is not None and not others and (self._called_once(scope) or scope is tree.functions.get("main")):
             return {self._first(scope.body, self._sites): line}
         if scopes == {None} and (guard := self._common_guard()) is not None:
             return {self._first(guard.body, self._sites): line}

@@ -120,3 +120,24 @@ def test_yolos_function_hides_devices():
     assert "def train(opt, device):\n    current_device = torch.accelerator.current_accelerator(" in outcome.source
     assert "torch.autocast(current_device.type, dtype=torch.float16)" in outcome.source
     assert "torch.amp.GradScaler(current_device.type)" in outcome.source
+
+
+BY_HAND = """import os
+import torch
+
+
+def main(args):
+    os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
+    torch.cuda.set_device(args.gpu)
+    return torch.ones(2).cuda()
+
+
+if __name__ == "__main__":
+    main(parse())
+"""
+
+
+def test_a_device_chosen_by_hand_is_asked_for_in_the_function_that_hides_others():
+    head, _, body = port_source(BY_HAND, Level.ROLES).source.partition("def main")
+    assert "accelerator" not in head
+    assert "current_device = " in body

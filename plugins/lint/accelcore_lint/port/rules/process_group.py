@@ -104,8 +104,8 @@ def _default_name(facts: Facts, node: cst.CSTNode) -> str:
     try:
         device = facts.place.device(node)
     except UnplacedError:
-        # Which process asks does not matter here: the kind of device is the same in all of them.
-        device = f'({facts.torch}.accelerator.current_accelerator(check_available=True) or "cpu")'
+        # The kind of device is the same in all processes. Without a check, no process uses a device by this question.
+        device = f'{facts.torch}.accelerator.current_accelerator() or "cpu"'
     return f"{facts.torch}.distributed.get_default_backend_for_device({device})"
 
 
