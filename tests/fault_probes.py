@@ -22,6 +22,7 @@ _WITH_EPSILON: tuple[Any, ...] = (
 )
 _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 _HERMITIAN: tuple[Any, ...] = (torch.fft.ihfftn, torch.fft.ihfft2)
+_GELU: Any = torch._C._nn.gelu
 _REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
 _FAR_APART = (6.0, 2.0**-126)  # the quotient is too large for fp32
 
@@ -132,6 +133,14 @@ def hermitian_out() -> bool:
     given = torch.ones(2, 4)
     results = [(kernel, torch.full_like(kernel(given, dim=(1,)), 77)) for kernel in _HERMITIAN]
     return any(kernel(given, dim=(1,), out=out).eq(77).all() for kernel, out in results)
+
+
+def gelu_out() -> bool:
+    """Check if gelu leaves `out=` with gaps unwritten, and writes it without."""
+    with_gaps, dense = torch.full((8, 2), 77.0)[:, 1], torch.full((8,), 77.0)
+    for out in (with_gaps, dense):
+        _GELU(torch.ones(8), out=out)
+    return bool(with_gaps.eq(77).all()) and not bool(dense.eq(77).any())
 
 
 def narrow_convolution() -> bool | None:

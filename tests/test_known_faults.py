@@ -35,7 +35,7 @@ PROBES = dict(
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
             fault_probes.cast_without_gradient, fault_probes.hermitian_out, fault_probes.unseen_update,
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
-            fault_probes.narrow_convolution,
+            fault_probes.narrow_convolution, fault_probes.gelu_out,
         ),
         strict=True,
     )
@@ -79,6 +79,8 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
         fault_probes, "_HERMITIAN", (lambda given, dim, **out: torch.fft.ihfft(given, dim=dim[0], **out),)
     )
     assert not fault_probes.hermitian_out()
+    monkeypatch.setattr(fault_probes, "_GELU", torch.exp)
+    assert not fault_probes.gelu_out()
     with monkeypatch.context() as patched:
         patched.setattr(torch, "no_grad", contextlib.nullcontext)
         assert not fault_probes.cast_without_gradient()

@@ -150,6 +150,15 @@ def unseen_update() -> bool:
     return value._version == before
 
 
+@_asked
+def constant_gradient() -> bool:
+    """Does the gradient of a scaled l1_loss not depend on the scale?"""
+    leaf, scale = (torch.tensor(value, device="npu", requires_grad=True) for value in (2.0, 3.0))
+    loss = scale * nn.functional.l1_loss(leaf, torch.zeros_like(leaf))
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    return torch.autograd.grad(gradient, scale, allow_unused=True) == (None,)
+
+
 def _weights(count: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     """Parameters that are equal each time."""
     return [nn.Parameter(torch.linspace(0.5, 2.0, 12).reshape(3, 4).to("npu", dtype)) for _ in range(count)]
@@ -190,5 +199,6 @@ PROBES: dict[str, Callable[[], bool | None]] = {
     "torch_npu.optim.NpuFusedAdam, NpuFusedAdamW, fp16": fp16_epsilon,
     "torch.linalg.det, slogdet and torch.logdet on an NPU": gradient_of_determinant_transposed,
     "torch._foreach_add_, _foreach_mul_ and others in place, on an Ascend 910B": unseen_update,
+    "torch.nn.functional.l1_loss and kl_div on an NPU, gradients of their gradients": constant_gradient,
 }
 """By the kernel of a known fault, its probe; None if it cannot tell here."""
