@@ -28,7 +28,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "O2": {"precision": "O2"},
     "O2 in bf16": {"precision": Policy.preset("O2", dtype="bfloat16")},
 }
-EPOCHS = 6
+EPOCHS, BATCH = 6, 64  # of digits
 SMALL = Shape(layers=2, heads=2, width=64, context=64, vocabulary=256)
 
 
@@ -74,7 +74,7 @@ def _digits(accel: accelcore.Backend, seed: int, options: Mapping[str, Any]) -> 
         model, optimizer, loss=lambda m, batch: cross_entropy(m(batch[0]).float(), batch[1]), **options
     )  # fmt: skip
     for _ in range(EPOCHS):
-        for batch in kept[torch.randperm(len(kept))].split(64):
+        for batch in kept[torch.randperm(len(kept))].split(BATCH):
             trainer((images[batch], classes[batch]))
     model.eval()
     with torch.no_grad(), trainer.autocast():

@@ -43,6 +43,7 @@ def tables():
     patch.setattr(precision, "TENSORS", 12)
     patch.setattr(convergence, "SMALL", TINY)
     patch.setattr(convergence, "EPOCHS", 1)
+    patch.setattr(convergence, "BATCH", 650)
     patch.setattr("benchmarks.paired.gc.collect", int)  # slow in a large process, and no time is judged here
     yield {table.title: table for table in precision.run(quick=True)}
     patch.undo()

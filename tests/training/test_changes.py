@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import toys
+from thinned import pairwise
 from torch import nn
 from toys import OPTIMIZERS, loss_of
 
@@ -51,12 +52,12 @@ class Hand:
                 self.optimizer.step()
 
 
-def train(trainer, batches, *, calls=1):
+def train(trainer, batches, *, calls="one call"):
     for batch in batches:
-        if calls == 1:
+        if calls == "one call":
             trainer(batch)
         else:
-            trainer.backward(loss_of(trainer.forward if calls == 3 else trainer.model, batch))
+            trainer.backward(loss_of(trainer.forward if calls == "three calls" else trainer.model, batch))
             trainer.update()
 
 
@@ -85,13 +86,12 @@ def add(model, optimizer):
     optimizer.add_param_group({"params": model.added.parameters(), "lr": 0.01})
 
 
-@HOW
-@FLAT
-@pytest.mark.parametrize("calls", [1, 3, 4], ids=["one call", "three calls", "around trainer.forward"])
+CALLS = ("one call", "three calls", "around trainer.forward")
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [[freeze], [freeze, unfreeze], [add], [freeze, add, unfreeze]],
-    ids=lambda changes: ", ".join(each.__name__ for each in changes),
+    ("kind", "flat", "calls", "changes"),
+    pairwise(OPTIMIZERS, (True, False), CALLS, ([freeze], [freeze, unfreeze], [add], [freeze, add, unfreeze])),
 )
 def test_what_is_frozen_unfrozen_or_added_is_followed_by_refresh(accel, tmp_path, kind, flat, calls, changes):
     trainer, hand = make(accel, kind, flat), Hand()
@@ -120,9 +120,7 @@ def test_what_is_frozen_unfrozen_or_added_is_followed_by_refresh(accel, tmp_path
     same(resumed.model, hand.model)
 
 
-@HOW
-@FLAT
-@pytest.mark.parametrize("calls", [1, 3, 4], ids=["one call", "three calls", "around trainer.forward"])
+@pytest.mark.parametrize(("kind", "flat", "calls"), pairwise(OPTIMIZERS, (True, False), CALLS))
 def test_a_change_within_a_window_raises_at_its_end_and_drops_it(accel, kind, flat, calls):
     trainer, hand = make(accel, kind, flat), Hand()
     feed = data(6)

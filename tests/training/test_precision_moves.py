@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
+from thinned import diagonals
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -90,8 +91,7 @@ def saved(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("after", PRECISIONS)
-@pytest.mark.parametrize("before", PRECISIONS)
+@pytest.mark.parametrize(("before", "after"), diagonals(PRECISIONS, PRECISIONS, count=3))
 def test_from_every_precision_to_every_other(accel, saved, before, after, caplog):
     for losses, flat in ((1, True), (2, False)):
         path, expected, _ = saved[before, losses]
