@@ -34,7 +34,7 @@ assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.shape == (1, 
 KEPT = "python -m pip wheel --no-deps --wheel-dir kept tests/plugins_kept/wheel && pip install --no-deps kept/*.whl"
 AFTERWARDS = f"""
 {KEPT}
-accelcore verify backend kept --only backend --only scaler --only precision --only runtime --only collectives
+accelcore verify backend kept --only backend --only collectives
 python train.py
 python transform.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 train.py

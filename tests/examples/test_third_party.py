@@ -28,9 +28,9 @@ FILES = (
 
 
 # What the package has of its own, or refuses. Operators, optimizers and training are the CPU's here, which the tests of
-# lies cover: `full` runs them, too.
-ROLES = {"backend", "precision", "scaler", "collectives", "compiler", "runtime"}
-EVERYTHING = {*ROLES, "optimizers", "training", "parallel", "operators"}
+# lies cover, and so are collectives, of which scripts/check_install.py runs a job: `full` runs them, too.
+ROLES = {"backend", "precision", "scaler", "compiler", "runtime"}
+EVERYTHING = {*ROLES, "collectives", "optimizers", "training", "parallel", "operators"}
 
 
 @pytest.fixture(scope="module")
