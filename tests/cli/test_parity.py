@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
+
+import pytest
 
 from accelcore.cli import main
 from accelcore.parity.recording import Reader
+
+
+@pytest.fixture
+def forked(fork, monkeypatch):
+    """Scripts run in forks. In a process of its own, one runs in the test of a script that fails."""
+
+    def run(command, *, check):
+        runner = next(number for number, word in enumerate(command) if word.endswith("script.py"))
+        done = fork(*command[runner:]).finish()
+        sys.stderr.write(done.stderr)
+        return done
+
+    monkeypatch.setattr("accelcore.cli.parity.subprocess", SimpleNamespace(run=run))
 
 
 def test_itself_replaces_no_recording(tmp_path, capsys):
@@ -19,6 +36,7 @@ def test_itself_replaces_no_recording(tmp_path, capsys):
     assert (reference / "mine").read_text() == "mine"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_damaged_recording_is_an_invalid_request(tmp_path, capfd):
     rank = tmp_path / "ref" / "rank-00000"
     rank.mkdir(parents=True)
@@ -57,6 +75,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_loop_of_its_own_that_calls_its_model_by_keyword_is_recorded(tmp_path, capfd):
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)

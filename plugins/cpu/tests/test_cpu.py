@@ -181,8 +181,9 @@ def test_it_declares_nothing_that_only_an_accelerator_has(accel):
 # What is its own.
 
 
-def test_slow_low_precision_is_said_once_and_fast_not_at_all():
-    script = """
+def test_slow_low_precision_is_said_once_and_fast_not_at_all(fork, tmp_path):
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent("""
         import logging
 
         import torch
@@ -203,8 +204,10 @@ def test_slow_low_precision_is_said_once_and_fast_not_at_all():
             with accelcore.select("cpu").autocast(dtype):
                 pass
         print(len(messages), *(message.split("units for ")[1].split(":")[0] for message in messages))
-    """
-    assert run(script).split() == ["1", "float16"]
+    """)
+    )
+    done = fork(tmp_path / "script.py").finish()
+    assert done.stdout.split() == ["1", "float16"], done.stderr
 
 
 def test_memory_is_the_processs_and_the_machines(accel):
