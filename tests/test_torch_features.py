@@ -11,7 +11,7 @@ from accelcore_cpu import precision
 
 import accelcore
 from accelcore.cli.doctor import deep
-from accelcore.precision.o1.table import TORCH_DIFFERS, Treatment, torch_treatment
+from accelcore.precision.o1.table import O1_REPLACES, Treatment, torch_treatment
 from accelcore.roles import compiler
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, TorchFeature
 from accelcore.torch_internals import operators_registered_at
@@ -91,7 +91,7 @@ def test_the_copy_of_torchs_table_is_torchs(name):
     with torch.autocast("cpu", torch.bfloat16):
         found = getattr(torch.ops.aten, name)(*INPUTS[name])
     dtype = (found[0] if isinstance(found, tuple) else found).dtype
-    assert name in TORCH_DIFFERS
+    assert name in O1_REPLACES
     expected = torch_treatment(name, operators_registered_at("AutocastCPU"))
     assert dtype == {Treatment.FP32: torch.float32, Treatment.LOW: torch.bfloat16}[expected]
 

@@ -4,11 +4,11 @@
       step-00001200/              appears by one rename, after everything in it is written and flushed
         manifest.json             sizes and SHA-256 of the files, world size, versions; by rank 0, last
         model.safetensors         the model's state_dict, by rank 0; any safetensors tool reads it
-        training.safetensors      masters, schedule, optimizer, scaler, extra; by rank 0
+        shared.safetensors        masters, schedule, optimizer, scaler, extra; by rank 0
         rank-00000.safetensors    by each rank: open window, positions in the data, random states; under zero1 also
                                   the optimizer state of the parameters that it updates
         model-00000.safetensors   by each rank, under fsdp only: its rows of the model, which the manifest lists
-        training-00000...         likewise of the masters and the optimizer state
+        shared-00000...           likewise of the masters and the optimizer state
       .incomplete/                left behind by a killed process; the next save clears it
 
 If several trainers are saved together, each has a folder: generator/model.safetensors.

@@ -45,8 +45,8 @@ class Verdict:
     """Outcome of one test."""
 
     role: str  # one of `ROLES`
-    name: str  # name, case: the test's name, and its parameters
-    case: str
+    name: str  # the test's name
+    case: str  # its parameters
     what: str  # the property that it tests, in a sentence
     outcome: str = ""  # one of `OUTCOMES`
     why: str = ""  # the reason, if it did not pass

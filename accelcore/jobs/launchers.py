@@ -29,10 +29,10 @@ class Launcher:
 
     name: str  # the launcher's name, for messages
     signs: tuple[str, ...]  # it started this process if one of these is set, and no earlier launcher of the table did
-    rank: str  # rank, world_size: this process's number in the job, and the number of processes
-    world_size: str
-    local_rank: str  # local_rank, local_world_size: the same on this host
-    local_world_size: str = ""
+    rank: str  # this process's number in the job
+    world_size: str  # the number of processes in the job
+    local_rank: str  # this process's number on this host
+    local_world_size: str = ""  # the number of processes on this host
     hosts: str = ""  # the number of hosts
     host_list: str = ""  # the hosts' names, rank 0's first, as in `node[07-09],login`
     job: tuple[str, ...] = ()  # variables that together identify the job on its hosts

@@ -256,8 +256,8 @@ class _Note:
 
     beat: int  # the number of this note
     steps: Sequence[Sequence[int]] = ()  # step and micro-batch of each trainer
-    number: int = 0  # number, collective: number and name of the last collective
-    collective: str = ""
+    number: int = 0  # the number of the last collective
+    collective: str = ""  # its name
     line: str = ""
     done: bool = False
     failed: str = ""

@@ -56,6 +56,13 @@ def shard_of(value: Tensor, like: Tensor) -> Tensor:
     return value.detach()[first : first + count]
 
 
+def divided_as(value: Any, like: Tensor) -> Any:
+    """Return a whole tensor divided as `like` is, in memory of its own; a value of another shape as it is."""
+    if not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    return as_shard(shard_of(value, like).clone(), like)
+
+
 def as_shard(own: Tensor, like: Tensor) -> Tensor:
     """Return the tensor, divided as `like` is, whose shard on this rank is `own`; `own` if `like` is not divided."""
     if not is_sharded(like) or own.shape != to_local(like).shape:

@@ -30,12 +30,12 @@ class Plan:
     All checks run before the first `apply`. So the `apply` of `Place` may use the strategy, which `Shard.check` made.
     """
 
-    backend: Backend  # backend, model, optimizer, options: as given
-    model: nn.Module
-    optimizer: Optimizer
-    options: TrainerOptions
-    policy: Policy = field(init=False)  # policy, contexts: the precision of every computation (stage `Cast`)
-    contexts: Contexts = field(init=False)
+    backend: Backend
+    model: nn.Module  # as given
+    optimizer: Optimizer  # as given
+    options: TrainerOptions  # as given, with defaults
+    policy: Policy = field(init=False)  # the precision of the whole training (stage `Cast`)
+    contexts: Contexts = field(init=False)  # the policy's autocast and arithmetic (`Cast`)
     strategy: Strategy = field(init=False)  # the parallel strategy (`Shard`)
     listeners: Listeners = field(init=False)  # the observers of each event (`Observe`)
     # the gradients of the trained parameters (`Bind`)

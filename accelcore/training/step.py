@@ -70,13 +70,8 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether the parameters have gradients of an open window."""
-        return self._shared.is_open
-
-    @property
-    def is_within_window(self) -> bool:
         """Whether a window has begun, with gradients or without."""
-        return self._window.micro > 0 or self.is_open
+        return self._window.micro > 0 or self._shared.is_open
 
     def acquire_gradients(self) -> None:
         """Put this trainer's gradients on the parameters, which other trainers may share."""
@@ -288,7 +283,7 @@ class Step:
         try:
             self._snapshot.check()
         except TrainingError:
-            if self.is_within_window:
+            if self.is_open:
                 self.discard("the model or the optimizer has changed")
             raise
 
@@ -299,7 +294,7 @@ class Step:
 
     def check_refreshable(self) -> None:
         """Raise TrainingError if a window is open, or if `Trainer.refresh` cannot follow the change."""
-        if self.is_within_window:
+        if self.is_open:
             micro, accumulate = self._window.micro, self._window.accumulate
             raise TrainingError(
                 f"refresh was called within a window, after {micro} of {accumulate} micro-batches",

@@ -64,8 +64,8 @@ class Plugin:
     remedy: str
     misfits: tuple[str, ...]  # unmet requirements of the plugin's and the vendor's distributions, a sentence each
     versions: dict[str, str | None]  # the vendor's distributions that a backend names; None if one is not installed
-    count: int = 0  # count, priority: the number of devices, and the backend's rank for `auto`; 0 for an extension
-    priority: int = 0
+    count: int = 0  # the number of devices; 0 for an extension
+    priority: int = 0  # the backend's rank for `auto`; 0 for an extension
 
 
 @dataclass(frozen=True)

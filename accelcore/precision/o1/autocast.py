@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError
 from accelcore.precision.dispatcher import Kernel, overrides
-from accelcore.precision.o1.table import O1, PROMOTES_BY_ITSELF, TORCH_DIFFERS, Treatment, torch_treatment
+from accelcore.precision.o1.table import O1, O1_REPLACES, PROMOTES_BY_ITSELF, Treatment, torch_treatment
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.torch_features import GET_KERNEL
 from accelcore.torch_internals import (
@@ -244,7 +244,7 @@ def _is_castable(tensor: Tensor, device_type: str) -> bool:
 def _is_needed(operator: OpOverload, treatment: Treatment, known: frozenset[str]) -> bool:
     name = operator._opname
     if operator_name(operator) in known:
-        return name in TORCH_DIFFERS
+        return name in O1_REPLACES
     return treatment is not Treatment.AS_IS and name not in PROMOTES_BY_ITSELF
 
 

@@ -100,7 +100,7 @@ O1: Mapping[str, Treatment] = MappingProxyType(
 PROMOTES_BY_ITSELF = frozenset({"addcdiv", "addcmul", "atan2", "cat", "stack"})
 """Operators that compute in the widest dtype of their inputs without a cast."""
 
-TORCH_DIFFERS = frozenset(f"{_RECURRENT} {_NEUTRAL} {_BANNED} dot grid_sampler linalg_vecdot tensordot vdot".split())
+O1_REPLACES = frozenset(f"{_RECURRENT} {_NEUTRAL} {_BANNED} dot grid_sampler linalg_vecdot tensordot vdot".split())
 """Operators for which torch's autocast has a kernel on some device that differs from the table.
 
 The kernels of recurrent cells do not differ. But they would cast the same weights again in each step of a sequence,
@@ -109,7 +109,7 @@ because O1's regions switch torch's cache off.
 
 
 def torch_treatment(name: str, registered: frozenset[str]) -> Treatment:
-    """Return the treatment by torch's own autocast of one of `TORCH_DIFFERS`.
+    """Return the treatment by torch's own autocast of one of `O1_REPLACES`.
 
     It stands in for torch's kernel if a torch cannot return it. `registered` are the operators that torch intercepts
     on the device. torch has two lists: a long one with pooling and padding, which are computed in fp32 like all that

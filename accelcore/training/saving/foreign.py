@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accelcore.errors import CheckpointError
+from accelcore.optim.shards import divided_as
 from accelcore.training.saving.parts import Part, Saved, as_dict
 from accelcore.util.text import first_line
 
@@ -31,17 +32,22 @@ _COMPILED = "_orig_mod."  # torch.compile adds it to the names of a module
 def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[], object]], dict[str, Any]]:
     """Return the functions that restore the model and, if it was saved, the optimizer; and the rest of the file."""
     named = {part.name: part for part in parts}
-    own = named["model"].state()
+    own = named["model"].shared_state()
     model, optimizer, rest = _read_foreign(path, own.keys())
     exact = {}
-    for name, value in list(model.items()):
+    for name, saved_value in list(model.items()):
         like = own.get(name)
-        if isinstance(value, Tensor) and isinstance(like, Tensor) and value.is_floating_point():
-            model[name], exact[name] = value.to(like.dtype), value.float()
-    shared: dict[str, Any] = {"masters": {name: exact[name] for name in named["masters"].state() if name in exact}}
+        if isinstance(saved_value, Tensor) and isinstance(like, Tensor):
+            model[name] = value = divided_as(saved_value, like)
+            if value.is_floating_point():
+                model[name], exact[name] = value.to(like.dtype), value.float()
+    masters = named["masters"].shared_state()
+    shared: dict[str, Any] = {"masters": {name: exact[name] for name in masters if name in exact}}
     wanted = ["model", "masters"]
     if optimizer is not None:
-        shared["optimizer"] = _by_name(optimizer, named["optimizer"].state())
+        shared["optimizer"] = by_name = _by_name(optimizer, named["optimizer"].shared_state())
+        for name, entry in by_name["state"].items():
+            by_name["state"][name] = {key: divided_as(value, own[name]) for key, value in entry.items()}
         wanted.append("optimizer")
     saved = Saved(model, shared, {}, same_job=True)
     return [named[name].prepare(saved) for name in wanted], rest

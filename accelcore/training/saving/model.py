@@ -34,7 +34,7 @@ class ModelPart(Part):
     def __init__(self, model: nn.Module, gradients: Gradients) -> None:
         self._model, self._gradients = model, gradients
 
-    def state(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         return self.in_fp32[0]
 
     @cached_property  # for both parts: each save makes its parts
@@ -88,7 +88,7 @@ class MastersPart(Part):
     def __init__(self, model: ModelPart, gradients: Gradients) -> None:
         self._model, self._gradients = model, gradients
 
-    def state(self) -> dict[str, Tensor]:
+    def shared_state(self) -> dict[str, Tensor]:
         _, in_model = self._model.in_fp32
         return {slot.name: slot.trained for slot in _with_master(self._gradients) if slot.name not in in_model}
 

@@ -43,7 +43,7 @@ class OptimizerPart(Part):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
 
-    def state(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         groups = []
         for group, live in zip(self._state_dict["param_groups"], self._optimizer.param_groups, strict=True):
             options = {key: value for key, value in group.items() if key not in SWITCHES}
@@ -56,7 +56,7 @@ class OptimizerPart(Part):
         return None if self._strategy.owners is None else {"state": self._entries()}
 
     @cached_property
-    def _state_dict(self) -> dict[str, Any]:  # the same for `state` and `own_state`: each save makes its parts
+    def _state_dict(self) -> dict[str, Any]:  # the same for `shared_state` and `own_state`: each save makes its parts
         return self._optimizer.state_dict()
 
     def _entries(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Saved:
     """Contents of a verified checkpoint."""
 
     model: Mapping[str, Any]  # the model's state_dict
-    shared: Mapping[str, Any]  # the `state` of each part, by its name
+    shared: Mapping[str, Any]  # the `shared_state` of each part, by its name
     own: Mapping[str, Any]  # the `own_state` of each part, by its name
     same_job: bool  # whether as many ranks saved it as there are now, so that `own` is this rank's own
 
@@ -42,7 +42,7 @@ class Part(ABC):
 
     name: str
 
-    def state(self) -> Any:
+    def shared_state(self) -> Any:
         """Return the state that all ranks share: it is equal on them, or divided by rows. None: nothing to save."""
         return None
 
@@ -67,7 +67,7 @@ class SchedulePart(Part):
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
 
-    def state(self) -> Any:
+    def shared_state(self) -> Any:
         return self._schedule.state()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
@@ -94,7 +94,7 @@ class ScalerPart(Part):
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
 
-    def state(self) -> Any:
+    def shared_state(self) -> Any:
         return self._scaler.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
@@ -226,7 +226,7 @@ class ExtraPart(Part):
     def __init__(self, extra: dict[str, Any], name: str = "extra") -> None:
         self._extra, self.name = extra, name
 
-    def state(self) -> Any:
+    def shared_state(self) -> Any:
         return self._extra
 
     def prepare(self, saved: Saved) -> Callable[[], object]:

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("accelcore")
 
-_SHARED = "training"  # file of what all ranks share, but the model
+_SHARED = "shared"
+"""File of the `shared_state` of every part but the model."""
 
 
 class Checkpoints(ABC):
@@ -202,9 +203,9 @@ class Checkpoints(ABC):
 
 
 class Saver:
-    """The state of one trainer, which sets `step` whenever it is prepared."""
+    """The state of one trainer, as parts of a checkpoint."""
 
-    step: Step
+    step: Step  # the trainer's; it makes a new one, and sets this, in each `refresh`
 
     def __init__(
         self, plan: Plan, *, scaler: LossScaler, schedule: Schedule, stream: DataStream, window: Window
@@ -319,10 +320,11 @@ def _commit(
 
 
 def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
+    """Write this rank's files of one trainer: its own state, and the shared state if it is rank 0 or has shards."""
     training.saver.step.acquire_gradients()
     training.saver.step.finite.check(training.saver.steps, agree=False)
     if rank == 0 or training.saver.sharded:
-        shared = {part.name: state for part in training.parts if (state := part.state()) is not None}
+        shared = {part.name: state for part in training.parts if (state := part.shared_state()) is not None}
         store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
         store.write_file(folder, file_of(name, _SHARED), shared, rank=rank)
     own = {part.name: state for part in training.parts if (state := part.own_state()) is not None}

@@ -13,7 +13,7 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.engine import needs_closure
 from accelcore.optim.flat.memory import Run, Slot, unfit
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.shards import as_shard, shard_of
+from accelcore.optim.shards import divided_as
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients
 from accelcore.training.parallel import create_strategy
@@ -45,7 +45,7 @@ class Shard(Stage):
         plan.strategy.shard(plan.model, plan.policy)
         after = dict(plan.model.named_parameters())
         if shards := {whole: after[name] for name, whole in before.items() if after[name] is not whole}:
-            _replace(plan.optimizer, shards, _as_shard)
+            _replace(plan.optimizer, shards, divided_as)
 
 
 class Bind(Stage):
@@ -185,7 +185,3 @@ def _replace(optimizer: Any, replacements: Mapping[Any, Tensor], convert: Callab
 def _as_exact(value: Tensor, target: Tensor) -> Tensor:
     fits = value.is_floating_point() and value.shape == target.shape
     return value.to(torch.promote_types(value.dtype, target.dtype)) if fits else value
-
-
-def _as_shard(value: Tensor, target: Tensor) -> Tensor:
-    return as_shard(shard_of(value, target), target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,3 +172,24 @@ def test_a_file_that_is_not_there(accel, tmp_path):
     trainer = accel.trainer(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(accelcore.CheckpointError, match=r"no file .*missing\.pt(.|\n)*correct the path"):
         trainer.load(tmp_path / "missing.pt")
+
+
+def test_a_job_loads_a_file_whole_or_divided(fork_ranks, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        _step(model, optimizer)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "file.pt")
+    torch.save(rows(), tmp_path / "rows.pt")
+    script = Path(__file__).with_name("foreign_ranks.py")
+    ended = [rank.finish() for rank in fork_ranks(script, tmp_path)]
+    assert [rank.returncode for rank in ended] == [0, 0], "\n".join(rank.stderr for rank in ended)
+    _step(model, optimizer)
+    for found in (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)):
+        assert len(found) == 6
+        for rest, weights in found.values():
+            assert rest == {"epoch": 3}
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(weights[name], value)

@@ -86,13 +86,13 @@ def test_each_tensor_of_the_state_is_looked_at(accel, tmp_path, name, whose):
     forgeries = [(key, value) for key in keys for value in wrong(key, entry[key], (6, 4), strict)]
     for number, (key, value) in enumerate(forgeries):
         folder = tmp_path / str(number)
-        forge(path, folder, lambda parts: parts["training"]["optimizer"]["state"]["0.weight"].update({key: value}))  # noqa: B023
+        forge(path, folder, lambda parts: parts["shared"]["optimizer"]["state"]["0.weight"].update({key: value}))  # noqa: B023
         with pytest.raises(accelcore.CheckpointError, match=key if key != "step" else "updated"):
             other.resume(folder)
         assert all(torch.equal(other.model.state_dict()[part], tensor) for part, tensor in before.items())
     for lacking in () if name == "adafactor" else entry:
         folder = tmp_path / f"lacks {lacking}"
-        forge(path, folder, lambda parts: parts["training"]["optimizer"]["state"]["0.weight"].pop(lacking))  # noqa: B023
+        forge(path, folder, lambda parts: parts["shared"]["optimizer"]["state"]["0.weight"].pop(lacking))  # noqa: B023
         with pytest.raises(accelcore.CheckpointError, match=rf"0\.weight lacks {lacking}"):
             other.resume(folder)
     other.resume(path)

@@ -100,7 +100,7 @@ def test_each_rank_writes_the_state_of_what_it_updates(saved, resumed, run):
     states = [checkpoint.read(f"rank-{rank:05d}")["optimizer"]["state"] for rank in range(4)]
     assert all(0 < len(own) < len(ChainMap(*states)) for own in states)
     assert sum(map(len, states)) == len(ChainMap(*states))
-    assert "state" not in checkpoint.read("training")["optimizer"]
+    assert "state" not in checkpoint.read("shared")["optimizer"]
     for rank in resumed(2, "zero1", tuple(RUNS)):
         assert rank[run]["own"] < len(ranks[0][run]["moments"]), "it holds what others update, too"
 

@@ -20,7 +20,7 @@ def damage_truncate(path):
 
 
 def damage_flip(path):
-    file = path / "training.safetensors"
+    file = path / "shared.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
@@ -171,7 +171,7 @@ def test_another_schedule_changes_nothing(accel, tmp_path, schedule, build, run)
         lambda manifest: manifest.pop("world_size"),
         lambda manifest: manifest["files"].update({"../secret": {"bytes": 1, "sha256": ""}}),
         lambda manifest: manifest.update(files=[]),
-        lambda manifest: manifest["files"].pop("training"),
+        lambda manifest: manifest["files"].pop("shared"),
         lambda manifest: manifest.update(run=5),
         lambda manifest: manifest.update(trainers={"": -1}),
         lambda manifest: manifest.pop("trainers"),

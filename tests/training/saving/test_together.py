@@ -141,10 +141,8 @@ def test_each_has_its_files_in_a_folder_and_what_is_renamed_is_found(accel, tmp_
     path.rename(tmp_path / "best")
     assert both.resume(tmp_path) == tmp_path / "best"
     assert torch.equal(model["0.weight"], trainers["first"].model[0].weight)
-    (tmp_path / "best" / "second" / "training.safetensors").write_bytes(b"")
-    with pytest.raises(
-        accelcore.CheckpointError, match=r"best is damaged\n.* why: second/training.safetensors has 0 of"
-    ):
+    (tmp_path / "best" / "second" / "shared.safetensors").write_bytes(b"")
+    with pytest.raises(accelcore.CheckpointError, match=r"best is damaged\n.* why: second/shared.safetensors has 0 of"):
         both.resume(tmp_path)
     (tmp_path / "best" / "manifest.json").write_text('{"files')
     with pytest.raises(accelcore.CheckpointError, match=r"why: manifest\.json cannot be read as JSON: Unterminated"):
