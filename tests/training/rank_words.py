@@ -113,7 +113,8 @@ def trained(accel, job):
         if name not in ("subset",):
             length = len(trainer.batches(loader)) if name != "stream" else None
             lengths[name] = [length, sum(1 for _ in trainer.batches(loader))]
-    alone = len(trainer.batches(loaders["shuffled"])) if job.rank == 0 else None  # asks no other rank
+    lone = trainer.batches(loaders["shuffled"]), trainer.evaluate(loaders["subset"])
+    alone = list(map(len, lone)) if job.rank == 0 else None  # asks no other rank
     of_few = [model(batch[:, None]).flatten() for batch in trainer.evaluate(loaders["few"])]
     few = trainer.evaluate(loaders["few"])
     plain = trainer.evaluate(loaders["plain"])

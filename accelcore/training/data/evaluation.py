@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -14,7 +15,7 @@ from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.job import Job
 from accelcore.training.agreement import Agreement
-from accelcore.training.data.sharding import Batches, check_loader, share_once
+from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import rows
 from accelcore.util.text import kind_of
 
@@ -100,9 +101,9 @@ def evaluate(
     """Return this rank's share of `loader`; `region` makes a context for a forward pass. See `Trainer.evaluate`."""
     job = backend.collectives
 
-    def shared() -> Iterable[Any]:
+    def shared(draw: Callable[[Any], Any]) -> Any:
         check_loader(loader)
-        return loader if job.world_size == 1 else share_once(loader, job, backend.device)
+        return loader if job.world_size == 1 else share_once(loader, job.rank, job.world_size, draw)
 
     def read() -> Iterator[Any]:
         # A rank alone would see its share of the rows only.
@@ -110,7 +111,7 @@ def evaluate(
         training = {module: module.training for module in model.modules()}
         model.eval()
         try:
-            for batch in shared():
+            for batch in shared(partial(rank_0s_rows, collectives=job, device=backend.device)):
                 moved = backend.runtime.to_device(batch)
                 with torch.no_grad(), region():  # not around the loader, which may compute too
                     yield moved
@@ -119,4 +120,5 @@ def evaluate(
             for module, before in training.items():
                 module.training = before
 
-    return Evaluation(read(), lambda: len(shared()), job)  # type: ignore[arg-type]
+    # A progress bar may ask for the length on one rank only, so that no rank may wait for another there.
+    return Evaluation(read(), lambda: len(shared(lambda sampler: range(len(sampler)))), job)

@@ -16,6 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     get_worker_info,
 )
@@ -161,14 +162,16 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     return _copy_of(loader, rank, sampler=sampler)
 
 
-def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.device) -> Iterable[Any]:
+def share_once(
+    loader: Iterable[Any], rank: int, world_size: int, draw: Callable[[Sampler[Any]], Sequence[Any] | None]
+) -> Iterable[Any]:
     """Return a rank's share of `loader` for evaluation: each row comes to exactly one rank.
 
     A map-style loader is divided by rows, into the same number of batches for each rank as far as the rows suffice. If
     it does not shuffle, a rank gets consecutive rows, so that the ranks' results in turn are in order. Other streams
-    are divided by batches, and all ranks must read them alike.
+    are divided by batches, and all ranks must read them alike. `draw` returns the rows of a custom sampler, the same on
+    all ranks; or None if they are no numbers.
     """
-    rank, world_size = collectives.rank, collectives.world_size
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return _share_of_stream(loader, rank, world_size, "uneven")
     rows: Sequence[Any] = range(len(loader.dataset))  # type: ignore[arg-type]
@@ -176,15 +179,23 @@ def share_once(loader: Iterable[Any], collectives: Collectives, device: torch.de
         if loader.drop_last and not isinstance(loader.sampler, DistributedSampler):
             rows = rows[: len(loader) * loader.batch_size]
     else:
-        rows = list(loader.sampler)
-        if not all(type(row) is int for row in rows):
+        drawn = draw(loader.sampler)
+        if drawn is None:
             return EveryNth(loader, rank, world_size, "uneven")
-        size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
-        drawn = torch.tensor((rows + [0] * size)[:size], device=device)  # ranks may have drawn different orders
-        rows = collectives.broadcast(drawn).tolist()
+        rows = drawn
     batches = -(-len(rows) // (world_size * loader.batch_size))
     batches_of_rank = [batch for batch in _parts(_parts(rows, world_size)[rank], batches) if batch]
     return _copy_of(loader, rank, batch_sampler=batches_of_rank)
+
+
+def rank_0s_rows(sampler: Sampler[Any], collectives: Collectives, device: torch.device) -> Sequence[Any] | None:
+    """Draw a sampler's rows, and return those that rank 0 drew; None if they are no numbers."""
+    rows = list(sampler)
+    if not all(type(row) is int for row in rows):
+        return None
+    size = int(collectives.broadcast(torch.tensor(len(rows), device=device)))
+    padded = torch.tensor((rows + [0] * size)[:size], device=device)
+    return collectives.broadcast(padded).tolist()
 
 
 def _share_of_stream(loader: Iterable[Any], rank: int, world_size: int, last: Last) -> Iterable[Any]:

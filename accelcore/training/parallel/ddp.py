@@ -77,7 +77,8 @@ class DDP(Strategy):
         if not self._ran[0]:
             raise TrainingError(
                 "backward was called, but the replicated model was not: gradients would stay on this rank",
-                remedy="call trainer.forward(...), or the model that loss(model, batch) receives",
+                remedy="call trainer.forward(...), or the model that loss(model, batch) receives, before each backward "
+                "pass; add several losses of one forward pass up",
             )
         self._ran[0] = False
         self._arrived.clear()

@@ -90,6 +90,14 @@ class Cast(Stage):
                     available=", ".join(declared),
                     remedy='keep the parameters in fp32 and use precision="bf16" or "fp16"',
                 )
+        trained = (parameter for parameter in plan.model.parameters() if parameter.requires_grad)
+        is_fp16 = policy.model_dtype == "float16" or torch.float16 in (parameter.dtype for parameter in trained)
+        if is_fp16 and policy.loss_scale is not None and not policy.masters:
+            raise ConfigurationError(
+                "the gradients are fp16, and are to be divided by a loss scale",
+                why="that would lose small values",
+                remedy='leave loss_scale= and on_nonfinite="skip" out, or train fp32 masters: precision="O2"',
+            )
 
     def apply(self, plan: Plan) -> None:
         policy = plan.policy
