@@ -28,20 +28,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Repeated:
-    """Context that can be entered again while it is entered, also in another thread: each entry has one of its own.
+    """Context that can be entered again while it is entered, also in another thread: each entry has one of its own."""
 
-    A context that `create` made serves again, which is quicker, unless it can be entered only `once`.
-    """
-
-    def __init__(self, create: Callable[[], Context], *, once: bool = False) -> None:
-        self._create, self._once = create, once
-        self._entered = local()
-        self._spare = [create()]  # raises now what the first entry would raise
+    def __init__(self, create: Callable[[], Context]) -> None:
+        self._create, self._entered = create, local()
+        self._first = [create()]  # raises now what the first entry would raise
 
     def __enter__(self) -> object:
         try:
-            context = self._spare.pop()
-        except IndexError:  # all are entered, here or in another thread
+            context = self._first.pop()
+        except IndexError:  # it was entered, here or in another thread
             context = self._create()
         returned = context.__enter__()
         self._entered.__dict__.setdefault("contexts", []).append(context)
@@ -51,10 +47,7 @@ class _Repeated:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         context: Context = self._entered.contexts.pop()
-        suppresses = context.__exit__(kind, error, traceback)
-        if not self._once:
-            self._spare.append(context)
-        return suppresses
+        return context.__exit__(kind, error, traceback)
 
 
 class Autocast(_Repeated):
@@ -236,9 +229,9 @@ class Contexts:
         self.arithmetic: Context = nullcontext()
         if fp32 is not None:
             products = partial(precision.fp32, fp32)
-            self.arithmetic = _Repeated(products, once=True)
+            self.arithmetic = _Repeated(products)
             self.make_region = partial(_both, products, self.make_region)
-            self.region = _Repeated(self.make_region, once=True)
+            self.region = _Repeated(self.make_region)
 
 
 @contextmanager

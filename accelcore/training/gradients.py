@@ -60,13 +60,16 @@ class Gradients(ABC):
     def collect(self) -> None:
         """Find the gradients of a window, after its backward passes; resolve negative and conjugate bits."""
 
-    @abstractmethod
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
         """Average the gradients over ranks. `mean` does so in place, for a packed tensor of each dtype and device.
 
         A packed tensor has the gradients of all slots, with zeros for a slot without one, and then a flag for each
         slot: 1 if it has a gradient. Afterwards a slot has a gradient if it had one on any rank.
         """
+        for memory in self.memories:
+            mean(memory.pack())
+        for memory in self.memories:
+            memory.unpack()
 
     @abstractmethod
     def of_values(self) -> Sequence[Tensor | None]:
@@ -109,10 +112,6 @@ class Gradients(ABC):
                 own = None if saved is None else torch.empty_like(to_local(parameter)).copy_(saved)
                 parameter.grad = None if own is None else as_shard(own, parameter)
 
-    def keep(self) -> None:
-        """Copy the gradients of an open window, so that the next call of the model does not overwrite them."""
-        self.load_state(self.state())
-
 
 class PerTensor(Gradients):
     """Gradients as backward left them, one tensor for each parameter."""
@@ -140,10 +139,8 @@ class PerTensor(Gradients):
             self.memories[:] = [GradientMemory([slot.parameter for slot in alike]) for alike in by_kind(self.slots)]
         for memory in self.memories:
             memory.collect()
+        super().reduce(mean)
         for memory in self.memories:
-            mean(memory.pack())
-        for memory in self.memories:
-            memory.unpack()
             memory.expose(memory.parameters)
         self.collect()
 
@@ -174,10 +171,7 @@ class Flat(Gradients):
         self._read_received()
 
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
-        for memory in self._memories:
-            mean(memory.pack())
-        for memory in self._memories:
-            memory.unpack()
+        super().reduce(mean)
         self._read_received()
 
     def of_values(self) -> Sequence[Tensor | None]:

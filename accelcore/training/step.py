@@ -148,8 +148,8 @@ class Step:
         with self._arithmetic:
             backward(self._gradients, scaled, start, retain_graph=retain_graph)
         self._strategy.after_backward()
-        if self._overwrites and outlast:
-            self._gradients.keep()
+        if self._overwrites and outlast:  # a copy stays
+            self._gradients.load_state(self._gradients.state())
 
     def end_micro_batch(self, loss: Tensor | None = None, *, updated: bool = False) -> bool:
         """Count a micro-batch; close the window after its last one, and return whether it did. Observers get `loss`."""

@@ -16,7 +16,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     get_worker_info,
 )
@@ -163,7 +162,7 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
 
 
 def share_once(
-    loader: Iterable[Any], rank: int, world_size: int, draw: Callable[[Sampler[Any]], Sequence[Any] | None]
+    loader: Iterable[Any], rank: int, world_size: int, draw: Callable[[Any], Sequence[Any] | None]
 ) -> Iterable[Any]:
     """Return a rank's share of `loader` for evaluation: each row comes to exactly one rank.
 
@@ -188,7 +187,7 @@ def share_once(
     return _copy_of(loader, rank, batch_sampler=batches_of_rank)
 
 
-def rank_0s_rows(sampler: Sampler[Any], collectives: Collectives, device: torch.device) -> Sequence[Any] | None:
+def rank_0s_rows(sampler: Iterable[Any], collectives: Collectives, device: torch.device) -> Sequence[Any] | None:
     """Draw a sampler's rows, and return those that rank 0 drew; None if they are no numbers."""
     rows = list(sampler)
     if not all(type(row) is int for row in rows):

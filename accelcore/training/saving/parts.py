@@ -177,12 +177,12 @@ class DataStreamPart(Part):
         self._stream, self._runtime = stream, runtime
 
     def own_state(self) -> Any:
-        return {"train": self._stream.state_dict()}
+        return self._stream.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         # "loader" is checked by the loader, which is not known before it is read.
         keys = ("epoch", "taken", "seed", "start", "generators", "loader")
-        position = as_dict(as_dict(saved.own.get("data"), "data", "train")["train"], "position in the data", *keys)
+        position = as_dict(saved.own.get("data"), "position in the data", *keys)
         _number(position["epoch"], "epoch"), _number(position["taken"], "taken")
         if position["seed"] is not None:
             _number(position["seed"], "seed")

@@ -346,9 +346,8 @@ def _read(
             divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
             optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
     if not same_job:
-        positions = as_dict(own.get("data"), "positions in the data").values()
         within = as_dict(own.get("window"), "window", "micro")["micro"]
-        if within or any(as_dict(position, "position", "taken")["taken"] for position in positions):
+        if within or as_dict(own.get("data"), "position in the data", "taken")["taken"]:
             raise CheckpointError(
                 f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
                 remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
