@@ -128,6 +128,15 @@ def test_a_mean_weighs_batches_by_their_rows_and_refuses_what_has_none(accel):
     assert trainer.model.training
 
 
+def test_a_mean_is_as_exact_as_its_values(accel):
+    trainer, loader = make(accel), DataLoader(torch.arange(10.0), 4)
+    assert trainer.evaluate(loader).mean(lambda batch: 0.1) == pytest.approx(0.1, rel=1e-14)
+    assert (
+        trainer.evaluate(loader).mean(lambda batch: torch.full_like(batch, 123456789, dtype=torch.int64)) == 123456789
+    )
+    assert trainer.evaluate(loader).mean(lambda batch: torch.tensor(200, dtype=torch.uint8)) == 200
+
+
 def test_the_length_of_an_epoch_is_what_it_yields(job):
     for rank in job:
         for name, (length, batches) in rank["lengths"].items():

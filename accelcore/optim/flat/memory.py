@@ -210,7 +210,7 @@ class GradientMemory:
     def unpack(self) -> None:
         """Read the averaged tensor of `pack`: a parameter has a gradient if it had one on any rank."""
         if not all(self.received):  # reading it makes the host wait
-            self.received = (self._flags > 0).tolist()
+            self.received = (self._flags.real > 0).tolist()
 
     def expose(self, tensors: Iterable[Tensor]) -> None:
         """Set `grad` of each tensor, one for each parameter, to its gradient or None."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.job import Job
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import rows
@@ -82,9 +83,10 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
             f"the function returned {kind_of(value)} for a batch, not a tensor",
             remedy="return a tensor with one value for each row, a scalar, or a dict of these",
         )
-    value = torch.as_tensor(value).detach()
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
     if value.dim():
-        return value.float().sum(), value.numel()
+        return total, value.numel()
     count = rows(batch)
     if not count:
         raise TrainingError(
@@ -92,7 +94,7 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
             why="a scalar counts as the mean over the rows of the batch",
             remedy="return one value for each row",
         )
-    return value.float() * count, count
+    return total * count, count
 
 
 def evaluate(

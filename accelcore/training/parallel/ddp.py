@@ -95,7 +95,8 @@ class DDP(Strategy):
             loss = received.sum()
             for parameter in self._parameters:
                 if id(parameter) not in arrived:
-                    loss = loss + parameter.reshape(-1)[:0].sum()  # of no element: 0, even if the parameter has an inf
+                    # of no element: 0, even if the parameter has an inf
+                    loss = loss + parameter.reshape(-1)[:0].real.sum()
         loss.backward()  # type: ignore[no-untyped-call]
         self._arrived.clear()
         flags, self._module.received.grad = self._module.received.grad, None
@@ -137,7 +138,7 @@ class _WithReceived(nn.Module):
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         # As the first of all parameters it is in the last bucket, which ranks wait for anyway.
-        self.received = nn.Parameter(parameters[0].detach().new_zeros(len(parameters)))
+        self.received = nn.Parameter(parameters[0].detach().real.new_zeros(len(parameters)))
         self.module = module
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

@@ -75,13 +75,15 @@ class FullySharded(Strategy):
 
         check_trainable(model)
         for name, parameter in model.named_parameters():
-            if not is_sharded(parameter) and (parameter.dim() == 0 or not parameter.is_contiguous()):
-                scalar = parameter.dim() == 0
-                raise ConfigurationError(
-                    f"the parameter {name!r} cannot be divided among ranks: it is "
-                    + ("a scalar" if scalar else "not contiguous"),
-                    remedy="make it a vector of one element" if scalar else "make it with .contiguous()",
-                )
+            for unfit, what, remedy in (
+                (parameter.dim() == 0, "a scalar", "make it a vector of one element"),
+                (not is_sharded(parameter) and not parameter.is_contiguous(), "not contiguous", "use .contiguous()"),
+                (parameter.is_complex() and parameter.requires_grad, "complex", 'choose parallel="ddp"'),
+            ):
+                if unfit:
+                    raise ConfigurationError(
+                        f"the parameter {name!r} cannot be divided among ranks: it is {what}", remedy=remedy
+                    )
         if isinstance(model, FSDPModule):  # `trainer.refresh()`
             for module in model.modules():  # an evaluation may have left groups gathered
                 if isinstance(module, FSDPModule):
@@ -156,7 +158,7 @@ class FullySharded(Strategy):
         return self.collectives.all_reduce(found.to(self.device), "max")
 
     def norm(self, local: Tensor) -> Tensor:
-        squared = local.float().square().to(self.device)
+        squared = local.to(torch.promote_types(local.dtype, torch.float32)).square().to(self.device)
         return self.collectives.all_reduce(squared).sqrt().to(local.device)
 
     def reset(self) -> None:

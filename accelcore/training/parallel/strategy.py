@@ -154,6 +154,7 @@ def all_reduce_gradients(
     """Divide gradients by `divisor`, and sum them over ranks, in `dtype`; None: in their own."""
 
     def mean(packed: Tensor) -> None:
+        packed = torch.view_as_real(packed) if packed.is_complex() else packed  # `dtype` is a real one
         if divisor != 1:
             packed /= divisor  # before they are summed: the sum of many ranks may overflow in low precision
         if dtype is None or dtype == packed.dtype:

@@ -65,6 +65,18 @@ def loss_at_level(model, rows):
     return mse_loss(model(rows).float(), rows.float().flip(1))
 
 
+class Waves(nn.Module):
+    """Complex parameters, of which some can be left out of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("always", "never", "sometimes"):
+            self.register_parameter(name, nn.Parameter(torch.full((3,), 1 + 2j)))
+
+    def forward(self, rows: torch.Tensor, use: bool) -> torch.Tensor:
+        return (rows * self.always * (self.sometimes if use else 1)).abs().square().mean()
+
+
 class Wide(nn.Module):
     """Of parameters that have as many elements as are taken in during backward, one can be left out of a pass."""
 

@@ -26,6 +26,7 @@ from tests.training.parallel.strategy_models import (
     LR,
     Net,
     Normed,
+    Waves,
     Wide,
     batch,
     loss_at_level,
@@ -205,6 +206,26 @@ def large(accel, rank, options):
     return max(float((mine - its).norm() / (its - start).norm()) for mine, its, start in zip(*every, strict=True))
 
 
+def waves(accel, rank, options):
+    """How far complex parameters are from those that one process trains on the batches of both ranks."""
+    model, expected = Waves(), Waves()
+    try:
+        trainer = accel.trainer(
+            model, accel.optimizers.create("sgd", model.parameters(), lr=LR), loss=lambda m, b: m(*b), **options
+        )
+    except accelcore.ConfigurationError as error:
+        return str(error)
+    trainer((batch(rank, 0)[:, :3], rank == 1))
+    for other in range(2):
+        (expected(batch(other, 0)[:, :3], other == 1) / 2).backward()
+    torch.optim.SGD(expected.parameters(), lr=LR).step()
+    assert all(
+        torch.equal(parameter, Waves().never) != (name != "never") for name, parameter in model.named_parameters()
+    )
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    return max(float((mine - its).detach().abs().max()) for mine, its in pairs)
+
+
 def failures(accel, rank, options):
     """A backward pass that fails in a job: the trainer does not go on as if nothing had been."""
 
@@ -329,6 +350,7 @@ def main() -> None:
             "checkpoints": checkpoints(accel, job.rank, options, folder),
             "levels": levels(accel, job.rank, options),
             "large": None if "fsdp" in case else large(accel, job.rank, options),
+            "waves": waves(accel, job.rank, options),
             "failures": failures(accel, job.rank, options),
         }
         if case == "fsdp":

@@ -223,6 +223,14 @@ def test_large_gradients_are_taken_in_as_they_come(job, request):
         assert found["large"] < (0.02 if "bf16" in request.node.callspec.params["job"] else 1e-4)
 
 
+def test_complex_parameters_train_or_are_refused(job, request):
+    for found in job[0]:
+        if request.node.callspec.params["job"] == "fsdp":
+            assert "'always' cannot be divided among ranks: it is complex" in found["waves"]
+        else:
+            assert found["waves"] < (0.02 if "bf16" in request.node.callspec.params["job"] else 1e-5)
+
+
 def test_a_save_that_only_one_rank_begins_says_so(fork_ranks, tmp_path):
     for rank in fork_ranks(RANKS, "lonely", tmp_path):
         rank.finish()
