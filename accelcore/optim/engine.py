@@ -187,6 +187,14 @@ def as_engine(optimizer: Optimizer) -> Engine:
     return optimizer if isinstance(optimizer, Engine) else _BySteps(optimizer)
 
 
+def made_by(factory: Factory) -> Any:
+    """Return the class of a factory's optimizers, as far as the factory shows it; otherwise the function itself."""
+    made: Any = inspect.unwrap(factory)
+    while isinstance(made, partial):
+        made = made.func
+    return made
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether `step` must be given a closure, as that of torch's LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -243,9 +251,7 @@ def _comparable(value: object) -> object:
 
 def _options(factory: Factory) -> list[str]:
     """Return the names of the options of a factory; empty if its signature does not list them."""
-    made: Any = inspect.unwrap(factory)
-    while isinstance(made, partial):
-        made = made.func
+    made = made_by(factory)
     names: dict[str, None] = {}
     for kind in getattr(made, "__mro__", (made,)):  # a class may pass options on to its base
         options = list(inspect.signature(kind).parameters.values())[1:]

@@ -14,7 +14,7 @@ import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.known_faults import KnownFault
-from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, name_of
+from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, made_by, name_of
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -86,7 +86,8 @@ class Optimizers:
             memory: `"tensors"`: it updates a tensor for each parameter. `"any"`: also 1-D tensors that hold many
                 parameters, because it treats each element alike, or because `Engine.place_runs` tells it where each
                 parameter lies. `"flat"`: it updates such tensors only. A route gets shards of parameters if it treats
-                each element alike: `memory` is "any", and `factory` a class without a `place_runs` of its own.
+                each element alike: `memory` is "any", and `factory` a class without a `place_runs` of its own, or a
+                function that wraps one.
             scattered: whether it updates many tensors in one call wherever they are in memory, so that flat memory
                 makes it no faster.
 
@@ -266,8 +267,8 @@ class Optimizers:
 def _takes_shards(name: str, route: Route) -> bool:
     """Return whether a route may update a shard, because it treats each element alike."""
     formula = FORMULAS.get(name)
-    if formula is None:  # a third party's: the class shows it, a function that makes an optimizer does not
-        kind = route.factory
+    if formula is None:  # torch's or a third party's: the class shows it, a function that makes an optimizer does not
+        kind = made_by(route.factory)
         alike = isinstance(kind, type) and getattr(kind, "place_runs", Engine.place_runs) is Engine.place_runs
     else:
         alike = formula.by_element and not formula.by_group

@@ -180,3 +180,11 @@ def test_an_optimizer_that_treats_no_element_alone_is_laid_flat_by_parameter(acc
         found.append(model)
     same(*found)
     assert accelcore.select("cpu").optimizers.explain("lamb")[-1].route == "formula"
+
+
+@pytest.mark.parametrize(
+    "name", ["adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd"]
+)
+def test_an_optimizer_that_treats_each_element_alike_takes_shards(accel, name):
+    optimizer = accel.optimizers.create(name, [torch.ones(3, requires_grad=True)], lr=0.1)
+    assert optimizer.route_for({torch.float32}, flat=False, sharded=True).memory == "any"

@@ -78,6 +78,7 @@ class FullySharded(Strategy):
             for unfit, what, remedy in (
                 (parameter.dim() == 0, "a scalar", "make it a vector of one element"),
                 (not is_sharded(parameter) and not parameter.is_contiguous(), "not contiguous", "use .contiguous()"),
+                (not parameter.numel() and parameter.requires_grad, "empty", "freeze it by requires_grad_(False)"),
                 (parameter.is_complex() and parameter.requires_grad, "complex", 'choose parallel="ddp"'),
             ):
                 if unfit:

@@ -142,6 +142,8 @@ def refused(accel, rank):
         "offload": ({"parallel": FSDP(cpu_offload=True), "loss_scale": "dynamic"}, None, "adamw"),
         "wrap": ({"parallel": FSDP(wrap=nn.LSTM)}, None, "adamw"),
         "scalar": ({}, lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(()))), "adamw"),
+        "empty": ({}, lambda model: model.register_parameter("none", nn.Parameter(torch.ones(0, 4))), "adamw"),
+        "complex": ({}, lambda model: model.register_parameter("wave", nn.Parameter(torch.ones(4) * 1j)), "adamw"),
         "dtypes": ({}, lambda model: model.blocks[0].double(), "adamw"),
         "sparse": ({}, lambda model: setattr(model.embedding, "sparse", True), "adamw"),
         "comm_dtype": ({"comm_dtype": "int8"}, None, "adamw"),

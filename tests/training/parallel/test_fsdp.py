@@ -147,6 +147,8 @@ def test_each_rank_holds_its_share_and_trains_plain_tensors(job):
         ("offload", "cpu_offload=True cannot be combined"),
         ("wrap", "LayerNorm"),
         ("scalar", "'scale' cannot be divided among ranks: it is a scalar"),
+        ("empty", "'none' cannot be divided among ranks: it is empty"),
+        ("complex", "'wave' cannot be divided among ranks: it is complex"),
         ("dtypes", "several dtypes"),
         ("sparse", "sparse"),
         ("comm_dtype", "'int8'"),
