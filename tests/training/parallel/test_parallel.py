@@ -135,7 +135,7 @@ def test_two_ranks_resume_bit_same_in_the_middle_of_a_window(pair):
         assert rank["losses"] == rank["expected"]
     assert found[0]["path"] == found[1]["path"]
     parts = store.Checkpoint(Path(found[0]["path"])).manifest["files"]
-    assert sorted(parts) == ["model", "rank-00000", "rank-00001", "training"]
+    assert sorted(parts) == ["model", "rank-00000", "rank-00001", "shared"]
 
 
 def test_a_trainer_that_is_dropped_leaves_no_hook_and_no_replica(pair):
