@@ -11,8 +11,8 @@ from libcst import metadata
 from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
-from accelcore_lint.port.options import Options
-from accelcore_lint.port.place import CONTEXTS, Place
+from accelcore_lint.port.options import Options, returns_options
+from accelcore_lint.port.place import Place
 from accelcore_lint.port.tree import Tree, argument, text_of
 from accelcore_lint.port.vendors import DEVICES, own_options
 
@@ -21,6 +21,8 @@ _LOCAL_RANK = re.compile(
     r"(\w+\.)?_?(local_?rank|LOCAL_RANK)"
     rf"|int\(os\.environ\[.{_VARIABLE}.\]\)|int\(os\.(getenv|environ\.get)\(.{_VARIABLE}.[^)]*\)\)"
 )
+_CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
+_CONTEXT = "torch.accelerator.device_index"
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 
 _INDEXED = re.compile(
@@ -51,9 +53,10 @@ class Facts(Tree):
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
         super().__init__(wrapper, level)
         chosen = self.index_option
-        read = self._read_at(chosen) if "." in chosen else None
+        read = self._read_at() if "." in chosen else None
         by_hand = self.is_library or self._chooses_by_hand(chosen)
-        self.place = Place(self, by_hand=by_hand, index=chosen, read=read)
+        left = [call for call in self.calls if self.name(call.func) in _CONTEXTS and not self.makes_current(call)]
+        self.place = Place(self, by_hand=by_hand, index=chosen, read=read, contexts=left)
 
     def _chooses_by_hand(self, chosen: str) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows.
@@ -70,7 +73,8 @@ class Facts(Tree):
         ]
         launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
         contexts = any(
-            self.name(call.func) in CONTEXTS and text_of(call.args[0].value) not in ("0", chosen)
+            (self.name(call.func) in _CONTEXTS and text_of(call.args[0].value) not in ("0", chosen))
+            or (self.name(call.func) == _CONTEXT and ".device.index" not in text_of(call.args[0].value))
             for call in self.calls
             if call.args
         )
@@ -116,6 +120,26 @@ class Facts(Tree):
             return [device]
         return [index for value in devices for index in self.indexes_of(value, (*seen, text))]
 
+    def makes_current(self, call: cst.Call) -> bool:
+        """Return whether a call is the context of a device that certainly has a whole number."""
+        if (
+            self.name(call.func) not in _CONTEXTS
+            or len(call.args) != 1
+            or not isinstance(self.parent(call), cst.WithItem)
+        ):
+            return False
+        index = call.args[0].value
+        compared = rf"(?<![\w.]){re.escape(text_of(index))} *(>=?|<=?|[=!]=) *-?\d"
+        plain = isinstance(index, (cst.Name, cst.Attribute)) and re.search(compared, self.code) is not None
+        is_option = isinstance(index, cst.Attribute) and index.attr.value in self.options.wholes
+        numbers = is_option and all(re.fullmatch(r"-?\d+", text_of(value)) for value in self.values(index))
+        return plain or numbers or self.counts(index) or self.is_whole(index)
+
+    def counts(self, index: cst.BaseExpression) -> bool:
+        """Return whether an index is certainly 0 or more."""
+        in_range = re.search(rf"\bfor {re.escape(text_of(index))} in range\(", self.code)
+        return in_range is not None or isinstance(index, cst.Integer) or self.is_local_rank(index)
+
     @cached_property
     def strange_apex(self) -> frozenset[str]:
         """Return the functions that the file calls through a module of apex, and that accelcore.apex does not have."""
@@ -141,25 +165,45 @@ class Facts(Tree):
             return text_of(next(iter(self._selected_by.values())))
         if self.is_library:
             return ""
-        code = self.code
-        found = {next(filter(None, match.groups())) for match in _INDEXED.finditer(code)}
+        found = self._indexing
         if not found:
             return self._constant_index
-        chosen = found.pop() if len(found) == 1 else ""
-        space, _, option = chosen.partition(".")
-        values = self.assigned.get(space, [])
-        others = rf"local_rank|{chosen} *[=!<>]=? *-?\d"
+        options, read = {name.partition(".")[2] for name in found}, self._read
+        option, others = min(options), rf"local_rank|\w\.{min(options)} *[=!<>]=? *-?\d"
         certain = (
-            option in self.options.indexes
-            and len(values) == 1
-            and text_of(values[0]).endswith(".parse_args()")
-            and self._after(values[0]) is not None
-            and chosen not in self.assigned
+            read is not None
+            and options == {option}
+            and options <= self.options.indexes
+            and all(self._outside_readers(name.partition(".")[0]) in ([], [read[1]]) for name in found)
+            and self._after(read[1]) is not None
+            and not any(name.endswith(f".{option}") for name in self.assigned)
             and not (self.indexes - {"0"} or self.hidden_by or self.spawns or self.level is Level.TORCH)
-            and not re.search(others, code, re.IGNORECASE)
-            and {text_of(index) for index in self.made_indexes if index is not None} <= {chosen}
+            and not re.search(others, self.code, re.IGNORECASE)
+            and {text_of(index) for index in self.made_indexes if index is not None} <= found
         )
-        return chosen if certain else ""
+        return f"{read[0]}.{option}" if read is not None and certain else ""
+
+    @cached_property
+    def _indexing(self) -> set[str]:
+        """Return the attributes by which the script numbers devices, such as `args.gpu`."""
+        return {next(filter(None, match.groups())) for match in _INDEXED.finditer(self.code)}
+
+    @cached_property
+    def _read(self) -> tuple[str, cst.BaseExpression] | None:
+        """Return the name to which the script assigns its options, and the value, unless it does so several times."""
+        calls = {f"{name}()" for name, function in self.functions.items() if returns_options(function)}
+        reads = [
+            (name, value)
+            for name in self.assigned
+            for value in self._outside_readers(name)
+            if text_of(value).endswith(".parse_args()") or text_of(value) in calls
+        ]
+        return reads[0] if len(reads) == 1 else None
+
+    def _outside_readers(self, name: str) -> list[cst.BaseExpression]:
+        """Return what the file assigns to a name, but for functions that read the options and return them."""
+        functions = [(value, self.function_of(value)) for value in self.assigned.get(name, [])]
+        return [value for value, function in functions if function is None or not returns_options(function)]
 
     @cached_property
     def _constant_index(self) -> str:
@@ -186,11 +230,11 @@ class Facts(Tree):
         given = {name: argument(call, "local_rank") for name, call in backends.items()}
         return {name: index for name, index in given.items() if isinstance(index, cst.Attribute)}
 
-    def _read_at(self, option: str) -> cst.CSTNode | None:
+    def _read_at(self) -> cst.CSTNode | None:
         """Return the statement before which a backend is chosen by an option, or the one that already chooses it."""
         for name in self._selected_by:
             return next(outer for outer in self.parents(name) if isinstance(outer, cst.SimpleStatementLine))
-        return self._after(self.assigned[option.split(".")[0]][0])
+        return self._after(self._read[1]) if self._read else None
 
     def _after(self, value: cst.CSTNode) -> cst.CSTNode | None:
         """Return the statement after an assignment, if that runs whenever its function or the script does."""
@@ -210,7 +254,8 @@ class Facts(Tree):
 
     def is_local_rank(self, node: cst.BaseExpression) -> bool:
         """Return whether accelcore chooses the device by a number: this rank's on its host, or an option."""
-        if text_of(node) == self.index_option:
+        option, others = self.index_option, set() if self._selected_by else self._indexing
+        if option and text_of(node) in {option, *others}:
             return True
         return self._is_local_rank(text_of(node), node, ())
 

@@ -41,6 +41,14 @@ class Options:
         return any(function is None or tree.function_of(call) is function for call in reads)
 
 
+def returns_options(function: cst.FunctionDef) -> bool:
+    """Return whether a function reads the script's options and returns them."""
+    text = text_of(function.body)
+    read = re.search(r"\b(\w+) = [\w.]+\.parse_args\(\)", text)
+    returned = set(re.findall(r"\breturn\b *(.*)", text))
+    return bool(returned) and returned <= ({read[1]} if read else {"parser.parse_args()"})
+
+
 def _is_index(option: cst.Call) -> bool:
     default = argument(option, "default")
     fixed = default is None or text_of(default) == "None" or isinstance(default, cst.Integer)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 import libcst as cst
 
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.tree import Tree, text_of
-from accelcore_lint.port.vendors import DEVICES
 
 _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),
     Level.ROLES: ("accel", "accelerator", "backend"),
 }
-CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
 _CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for n in range(2, 99)))
 
 _STARTS = re.compile(r"set_start_method|get_context|multiprocessing_context")
@@ -42,10 +41,20 @@ class Place:
         by_hand: whether the script makes a device current by its own rules, which all expressions must then follow.
         index: the script's option by whose number it chooses its device; "" if there is none.
         read: the statement after the one that reads the options. The backend is chosen before it.
+        contexts: calls that make a device current in a `with`, and that are left.
     """
 
-    def __init__(self, tree: Tree, *, by_hand: bool = False, index: str = "", read: cst.CSTNode | None = None) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        *,
+        by_hand: bool = False,
+        index: str = "",
+        read: cst.CSTNode | None = None,
+        contexts: Sequence[cst.CSTNode] = (),
+    ) -> None:
         self._tree = tree
+        self._contexts = contexts
         self.by_hand = by_hand
         self._read = read
         taken, made = tree.identifiers, tree.helpers
@@ -158,9 +167,9 @@ class Place:
         return ""
 
     def _in_context(self, site: cst.CSTNode) -> bool:
-        """Return whether a site is in `with torch.cuda.device(index):`, which chooses among several devices."""
+        """Return whether a site is in a `with torch.cuda.device(index):` that is left."""
         return any(
-            isinstance(item.item, cst.Call) and (self._tree.name(item.item.func) or "") in CONTEXTS
+            item.item in self._contexts
             for outer in self._tree.parents(site)
             if isinstance(outer, cst.With)
             for item in outer.items

@@ -173,3 +173,39 @@ def test_horovod_chooses_the_device_and_wraps_the_optimizer():
     assert "torch.accelerator.set_device_index(hvd.local_rank())" in outcome.source
     assert "torch.optim.SGD(" in outcome.source
     assert "accelcore" not in outcome.source
+
+
+READER = """import argparse
+import torch
+
+
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpu", type=int)
+    opt = parser.parse_args()
+    {set}
+    return {returned}
+
+
+def main():
+    args = options()
+    return train(args, torch.nn.Linear(2, 2).cuda(args.gpu))
+
+
+def train(opt, model):
+    return model(torch.ones(2).cuda(opt.gpu))
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "returned", "is_certain"),
+    [("opt.n = 1", "opt", True), ("opt.gpu = 1", "opt", False), ("opt.n = 1", "opt if opt.n else None", False)],
+)
+def test_a_function_that_reads_the_options_gives_the_one_that_chooses_the_device(line, returned, is_certain):
+    outcome = port_source(READER.format(set=line, returned=returned), Level.ROLES)
+    assert ("    accel = accelcore.select(local_rank=args.gpu)\n" in outcome.source) is is_certain
+    assert (outcome.after == 0) is is_certain
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source
