@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from thinned import diagonals
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -187,8 +188,7 @@ def test_an_overflow_is_skipped_and_training_goes_on(accel, flat):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it, but as error
-@LOW
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize(("level", "dtype"), diagonals(("O2", "O3"), ("float16", "bfloat16")))
 def test_compiled_is_eager(accel, level, dtype):
     losses = []
     for compile in (False, {"backend": "aot_eager"}):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import pytest
 import torch
+from thinned import pairwise
 from torch import nn
 
 import accelcore
@@ -106,14 +106,12 @@ def test_masters_survive_a_stay_in_fp32(accel, tmp_path, create, flat):
     torch.testing.assert_close(trainer.model.a.weight, torch.full((3, 4), 0.99), rtol=1e-5, atol=0)
 
 
-@KINDS
-@FLAT
+THEN, WRITE = ("train", "freeze", "save", "epoch"), ("load_state_dict", "in place", "data", "in place of data")
+
+
 @pytest.mark.parametrize(
-    ("then", "write"),
-    [
-        *itertools.product(["train", "freeze", "save", "epoch"], ["load_state_dict", "in place", "data"]),
-        *itertools.product(["freeze", "save", "epoch"], ["in place of data"]),
-    ],
+    ("create", "flat", "then", "write"),
+    [each for each in pairwise((ours, foreign), (True, False), THEN, WRITE) if each.values[2:] != (THEN[0], WRITE[3])],
 )
 def test_what_is_written_into_the_model_is_what_its_masters_go_on_from(accel, tmp_path, create, flat, then, write):
     trainer = make(accel, create, flat=flat)
