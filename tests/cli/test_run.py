@@ -286,7 +286,7 @@ def test_restarts_start_a_dead_rank_again(machine):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-@pytest.mark.parametrize("module", [True, False])
+@pytest.mark.parametrize("module", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_ranks_end_with_a_launcher_that_is_killed(machine, module):
     machine.module(
         "train",

@@ -1,7 +1,8 @@
 """Every script of the documentation runs on the emulated NPU, unchanged, with ACCEL_DEVICE=npu.
 
 They run in this process, one after the other. A block that stands for another program, or needs more than a page shows,
-runs on the CPU only: tests/docs.
+runs on the CPU only: tests/docs, which runs all. README's and the first one of each page run here every time; the
+others are marked `full`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def blocks():
             if 'same="everywhere"' in code and not GET_KERNEL.present:
                 why = f"refused: torch has no {GET_KERNEL}"
             marks = [pytest.mark.skip(reason=why)] if why else []
+            if number and page.name != "README.md":
+                marks.append(pytest.mark.full)
             yield pytest.param(code, id=f"{page.name}-{number + 1}", marks=marks)
 
 
