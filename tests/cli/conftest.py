@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -12,12 +14,14 @@ from typing import Any
 import pytest
 
 import accelcore
+from accelcore.cli import main
 
 
 class Machine:
     """Where the command line runs: its fakes, its folder and its environment."""
 
-    def __init__(self, fakes: Any, folder: Path) -> None:
+    def __init__(self, fakes: Any, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
         self.fakes = fakes
         self.folder = folder
         self.sites: list[str] = []
@@ -64,14 +68,20 @@ class Machine:
         return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.environ, text=True, **options)
 
     def doctor(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """The exit code and the JSON."""
-        done = self.run("doctor", "--json", *arguments)
-        assert "Traceback" not in done.stderr
-        return done.returncode, json.loads(done.stdout)
+        """The exit code and the JSON. The command runs in this process; what it asks of plugins it asks of children."""
+        out, err = io.StringIO(), io.StringIO()
+        with self._patch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.setattr(sys, "path", [*self.sites, *sys.path])
+            patch.chdir(self.folder)
+            for name, value in self.variables.items():
+                patch.setenv(name, value)
+            code = main(["doctor", "--json", *arguments])
+        assert "Traceback" not in err.getvalue()
+        return code, json.loads(out.getvalue())
 
 
 @pytest.fixture
 def machine(fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     for variable in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONPATH", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(variable, raising=False)
-    return Machine(fakes, tmp_path)
+    return Machine(fakes, tmp_path, monkeypatch)

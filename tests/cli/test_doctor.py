@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -152,8 +153,9 @@ def test_duplicates_are_broken_and_where_no_other_is_usable_the_exit_code_is_2(m
 
 def test_with_nothing_installed_it_says_what_to_install(machine):
     machine.module("sitecustomize", HIDE_EVERYTHING)
-    code, report = machine.doctor()
-    assert code == 2
+    done = machine.run("doctor", "--json")
+    assert done.returncode == 2
+    report = json.loads(done.stdout)
     assert report["selection"]["error"]["what"] == "no backend is installed"
     text = machine.run("doctor").stdout
     assert "none is installed: install accelcore-cpu" in text
