@@ -227,3 +227,25 @@ def test_an_option_whose_process_may_not_train_keeps_its_default(imported, read,
 def test_a_storage_has_another_way_to_move(name):
     outcome = _ported(f"import torch\nmap_fn = lambda storage, loc: {name}.cuda()\n")
     assert "storage" in outcome.left[0].text
+
+
+def test_a_guard_on_an_option_is_false_for_another_device_that_a_user_gives():
+    source = (
+        "import torch\nparser.add_argument('--device', default='cuda')\nargs = parser.parse_args()\n"
+        "if args.device == 'cuda':\n    torch.cuda.set_device(0)\n    x = x.cuda()\n"
+        "if args.device != 'cuda':\n    x = x.to('cuda')\n"
+    )
+    outcome = _ported(source)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert 'if args.device == accel.device.type != "cpu":\n    x = x.to(accel.device)\n' in outcome.source
+    assert 'if not (args.device == accel.device.type != "cpu"):\n' in outcome.source
+
+
+def test_the_memory_of_the_device_that_the_script_makes_current_is_the_current_ones():
+    source = (
+        "import torch\ntorch.cuda.set_device(args.gpu)\ntorch.cuda.reset_peak_memory_stats(args.gpu)\n"
+        "print(torch.cuda.max_memory_allocated(args.gpu))\n"
+    )
+    outcome = _ported(source)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "torch.accelerator.max_memory_allocated() if" in outcome.source

@@ -30,6 +30,10 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         is_text = is_text or is_device_name(text_of(left))
         operator = "!=" if isinstance(target.operator, cst.Equal) else "=="
         rewrite = whole(node, f'{text_of(left)} {operator} "cpu"')
+        is_option = isinstance(left, cst.Attribute) and left.attr.value in facts.options.names
+        if is_option and facts.place.can_choose(node):  # a user may give "cuda:1", which is another device
+            test = f'{text_of(left)} == {facts.place.kind(node)} != "cpu"'
+            rewrite = whole(node, test if operator == "!=" else f"not ({test})")
         if not (isinstance(left, cst.Attribute) and left.attr.value == "type") and _falls_back(node, facts):
             operator = "==" if operator == "!=" else "!="
             rewrite = whole(node, f"{text_of(left)} {operator} {facts.place.kind(node)}")
