@@ -277,7 +277,7 @@ class _Apply(cst.CSTTransformer):
             result = rewrite.build(result)
         if isinstance(original_node, cst.Call) and isinstance(result, cst.Call) and rewrite is None:
             result = _without_comma(original_node, result)
-        if isinstance(result, cst.FormattedString) and result is not original_node:
+        if isinstance(result, cst.FormattedString) and not result.deep_equals(original_node):
             result = result.visit(_Requote(result.quote))
         comments = self._decisions.comments.get(original_node)
         if comments:

@@ -249,3 +249,28 @@ def test_the_memory_of_the_device_that_the_script_makes_current_is_the_current_o
     outcome = _ported(source)
     assert (outcome.after, outcome.left) == (0, [])
     assert "torch.accelerator.max_memory_allocated() if" in outcome.source
+
+
+def test_a_name_for_a_device_is_one_unless_it_is_a_parameter():
+    source = (
+        "import torch\nGPU = torch.device(where)\nx = x.cuda(GPU)\n\n\n"
+        "def f(GPU):\n    return torch.ones(1).cuda(GPU)\n\n\nf(0)\n"
+    )
+    ported = _ported(source).source
+    assert "x = x.to(GPU)\n" in ported
+    assert "torch.ones(1).cuda(GPU)" in ported
+
+
+def test_devices_of_a_wrapper_of_the_scripts_own_are_reported():
+    outcome = _ported("import torch\nnet = Passthrough(net, device_ids=[local_rank], output_device=local_rank)\n")
+    assert [note.line for note in outcome.left] == [2]
+
+
+def test_a_key_that_begins_with_the_name_of_a_device_is_a_number_of_the_scripts_own():
+    outcome = _ported("import torch\ntorch.cuda.set_device(args['cuda_device'])\nx = torch.ones(2).cuda()\n")
+    assert (outcome.after, outcome.left) == (0, [])
+
+
+def test_strings_of_other_lines_keep_their_quotes():
+    line = "print(f'{x['a']}')\n"  # as Python since 3.12 reads it
+    assert line in _ported(f"import torch\n{line}torch.cuda.empty_cache()\n").source

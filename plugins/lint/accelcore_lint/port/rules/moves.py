@@ -61,10 +61,15 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether the argument of a move is the script's own name of a device, which is never None."""
     if isinstance(index, cst.Name):
-        return is_device_name(index.value) and not facts.is_whole(index)
+        made = [
+            isinstance(value, cst.Call) and facts.name(value.func) == "torch.device" for value in facts.values(index)
+        ]
+        heads = [outer.params for outer in facts.parents(index) if isinstance(outer, cst.FunctionDef)]
+        given = any(re.search(rf"\b{index.value}\b", text_of(head)) for head in heads)
+        return (bool(made) and all(made) and not given) or (is_device_name(index.value) and not facts.is_whole(index))
     values = [text_of(value) for value in facts.values(index)]
-    made = bool(values) and "None" not in values and not facts.is_local_rank(index) and not facts.is_whole(index)
-    return isinstance(index, cst.Attribute) and is_device_name(index.attr.value) and made
+    known = bool(values) and "None" not in values and not facts.is_local_rank(index) and not facts.is_whole(index)
+    return isinstance(index, cst.Attribute) and is_device_name(index.attr.value) and known
 
 
 def _device_argument(node: cst.Call, facts: Facts) -> cst.Arg | None:

@@ -29,9 +29,14 @@ _ALL = re.compile(r"list\(range\((.+)\)\)|range\((.+)\)|\[\*range\((.+)\)\]")
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if facts.name(node.func) in _DATA_PARALLEL:
         return Left(_ONE_EACH, inner=True)
-    if facts.name(node.func) not in (*_DDP, "torch.distributed.barrier"):
-        return None
     given = [arg for arg in node.args if arg.keyword is not None and arg.keyword.value in _DEVICES]
+    if facts.name(node.func) not in (*_DDP, "torch.distributed.barrier"):
+        plain = any(isinstance(arg.value, (cst.List, cst.Tuple)) for arg in given)
+        return (
+            Left("device_ids of a wrapper that is not known: None where there is no accelerator", inner=True)
+            if plain
+            else None
+        )
     dropped = [arg for arg in given if arg.keyword is not None and arg.keyword.value == "output_device"]
     if any(map(_has_comment, dropped)):
         return Left("comments among the devices of DistributedDataParallel")

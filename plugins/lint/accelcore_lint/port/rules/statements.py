@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
@@ -14,6 +16,7 @@ from accelcore_lint.port.vendors import DEVICES
 
 _MODULES = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}
 _RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
+_VENDORS = re.compile(rf"torch\.({'|'.join(DEVICES)})\b|[\"']({'|'.join(DEVICES)})(:|[\"'])")
 _CURRENT = {f"torch.{device}.current_stream" for device in DEVICES}
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated", "ipc_collect")
 
@@ -104,8 +107,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
 
 def _is_vendors(device: cst.BaseExpression) -> bool:
     """Return whether an expression holds a vendor's word that would stay in it."""
-    text = index_source(device)
-    return any(f"torch.{vendor}" in text or f"{quote}{vendor}" in text for vendor in DEVICES for quote in "\"'")
+    return _VENDORS.search(index_source(device)) is not None
 
 
 def _is_known(facts: Facts, node: cst.CSTNode, device: cst.BaseExpression) -> bool:
