@@ -17,7 +17,7 @@ from accelcore.optim.binding import GroupBinding, RunBinding, joint_groups
 from accelcore.optim.engine import Request, Route, as_engine, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
-from accelcore.optim.state import Entry, read_options, read_state
+from accelcore.optim.state import SWITCHES, Entry, read_state
 from accelcore.torch_internals import expect_no_step, has_step_hooks
 
 __all__ = ["RoutedOptimizer"]
@@ -195,7 +195,8 @@ class RoutedOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         entries = read_state(state_dict, self.param_groups, shaped=self.keeps_shapes)
-        read_options(state_dict, self.param_groups)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "step", *SWITCHES)})
         if isinstance(self.binding, RunBinding):
             self.binding.load_state(entries)
         else:

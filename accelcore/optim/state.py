@@ -95,12 +95,6 @@ def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, sh
     return entries
 
 
-def read_options(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Copy the hyperparameters of a `state_dict` into parameter groups."""
-    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in saved_group.items() if key not in ("params", "step", *SWITCHES)})
-
-
 def _by_slot(run: Run, key: str, value: Any) -> Sequence[Any]:
     if run.memory is None and isinstance(value, Tensor) and key not in COUNTERS:
         return [as_shard(value, slot.parameter) for slot in run.slots]

@@ -154,19 +154,21 @@ class PerTensor(Gradients):
 class Flat(Gradients):
     """Parameters and gradients in flat memory, a piece of each for every dtype and device; `joint`: see `lay_flat`."""
 
+    memories: Sequence[FlatMemory]
+
     def __init__(self, slots: Sequence[Slot], joint: Sequence[int] = ()) -> None:
         memories = lay_flat(slots, joint)
         super().__init__(list(chain.from_iterable(memory.slots for memory in memories)))
-        self.memories = self._memories = self.flat = memories
+        self.memories = self.flat = memories
         self.values = [memory.values for memory in memories]
 
     def refresh(self, *, thorough: bool = False) -> None:
-        for memory in self._memories:
+        for memory in self.memories:
             memory.refresh()
 
     def collect(self) -> None:
         self.refresh()
-        for memory in self._memories:
+        for memory in self.memories:
             memory.collect()
         self._read_received()
 
@@ -175,14 +177,14 @@ class Flat(Gradients):
         self._read_received()
 
     def of_values(self) -> Sequence[Tensor | None]:
-        return [memory.gradients for memory in self._memories]
+        return [memory.gradients for memory in self.memories]
 
     def expose(self) -> None:
-        for memory in self._memories:
+        for memory in self.memories:
             memory.expose(slot.trained for slot in memory.slots)
 
     def _read_received(self) -> None:
-        self.received = list(chain.from_iterable(memory.received for memory in self._memories))
+        self.received = list(chain.from_iterable(memory.received for memory in self.memories))
 
 
 class ShardedGradients(PerTensor):

@@ -136,7 +136,7 @@ class Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise no_loss(loss)
         self._strategy.before_backward()
-        share = self._window.share(weight, self._strategy)
+        share = self._window.share(weight)
         scaled = self._scaler.scale(loss)
         self._open()
         # The gradient that backward starts from. Multiplying the loss costs an operator here, and one in backward.
@@ -227,7 +227,7 @@ class Step:
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:
         """Return the weighted gradients, unscaled if they are clipped or observed; none if they are not read."""
         gradients = self._gradients
-        correction = self._window.correction(self._strategy, full=full)
+        correction = self._window.correction(full=full)
         reads = self._unscales or self._scaler.reads_gradients or correction is not None
         buffers = gradients.buffers() if reads else []
         if correction is not None:

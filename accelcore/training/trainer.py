@@ -96,9 +96,7 @@ class Trainer(Checkpoints):
         self._preparation.check("accel.trainer(...)")
         self._preparation.apply()
         self._scaler = create_scaler(backend.scaler, plan.policy)
-        self._window = Window(
-            given["accumulate"], backend.device, divisor=plan.strategy.divisor, tensors_only=given["graph"]
-        )
+        self._window = Window(given["accumulate"], backend, divisor=plan.strategy.divisor, tensors_only=given["graph"])
         self._stream = DataStream(backend.runtime, backend.collectives)
         self.saver = Saver(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
         self._number = next(_numbers)

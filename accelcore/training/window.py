@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.training.parallel.strategy import Strategy
 from accelcore.util.containers import described
 from accelcore.util.text import is_number
+
+if TYPE_CHECKING:
+    from accelcore.backend import Backend
 
 _thread = threading.local()
 """`holder`, in each thread: a weak reference to the parameters that are in use there."""
@@ -27,14 +29,14 @@ class Window:
     window all gradients are multiplied by a *correction*: 1 / (the sum of shares, averaged over ranks), so that the
     weights add up to 1. Without weights each share is `1 / accumulate`, and only a short window needs a correction.
 
-    Weights are added up on `device`, so that the host never waits for one. `divisor`: ranks add their gradients up, so
-    backward divides by it, which costs nothing there. `tensors_only`: refuse a number as a weight, because a captured
-    graph would keep its first value.
+    Weights are added up on the device, so that the host never waits for one. `divisor`: ranks add their gradients up,
+    so backward divides by it, which costs nothing there. `tensors_only`: refuse a number as a weight, because a
+    captured graph would keep its first value.
     """
 
-    def __init__(self, accumulate: int, device: torch.device, *, divisor: int = 1, tensors_only: bool = False) -> None:
+    def __init__(self, accumulate: int, backend: Backend, *, divisor: int, tensors_only: bool) -> None:
         self.accumulate, self.divisor = accumulate, divisor
-        self._device, self._tensors_only = device, tensors_only
+        self._device, self._job, self._tensors_only = backend.device, backend.collectives, tensors_only
         self.micro = self.steps = 0  # micro-batches of this window, and windows closed so far
         self._weighted: bool | None = None  # not known before the first backward pass
         self._unit: float | None = None
@@ -47,7 +49,7 @@ class Window:
         """Whether the next micro-batch fills the window."""
         return self.micro == self.accumulate - 1
 
-    def share(self, weight: float | Tensor | None, strategy: Strategy) -> float | Tensor | None:
+    def share(self, weight: float | Tensor | None) -> float | Tensor | None:
         """Return the factor of a micro-batch's gradients; None for 1."""
         if self._weighted not in (None, weight is not None):
             raise TrainingError(
@@ -65,7 +67,7 @@ class Window:
             )
         weight = self._checked(weight)
         if self._unit is None:  # shares near 1 leave the loss scale as it is
-            unit = float(strategy.collectives.all_reduce(weight.clone(), "avg"))
+            unit = float(self._job.all_reduce(weight.clone(), "avg"))
             self._unit = unit if 0 < unit < math.inf else 1.0
         if self._total is None:
             self._total = torch.zeros((), device=self._device)
@@ -75,11 +77,11 @@ class Window:
         self._counted = self.micro
         return share
 
-    def correction(self, strategy: Strategy, *, full: bool) -> float | Tensor | None:
+    def correction(self, *, full: bool) -> float | Tensor | None:
         """Return the factor of a window's gradients, after they were averaged over ranks; None for 1."""
         if self._weighted:
             assert self._total is not None
-            total = strategy.collectives.all_reduce(self._total.clone(), "avg")
+            total = self._job.all_reduce(self._total.clone(), "avg")
             return torch.where(total > 0, total.reciprocal(), 0.0)
         return None if full else self.accumulate / self.micro
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from weakref import ReferenceType, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
-from torch.utils.hooks import RemovableHandle
 
 from accelcore.errors import TrainingError
 from accelcore.util.text import kind_of
@@ -159,12 +159,12 @@ class GradientMemory:
         self._kinds = self._kinds_now()
         self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
         self.copies_in_backward, self.expects_gradients = bool(self._large), False
-        # The hooks hold no reference to this object, because they live as long as the parameters.
-        hooks = [
-            parameters[number].register_post_accumulate_grad_hook(partial(_arrived, ref(self), number))  # type: ignore[no-untyped-call]
-            for number in self._large
-        ]
-        finalize(self, _remove, hooks)
+        hooks = ExitStack()
+        for number in self._large:
+            arrived = partial(_arrived, ref(self), number)  # no reference: a hook lives as long as its parameter
+            hook = parameters[number].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            hooks.callback(hook.remove)
+        finalize(self, hooks.close)
 
     def copy_gradient(self, number: int) -> None:
         """Copy a parameter's gradient into the piece, and make its `grad` a view of it."""
@@ -329,11 +329,6 @@ def _arrived(memory: ReferenceType[GradientMemory], number: int, parameter: nn.P
     alive = memory()
     if alive is not None:
         alive.copy_gradient(number)
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _copy(views: list[Tensor], gradients: list[Any]) -> None:
