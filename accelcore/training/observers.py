@@ -46,7 +46,8 @@ class Observer:
     def gradient_norm(self, norm: Tensor) -> None:
         """Receive the 2-norm of all gradients of a window: reduced over ranks, unscaled, before clipping.
 
-        With `graph=True` it is not called: each graph has a norm of its own.
+        If one rank has such an observer, all ranks compute the norm. With `graph=True` it is not called: each graph has
+        a norm of its own.
         """
 
     def overflow(self, found: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
@@ -40,6 +41,9 @@ class Observe(Stage):
             listeners.gradient_norm = []  # each graph has a norm of its own
 
     def apply(self, plan: Plan) -> None:
+        if plan.backend.collectives.world_size > 1:  # ranks compute a norm together, also if one observes it alone
+            asked = torch.tensor(float(plan.listeners.measures_norm), device=plan.backend.device)
+            plan.listeners.measures_norm = bool(plan.backend.collectives.all_reduce(asked, "max"))
         self._hooks.close()
         for listener in plan.listeners.output:
             for name, module in plan.model.named_modules():

@@ -226,6 +226,24 @@ def waves(accel, rank, options):
     return max(float((mine - its).detach().abs().max()) for mine, its in pairs)
 
 
+class Norms(accelcore.Observer):
+    def __init__(self):
+        self.found = []
+
+    def gradient_norm(self, norm):
+        self.found.append(norm.item())
+
+
+def lone_observer(accel, rank, options):
+    """The norms that an observer of rank 0 finds, and the parameters; the scale is no power of two."""
+    norms = Norms()
+    scale = accelcore.LossScale(init=100.0)
+    trainer = make(accel, options, seed=rank, loss_scale=scale, observers=[norms] if rank == 0 else [])
+    for number in range(2):
+        trainer((batch(rank, number), True))
+    return {"norms": norms.found, "state": state(trainer.model)}
+
+
 def failures(accel, rank, options):
     """A backward pass that fails in a job: the trainer does not go on as if nothing had been."""
 
@@ -350,6 +368,7 @@ def main() -> None:
             "checkpoints": checkpoints(accel, job.rank, options, folder),
             "levels": levels(accel, job.rank, options),
             "large": None if "fsdp" in case else large(accel, job.rank, options),
+            "observed": lone_observer(accel, job.rank, options),
             "waves": waves(accel, job.rank, options),
             "failures": failures(accel, job.rank, options),
         }

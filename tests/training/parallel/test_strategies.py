@@ -231,6 +231,12 @@ def test_complex_parameters_train_or_are_refused(job, request):
             assert found["waves"] < (0.02 if "bf16" in request.node.callspec.params["job"] else 1e-5)
 
 
+def test_an_observer_of_one_rank_changes_no_parameter(job):
+    (first, second), _ = job
+    assert len(first["observed"]["norms"]) == 2
+    assert first["observed"]["state"] == second["observed"]["state"]
+
+
 def test_a_save_that_only_one_rank_begins_says_so(fork_ranks, tmp_path):
     for rank in fork_ranks(RANKS, "lonely", tmp_path):
         rank.finish()
