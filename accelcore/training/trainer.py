@@ -230,10 +230,12 @@ class Trainer(Checkpoints):
         Args:
             loader: every rank must call this. A DataLoader is divided by rows, whatever its sampler, into the same
                 number of batches for each rank. Anything else is divided by batches: some ranks may have one more, and
-                all must read it in the same order.
+                all must read it in the same order. If the model is sharded, a rank with more batches than others is an
+                error.
         """
         self._step.check_failure()
-        return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader)
+        together = self._plan.strategy.layout == "shards"
+        return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader, together=together)
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.

@@ -97,10 +97,36 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     return total * count, count
 
 
+def _together(share: Iterable[Any], job: Collectives, device: torch.device) -> Iterator[Any]:
+    """Yield this rank's batches; raise TrainingError on all ranks if only some of them have another batch."""
+    end, batches = object(), iter(share)
+    while True:
+        batch = next(batches, end)
+        ends = torch.tensor([batch is end, batch is not end], dtype=torch.int32, device=device)
+        if job.all_reduce(ends, "max").tolist() == [1, 1]:
+            raise TrainingError(
+                "some ranks have another batch to evaluate on, and others do not",
+                why="the ranks call a sharded model together, and would wait for each other",
+                remedy="evaluate on as many batches for each rank, a multiple of the number of ranks in all; or choose "
+                'parallel="zero1"',
+            )
+        if batch is end:
+            return
+        yield batch
+
+
 def evaluate(
-    backend: Backend, model: nn.Module, region: Callable[[], AbstractContextManager[object]], loader: Iterable[Any]
+    backend: Backend,
+    model: nn.Module,
+    region: Callable[[], AbstractContextManager[object]],
+    loader: Iterable[Any],
+    *,
+    together: bool,
 ) -> Evaluation:
-    """Return this rank's share of `loader`; `region` makes a context for a forward pass. See `Trainer.evaluate`."""
+    """Return this rank's share of `loader`. See `Trainer.evaluate`.
+
+    `region` makes a context for a forward pass. `together`: whether all ranks must call the model equally often.
+    """
     job = backend.collectives
 
     def shared(draw: Callable[[Any], Any]) -> Any:
@@ -113,7 +139,8 @@ def evaluate(
         training = {module: module.training for module in model.modules()}
         model.eval()
         try:
-            for batch in shared(partial(rank_0s_rows, collectives=job, device=backend.device)):
+            share = shared(partial(rank_0s_rows, collectives=job, device=backend.device))
+            for batch in _together(share, job, backend.device) if together else share:
                 moved = backend.runtime.to_device(batch)
                 with torch.no_grad(), region():  # not around the loader, which may compute too
                     yield moved

@@ -118,6 +118,11 @@ def groups(accel, rank):
     entry = trainer.optimizer.state[next(model.parameters())]
     found["moment"] = [tuple(entry["exp_avg"].shape), tuple(entry["exp_avg"].to_local().shape)]
     found["route"] = trainer.optimizer.route
+    batches = [batch_of("transformer", 0, 0)] * (dist.get_world_size() + 1)
+    try:
+        found["uneven"] = [trainer.forward(batch) for batch in trainer.evaluate(batches)]
+    except accelcore.TrainingError as error:
+        found["uneven"] = str(error)
     return found
 
 

@@ -135,6 +135,11 @@ def test_each_rank_holds_its_share_and_trains_plain_tensors(job):
         assert rank["groups"]["route"] in ("native", "fused")
 
 
+def test_an_evaluation_in_which_a_rank_would_wait_for_others_raises_on_all(job):
+    for rank in job:
+        assert "some ranks have another batch" in rank["groups"]["uneven"]
+
+
 @pytest.mark.parametrize(
     ("case", "says"),
     [
