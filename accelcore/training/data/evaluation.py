@@ -106,9 +106,8 @@ def _together(share: Iterable[Any], job: Collectives, device: torch.device) -> I
         if job.all_reduce(ends, "max").tolist() == [1, 1]:
             raise TrainingError(
                 "some ranks have another batch to evaluate on, and others do not",
-                why="the ranks call a sharded model together, and would wait for each other",
-                remedy="evaluate on as many batches for each rank, a multiple of the number of ranks in all; or choose "
-                'parallel="zero1"',
+                why="the ranks call a sharded model together",
+                remedy='give each rank as many batches, or choose parallel="zero1"',
             )
         if batch is end:
             return

@@ -168,8 +168,8 @@ def share_once(
 
     A map-style loader is divided by rows, into the same number of batches for each rank as far as the rows suffice. If
     it does not shuffle, a rank gets consecutive rows, so that the ranks' results in turn are in order. Other streams
-    are divided by batches, and all ranks must read them alike. `draw` returns the rows of a custom sampler, the same on
-    all ranks; or None if they are no numbers.
+    are divided by batches, and all ranks must read them alike. `draw` returns the numbers of the rows of a custom
+    sampler, the same on all ranks; None if its rows have other keys.
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return _share_of_stream(loader, rank, world_size, "uneven")
@@ -188,7 +188,7 @@ def share_once(
 
 
 def rank_0s_rows(sampler: Iterable[Any], collectives: Collectives, device: torch.device) -> Sequence[Any] | None:
-    """Draw a sampler's rows, and return those that rank 0 drew; None if they are no numbers."""
+    """Let every rank draw a sampler's rows; return the numbers that rank 0 drew. None if the rows have other keys."""
     rows = list(sampler)
     if not all(type(row) is int for row in rows):
         return None
