@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
-from accelcore.precision.policy import LOW_PRECISION, choose_policy, skipping
+from accelcore.precision.policy import LOW_PRECISION, choose_policy, create_scaler, skipping
 from accelcore.precision.role import Contexts
 from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
 from accelcore.training.observers import Hooks
@@ -92,7 +92,8 @@ class Cast(Stage):
                 )
         trained = (parameter for parameter in plan.model.parameters() if parameter.requires_grad)
         is_fp16 = policy.model_dtype == "float16" or torch.float16 in (parameter.dtype for parameter in trained)
-        if is_fp16 and policy.loss_scale is not None and not policy.masters:
+        scales_fp16 = is_fp16 and policy.loss_scale is not None and not policy.masters
+        if scales_fp16 and not create_scaler(plan.backend.scaler, policy).takes_fp16:
             raise ConfigurationError(
                 "the gradients are fp16, and are to be divided by a loss scale",
                 why="that would lose small values",
