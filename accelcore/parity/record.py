@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, RecordingError, UnsupportedError
+from accelcore.jobs.launchers import read_launch
 from accelcore.optim.shards import is_sharded
 from accelcore.parity.collector import Collector, Watched
 from accelcore.parity.finder import Finder
@@ -263,7 +263,8 @@ def rank_and_size() -> tuple[int, int]:
     """Return this process's rank and the number of ranks: of its process group, else as a launcher says and 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK") or 0), 1
+    launch = read_launch()  # the group may be formed in the context, and a replay reads its rank's recording before
+    return (0 if launch is None else launch.rank), 1
 
 
 def _checked(given: Any, kind: type, name: str) -> list[Any]:

@@ -118,3 +118,19 @@ def test_a_folder_of_others_is_not_touched(tmp_path):
     with pytest.raises(accelcore.RecordingError, match="something else"), accelcore.Record(tmp_path):
         train(model())
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_rank_of_any_launcher_is_compared_with_its_own_recording(tmp_path, monkeypatch):
+    for rank in ("0", "1"):
+        for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+            monkeypatch.setenv(name, rank)
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+        monkeypatch.setenv("SLURM_STEP_NODELIST", "host")
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        with accelcore.Record(tmp_path / "ref"):
+            train(model(seed=int(rank)))
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train(model(seed=1))
+    assert replay.result.agrees
+    assert replay.result.exact
+    assert sorted(path.name for path in (tmp_path / "ref").iterdir()) == ["rank-00000", "rank-00001"]
