@@ -19,6 +19,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,8 @@ _PRELOADED = [
     *("accelcore.devices.select", "accelcore.training.trainer", "accelcore_cpu.backend"),
     *("scipy.linalg", "scipy.optimize", "scipy.sparse", "scipy.stats"),  # what scikit-learn needs, in the examples
 ]
+if find_spec("torch_npu") is not None:
+    _PRELOADED += ["accelcore_npu.backend", "accelcore_npu_emulator.kernels"]
 
 servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(_PRELOADED)
