@@ -1,4 +1,4 @@
-"""Autocast by table O1: the regions in which it holds, and the kernels that follow it in a device's autocast key.
+"""Regions of autocast, by table O1 or by torch's table, and the kernels that follow them in a device's autocast key.
 
 A kernel must know by which table it casts, also where a backward pass recomputes a checkpointed part of a region, maybe
 in another thread. torch then restores three facts about autocast: whether it is on, its dtype, and whether its cache of
