@@ -222,7 +222,9 @@ class Place:
         tree = self._tree
         added = {self._first(function.body, sites): line for (function, line), sites in self._local.items()}
         if self._current_sites and not self._has_current:
-            added[self._first(tree.module, self._current_sites)] = f"{self._current} = {self._current_value}"
+            guard = self._common_guard(self._current_sites) if tree.is_library else None
+            block = guard.body if guard is not None else tree.module
+            added[self._first(block, self._current_sites)] = f"{self._current} = {self._current_value}"
         if self._read is not None and self._has_sites() and not self._existing:
             added[self._read] = f"{self.name} = {self._value}"
         elif not self._existing and self._sites:
@@ -245,7 +247,7 @@ class Place:
         (scope, *others) = scopes
         if scope is not None and not others and (self._called_once(scope) or scope is tree.functions.get("main")):
             return {self._first(scope.body, self._sites): line}
-        if scopes == {None} and (guard := self._common_guard()) is not None:
+        if scopes == {None} and (guard := self._common_guard(self._sites)) is not None:
             return {self._first(guard.body, self._sites): line}
         if not self._torch_level and self._is_for_functions():
             line = f'if __name__ != "__mp_main__":\n    {line}'
@@ -299,10 +301,10 @@ class Place:
         """Return whether a function of this process may run more than once: choosing a device each time is slow."""
         return function is not None and not (self._tree.spawns or self._called_once(function))
 
-    def _common_guard(self) -> cst.If | None:
+    def _common_guard(self, sites: list[cst.CSTNode]) -> cst.If | None:
         """Return the module's `if __name__ == "__main__":` if all sites are in its body."""
         found: set[cst.CSTNode] = set()
-        for site in self._sites:
+        for site in sites:
             inner = site
             for outer in self._tree.parents(site):
                 if isinstance(outer, cst.Module):

@@ -262,6 +262,7 @@ class _Apply(cst.CSTTransformer):
     def __init__(self, facts: Facts, decisions: _Decisions) -> None:
         super().__init__()
         self._decisions = decisions
+        self._parent = facts.parent
         self._before: dict[cst.CSTNode, str] = facts.place.lines()
         imports = sorted(line for line in decisions.imports | facts.place.imports() if not _has_import(facts, line))
         around = {id(outer) for node in (*self._before, *decisions.rewrites) for outer in (node, *facts.parents(node))}
@@ -270,11 +271,21 @@ class _Apply(cst.CSTTransformer):
         self._after: dict[cst.CSTNode, list[str]] = {anchor: imports} if anchor is not None and imports else {}
         self._above: dict[cst.CSTNode, list[str]] = {first: imports} if anchor is None and first is not None else {}
 
+    def _bare(self, node: cst.CSTNode, made: object) -> object:
+        """Return a new expression without parentheses that its place does not need."""
+        holder = self._parent(node)
+        is_plain = isinstance(holder, (cst.Assign, cst.AnnAssign, cst.Return)) or (
+            isinstance(holder, cst.Arg) and not holder.star
+        )
+        if is_plain and isinstance(made, cst.IfExp) and not getattr(node, "lpar", ()):
+            return made.with_changes(lpar=(), rpar=())
+        return made
+
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         result: object = super().on_leave(original_node, updated_node)
         rewrite = self._decisions.rewrites.get(original_node)
         if rewrite is not None:
-            result = rewrite.build(result)
+            result = self._bare(original_node, rewrite.build(result))
         if isinstance(original_node, cst.Call) and isinstance(result, cst.Call) and rewrite is None:
             result = _without_comma(original_node, result)
         if isinstance(result, cst.FormattedString) and not result.deep_equals(original_node):

@@ -23,6 +23,11 @@ _HIDING = ".select_device"
 _RANK = re.compile(
     r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
 )
+_TRAINS = re.compile(
+    r"\b(backward|DataLoader|load_state_dict|init_process_group|ArgumentParser|argv|hydra|click|fire|typer|tyro)\b|optim"
+)
+"""Words of scripts that train, evaluate or take options."""
+
 _SETS = ("torch.cuda.set_device", "torch.npu.set_device", "torch.accelerator.set_device_index")
 
 
@@ -161,10 +166,13 @@ class Tree:
 
     @cached_property
     def is_library(self) -> bool:
-        """Return whether a file only defines what others use: it does nothing with a name of its own when imported."""
+        """Return whether a file only defines what others use: it does nothing with a name of its own when imported.
+
+        As a script, such as in `if __name__ == "__main__":`, it only tries that out.
+        """
         body, code = self.module.body, self.code
         runs = (cst.For, cst.While, cst.With)
-        if self.spawns or self.backends or "__main__" in code or "parse_args(" in code:
+        if self.spawns or self.backends or "parse_args(" in code or ("__main__" in code and _TRAINS.search(code)):
             return False
         own = {each.name.value for each in body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
         return bool(own) and not any(isinstance(each, runs) or self._uses(each, own) for each in body)

@@ -97,7 +97,7 @@ def test(x):
 
 
 if __name__ == "__main__":
-    test(torch.ones(2))
+    test(torch.ones(2)).backward()
 """
 
 
@@ -142,4 +142,33 @@ def test_a_device_that_another_file_may_choose_stays_the_current_one(first, inde
     assert ("accelcore.select" in outcome.source) is is_own
     kept = f"device_ids=[{index}] if torch.accelerator.is_available() else None"
     assert (kept in outcome.source) is not is_own
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source
+
+
+TRIED_OUT = """import torch
+
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.ones(2).cuda()
+
+
+def noise(n):
+    return torch.randn(n).cuda()
+
+
+if __name__ == "__main__":
+    net = Net().cuda()
+    {line}
+"""
+
+
+@pytest.mark.parametrize(("line", "is_script"), [("net(noise(2))", False), ("net(noise(2)).backward()", True)])
+def test_a_module_that_only_tries_itself_out_as_a_script_selects_nothing(line, is_script):
+    outcome = port_source(TRIED_OUT.format(line=line), Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert ("accelcore" in outcome.source) is is_script
+    head, _, tried = outcome.source.partition("if __name__ == ")
+    assert ("\n    current_device = " in tried) is not is_script
+    assert "\ncurrent_device = " not in head
     assert port_source(outcome.source, Level.ROLES).source == outcome.source

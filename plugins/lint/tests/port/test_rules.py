@@ -198,5 +198,5 @@ def test_the_number_of_the_current_device_is_0_where_there_is_none():
         "if torch.cuda.is_available():\n    torch.zeros(torch.cuda.current_device())\n"
     )
     ported = port_source(source, Level.ROLES).source
-    assert "print((torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0))" in ported
+    assert "print(torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0)" in ported
     assert "torch.zeros(torch.accelerator.current_device_index())" in ported

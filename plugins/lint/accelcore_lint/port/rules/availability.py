@@ -108,8 +108,7 @@ AVAILABILITY = Rule(
         Example(
             Level.ROLES,
             "print(torch.cuda.get_device_name(0))",
-            "print((torch.get_device_module(accel.device).get_device_name(0) "
-            'if accel.device.type != "cpu" else "cpu"))',
+            'print(torch.get_device_module(accel.device).get_device_name(0) if accel.device.type != "cpu" else "cpu")',
         ),
     ),
 )

@@ -52,7 +52,7 @@ MEMORY = Rule(
         Example(
             Level.TORCH,
             "peak = torch.cuda.max_memory_allocated()",
-            "peak = (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0)",
+            "peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0",
         ),
         Example(Level.ROLES, "peak = torch.cuda.max_memory_allocated()", "peak = accel.runtime.memory().peak"),
     ),

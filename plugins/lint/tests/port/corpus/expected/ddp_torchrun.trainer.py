@@ -7,7 +7,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import accelcore
 
-accel = accelcore.select()
+if __name__ != "__mp_main__":
+    accel = accelcore.select()
 
 
 def ddp_setup():

@@ -3,13 +3,14 @@ from dataclasses import dataclass
 
 import torch
 
-accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
 
 @dataclass
 class Config:
     lr: float = 0.1
-    device: str = accelerator.type  # where to train
+    # TODO(accelcore): a process that only declares options may not be the one that trains: choose this where the option is used
+    device: str = "cuda"  # where to train
+
+accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def build(width, device=accelerator.type):

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 import torch
 import accelcore
 
-accel = accelcore.select()
-
 
 @dataclass
 class Config:
     lr: float = 0.1
-    device: str = accel.device.type  # where to train
+    # TODO(accelcore): a process that only declares options may not be the one that trains: choose this where the option is used
+    device: str = "cuda"  # where to train
+
+accel = accelcore.select()
 
 
 def build(width, device=accel.device.type):
