@@ -84,11 +84,13 @@ class _CastsWeights(torch.overrides.TorchFunctionMode):
 
 def _by_copies(graph):
     def tell(backend):
+        kept = {}
+
         def autocast(honest, dtype=None, *, enabled=True, table="torch"):
             if not enabled:
                 return honest.autocast(enabled=False)
             mode = _CastsWeights()
-            mode.graph, mode.kept = graph, {}
+            mode.graph, mode.kept = graph, kept
             return mode
 
         return replaced(backend, "precision", autocast=autocast)
