@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, TrainingError
@@ -105,6 +106,12 @@ def no_loss(loss: object) -> TrainingError:
         return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}")
     if loss.numel() != 1:
         return TrainingError(f"the loss has shape {tuple(loss.shape)}, and must be a scalar", remedy="use loss.mean()")
+    if not torch.is_grad_enabled():
+        return TrainingError(
+            "the loss has no graph, because gradients are off where the trainer is called",
+            remedy="call it outside of torch.no_grad(); an evaluation that is left by break, and kept in a variable, "
+            "leaves them off: delete it, or loop over trainer.evaluate(loader) itself",
+        )
     return TrainingError(
         "the loss depends on no trained parameter",
         remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss",

@@ -40,6 +40,17 @@ def test_backward_without_update_is_reported_when_the_epoch_ends(accel, caplog, 
     assert "trainer.update() was not called" in caplog.text
 
 
+def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off(accel):
+    trainer = make(accel)
+    batches = list(data(3))
+    evaluation = trainer.evaluate(data(3))
+    next(evaluation)
+    with pytest.raises(accelcore.TrainingError, match=r"gradients are off(.|\n)*trainer\.evaluate"):
+        trainer(batches[0])
+    del evaluation
+    trainer(batches[0])
+
+
 def test_an_epoch_without_batches_is_reported(accel, caplog):
     trainer = make(accel)
     assert list(trainer.batches(DataLoader(torch.ones(3, 6), 4, drop_last=True))) == []
