@@ -67,18 +67,19 @@ class TestCompiler:
                 part.register_forward_hook(lambda *_: calls.append("after"))
             compiled = accel.compiler.compile(module, {})
             other = next((name for name in accel.capabilities.model_dtypes if name != "float32"), "float32")
-            for number, (count, training, name) in enumerate(((16, True, "float32"), (5, False, other))):
+            calls_of = ((16, True, "float32", False), (16, True, "float32", False), (5, False, other, True))
+            for number, (count, training, name, graph) in enumerate(calls_of):
                 ((rows, _),) = batches(1, count)
                 rows = rows.to(getattr(torch, name))
                 for each in (module.train(training), reference.train(training)):
                     torch.nn.init.constant_(each.norm.weight, count)
-                with torch.set_grad_enabled(number > 0):
-                    found = compiled.module(rows.to(accel.device), shift=2 * number)
-                expected = reference(rows, shift=2 * number)
+                with torch.set_grad_enabled(graph):
+                    found = compiled.module(rows.to(accel.device), shift=2 * graph)
+                expected = reference(rows, shift=2 * graph)
                 assert found.dtype == rows.dtype, f"of {rows.dtype} a compiled module makes {found.dtype}"
                 limit = max(1e-4, 4 * eps(rows.dtype))
                 assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
-                assert found.requires_grad == (number > 0), "whether gradients are enabled does not count later"
+                assert found.requires_grad == graph, "whether gradients are enabled does not count later"
                 called = ["before", "before", "after", "after"] * (number + 1)
                 assert calls == called, "a hook of the module, or of its part, was not called once"
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):

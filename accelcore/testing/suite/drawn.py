@@ -17,7 +17,7 @@ from torch.nn import functional
 from accelcore import Backend
 from accelcore.util.text import first_line
 
-_COUNT = 100_000
+_COUNT = 100_003  # no multiple of what a kernel draws at once
 _SIGMAS = 6.5  # a normal number is beyond it once in 1e10
 
 
@@ -75,6 +75,15 @@ _MOMENTS = {  # mean, variance, and the fourth central moment over the square of
     "randint of 40 bits": ((2**40 - 1) / 2, (2**80 - 1) / 12, 1.8),
     "the last bits of randint": (1.5, 1.25, 1.8),
 }
+
+_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal_": lambda view: view.normal_(),
+    "uniform_": lambda view: view.uniform_(-1, 1),
+    "bernoulli_": lambda view: view.bernoulli_(0.3),
+    "exponential_": lambda view: view.exponential_(),
+    "dropout": lambda view: functional.dropout(view.fill_(1.0), 0.5, inplace=True),
+}
+"""Draws that write into a tensor."""
 
 _of_draws = pytest.mark.parametrize("draw", _DRAWS)
 
@@ -164,6 +173,8 @@ class DrawnTests:
             for count in (1, 3):
                 firsts = torch.stack([draw(count, device=accel.device)[0] for _ in range(64)])
                 assert len(set(firsts.tolist())) > 60, f"{draw.__name__}({count}) draws the same numbers again"
+            ends = [draw(count, device=accel.device)[-2:].tolist() for count in range(2, 66)]
+            assert len({number for pair in ends for number in pair}) > 120, f"{draw.__name__} repeats its last numbers"
         for count, orders in ((2, 2), (3, 6)):
             drawn = torch.stack([torch.randperm(count, device=accel.device) for _ in range(600)]).cpu()
             counts = torch.unique(drawn, dim=0, return_counts=True)[1].tolist()
@@ -178,7 +189,7 @@ class DrawnTests:
         assert torch.equal(functional.dropout(ones, 0.0).cpu(), ones.cpu()), "dropout at 0 changes something"
         assert torch.equal(nn.Dropout(0.5).eval()(ones).cpu(), ones.cpu()), "dropout in evaluation changes something"
         assert not bool(functional.dropout(ones, 1.0).cpu().any()), "dropout at 1 keeps something"
-        image = functional.dropout2d(ones.reshape(-1, 50, 2, 2), 0.5).cpu().flatten(2)
+        image = functional.dropout2d(ones[:100_000].reshape(-1, 50, 2, 2), 0.5).cpu().flatten(2)
         assert torch.equal(image.amin(2), image.amax(2)), "dropout2d drops parts of a channel"
         assert set(image.flatten().tolist()) == {0.0, 2.0}, "dropout2d does not rescale what it keeps"
         held = ones.clone()
@@ -259,6 +270,21 @@ class DrawnTests:
             assert abs(_correlation(one, other)) < _SIGMAS, f"{draw}: {what.strip()} are correlated"
         if accel.device.type != "cpu":  # the host is seeded alike, and must not draw the same
             assert not torch.equal(third, host), f"{draw}: the device draws the host's numbers"
+
+    @pytest.mark.parametrize("draw", _WRITTEN)
+    def test_shapes_and_views(self, accel: Backend, draw: str) -> None:
+        """Rows, columns and channels differ; a draw into a view with gaps fills the view, and nothing else."""
+        accel.runtime.seed(26)
+        memory = torch.full((101, 12, 2 * 83), 7.0, device=accel.device)
+        for view in (memory[..., 1::2].transpose(0, 2), memory[..., ::2].contiguous()):
+            drawn = _WRITTEN[draw](view).cpu().double()
+            mean, variance, _ = _MOMENTS[draw]
+            deviation = math.sqrt(variance / drawn.numel())
+            assert not _off(float(drawn.mean()), mean, deviation), f"{draw} has another mean in these strides"
+            for dimension in range(3):
+                one, other = (drawn.narrow(dimension, start, drawn.shape[dimension] - 1).flatten() for start in (0, 1))
+                assert abs(_correlation(one, other)) < _SIGMAS, f"{draw}: neighbours along {dimension} are correlated"
+        assert bool((memory[..., ::2] == 7).all()), f"{draw} wrote beside a view"
 
     @pytest.mark.parametrize("draw", ["rand", "randn", "dropout", "bernoulli_"])
     def test_large_draws(self, accel: Backend, draw: str) -> None:

@@ -143,6 +143,7 @@ class StepsOfOptimizers:
             for number in range(4):
                 step(optimizer, members, number)
                 first["lr"] /= 4
+                second["lr"] /= 2
                 if "weight_decay" in first:
                     first["weight_decay"] += 0.5
                 for option, value in changes.items() if number == 1 else ():

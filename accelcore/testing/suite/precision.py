@@ -242,12 +242,15 @@ class TestPrecision(OpTables, ContextTests):
         assert behind == outside, "the setting was not put back after an error in fast"
 
     @pytest.mark.parametrize("before", ["medium", "highest"])
-    def test_fp32_is_put_back_after_an_error(self, accel: Backend, before: str) -> None:
-        """torch's own setting, which is the process's, is restored after an error."""
+    def test_fp32_is_put_back(self, accel: Backend, before: str) -> None:
+        """torch's own setting, which is the process's, is restored, also after an error."""
         with _torchs_setting(before):
+            with accel.precision.fp32("ieee"):
+                pass
+            assert torch.get_float32_matmul_precision() == before, "torch's setting was not put back"
             with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
                 raise ZeroDivisionError
-            assert torch.get_float32_matmul_precision() == before, "torch's setting was not put back"
+            assert torch.get_float32_matmul_precision() == before, "it was not put back after an error"
 
     def test_unknown_fp32_mode(self, accel: Backend) -> None:
         """A mode that does not exist is refused at once."""

@@ -17,13 +17,24 @@ from torch.utils import _pytree as pytree
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support.expected import Expected
 from accelcore.testing.support.host_kernels import HostKernels
-from accelcore.testing.support.layouts import LAYOUTS, placed, wide
+from accelcore.testing.support.layouts import BEHIND, LAYOUTS, placed, wide
 from accelcore.testing.support.rounding import Rounding
-from accelcore.testing.support.samples import CONVERTS, HOST_ARGUMENTS, IGNORES_OUT, NOT_UNIQUE, READS_MEMORY, ROUGH
+from accelcore.testing.support.samples import (
+    CONVERTS,
+    DENSE_OUT,
+    HOST_ARGUMENTS,
+    IGNORES_OUT,
+    NOT_UNIQUE,
+    READS_MEMORY,
+    ROUGH,
+)
 
 _WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
 OF_GRADIENT = "of the gradient"
 """Says of a sample that the operator's gradient is computed in place of its result."""
+
+ALONE = ("with NaN", "with whole numbers", "between other calls")
+"""What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was
 _REFUSES = re.compile(
@@ -73,6 +84,7 @@ class Case:
         dtype, arguments: the sample.
         what: how the sample was changed, in words; empty if it was not.
         elementwise: whether each element of the result is that of the inputs' elements at its place.
+        aside: whether arguments lie behind other elements, and `out=` has gaps.
     """
 
     found: Found
@@ -83,6 +95,7 @@ class Case:
     arguments: Any
     what: str
     elementwise: bool
+    aside: bool = False
     draws: bool = False
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)  # arguments that the operator writes to, as running statistics
@@ -117,9 +130,10 @@ class Case:
         images = any(tensor.dim() in (4, 5) for tensor in tensors(self.arguments))
         for layout in LAYOUTS if images else LAYOUTS[:-1]:
             if not layout or not (self.what or self.name in READS_MEMORY):
-                self._check(layout or "as it is", expected, partial(self._on_device, layout), memory)
+                begin = BEHIND if self.aside and not layout and self.name not in READS_MEMORY else layout
+                self._check(layout or "as it is", expected, partial(self._on_device, begin), memory)
         values = [each for each in expected if each.part.startswith("result")]
-        if self.what in ("of one element", "of many elements", "of expanded memory"):
+        if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE):
             return
         if self.what != "broadcast" and self.info.inplace_variant is not None:
             kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
@@ -201,7 +215,8 @@ class Case:
     def _out(self, arguments: Any, *, onto: bool = False) -> list[tuple[str, Tensor]]:
         given, options = arguments
         with torch.no_grad():
-            written = given[0] if onto else pytree.tree_map(_unwritten, self.info.op(*given, **options))
+            unwritten = partial(_unwritten, gaps=self.aside and self.name not in DENSE_OUT)
+            written = given[0] if onto else pytree.tree_map(unwritten, self.info.op(*given, **options))
             returned = self.info.op(*given, **options, out=written)
         for one, other in zip(tensors(returned), tensors(written), strict=True):
             assert one.data_ptr() == other.data_ptr(), "it returns another tensor"
@@ -285,10 +300,11 @@ def _says_fallback(message: str) -> bool:
     return bool(re.search(r"fall(s|ing)? ?back", message, re.I) and re.search(r"\bcpu\b", message, re.I))
 
 
-def _unwritten(value: Any) -> Any:
+def _unwritten(value: Any, *, gaps: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return torch.full_like(value, 1 if value.dtype == torch.bool else 77)
+    filled = torch.full_like(value, 1 if value.dtype == torch.bool else 77)
+    return torch.stack([filled, filled], -1)[..., 1] if gaps and value.dim() else filled
 
 
 @lru_cache(maxsize=16)

@@ -10,14 +10,18 @@ from torch.utils import _pytree as pytree
 
 LAYOUTS = ("", "strided", "transposed", "channels last")
 """Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order, with
-channels last. In all but the first, memory begins with elements of others."""
+channels last."""
 
-_MANY, _MOST = (3001, 300), 2**17
+BEHIND = "behind other elements"
+"""Layout of the sample, in memory that begins with an element of another tensor."""
+
+_MANY, _MOST = (70_001, 4099, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
 
 _LONG = 2**16 + 2**10 + 3
 """Elements of a lengthened tensor: no multiple of what processors take at once."""
 
+_WHOLE = (torch.int64, torch.int32)
 _COMPLEX = (torch.complex32, torch.complex64)
 
 
@@ -48,8 +52,9 @@ def _laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
         elif layout == "channels last" and value.dim() in (4, 5):
             order.append(order.pop(1))
         dense = value.permute(order)
-        memory = torch.cat([value.new_full((1,), beside), dense.reshape(-1)]).to(device)
-        return memory[1:].view(dense.shape).permute(sorted(range(value.dim()), key=order.__getitem__))
+        begin = 0 if value.dim() > 1 and layout != BEHIND else 1
+        memory = torch.cat([value.new_full((begin,), beside), dense.reshape(-1)]).to(device)
+        return memory[begin:].view(dense.shape).permute(sorted(range(value.dim()), key=order.__getitem__))
     count = value.untyped_storage().nbytes() // value.element_size()
     memory = value.as_strided((count,), (1,), 0).to(device, copy=True)
     return memory.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -85,17 +90,52 @@ def scalars(arguments: Any) -> Any:
     return _changed(arguments, lambda value, _: value.reshape(-1)[0] if value.shape == first.shape else value)
 
 
+def with_nan(arguments: Any) -> Any:
+    """Return the arguments without gradients, and with NaN as the second element of the first; None if it has none."""
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() < 2:
+        return None
+    where = torch.arange(first.numel()).reshape(first.shape) == 1
+
+    def spoil(value: Tensor, _: int) -> Tensor:
+        return value.masked_fill(where, float("nan")) if value.data_ptr() == first.data_ptr() else value
+
+    changed = _changed(arguments, spoil)
+    return changed and pytree.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
+
+
+def with_whole_numbers(arguments: Any) -> Any:
+    """Return two operands of which the second has whole numbers from 1 on; None if there are no two of fractions."""
+    (first, *others), options = arguments
+    if not others or not isinstance(others[0], Tensor) or not others[0].is_floating_point():
+        return None
+    whole = others[0].detach().abs().clamp(max=9).int() + 1
+    return (first.detach(), whole, *others[1:]), options
+
+
+def others_of(arguments: Any) -> Any:
+    """Return arguments of the same shapes with other values: elements in reverse order, other fractions."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+            return value.flip(tuple(range(value.dim()))) if value.is_floating_point() else value
+        return value * 0.75 if isinstance(value, float) else value
+
+    return pytree.tree_map(change, arguments)
+
+
 def repeated(arguments: Any) -> Any:
     """Return the arguments with indices of which the second half is the first index again; None without indices."""
     several = [
         leaf for leaf in pytree.tree_leaves(arguments)
-        if isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32) and leaf.numel() > 1
+        if isinstance(leaf, Tensor) and leaf.dtype in _WHOLE and leaf.numel() > 1
     ]  # fmt: skip
     if not several:
         return None
 
     def repeat(value: Tensor, _: int) -> Tensor:
-        if value.dtype not in (torch.int64, torch.int32) or value.numel() < 2:
+        if value.dtype not in _WHOLE or value.numel() < 2:
             return value
         flat = value.reshape(-1).clone()
         flat[flat.numel() // 2 :] = flat[0]
@@ -104,7 +144,7 @@ def repeated(arguments: Any) -> Any:
     return _changed(arguments, repeat)
 
 
-def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool) -> Any:
+def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool, by_index: bool = False) -> Any:
     """Return the arguments with thousands of rows or columns; None if there are none, or would be too many elements.
 
     Elements come again, a little smaller each time.
@@ -114,8 +154,11 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool)
         dimension: 0 for rows, -1 for columns. In other tensors it is enlarged if it is of the same size.
         everywhere: whether every other dimension of that size is enlarged, too.
         indices: whether whole numbers are indices into it.
+        by_index: whether the first tensor of indices counts instead of the first tensor: there are more indices then.
     """
-    first = arguments[0][0]
+    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    firsts = [leaf for leaf in given if leaf.dtype in _WHOLE] if by_index else arguments[0][:1]
+    first = next(iter(firsts), None)
     if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2:
         return None
     size = first.shape[dimension]
@@ -124,7 +167,6 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool)
         of_size = [number for number, count in enumerate(value.shape) if count == size]
         return of_size if everywhere else [number for number in of_size if number == dimension % value.dim()]
 
-    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     fits = (each for each in _MANY if all(t.numel() * (each / size) ** len(which(t)) <= _MOST for t in given))
     many = next(fits, None)
     if many is None:
@@ -132,7 +174,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool)
 
     def grow(value: Tensor, _: int) -> Tensor:
         numbers = which(value)
-        if indices and value.dtype in (torch.int64, torch.int32):
+        if indices and not by_index and value.dtype in _WHOLE:
             value = value * (many // size)
         for number in numbers:
             value = value.index_select(number, torch.arange(many) % size)

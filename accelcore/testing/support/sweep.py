@@ -11,7 +11,18 @@ from torch import Tensor
 
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support.case import OF_GRADIENT, Case, Found, drawn_weights, tensors
-from accelcore.testing.support.layouts import emptied, enlarged, expanded, lengthened, placed, repeated, scalars
+from accelcore.testing.support.layouts import (
+    emptied,
+    enlarged,
+    expanded,
+    lengthened,
+    others_of,
+    placed,
+    repeated,
+    scalars,
+    with_nan,
+    with_whole_numbers,
+)
 from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, samples
 
 _MOST_RESULTS = 10  # of an enlarged sample
@@ -47,13 +58,16 @@ def compare(
         cases = [
             case
             for number, sample in enumerate(chosen)
-            for case in _cases(sample, resized=number == 0 or dtype == torch.float32)
+            for case in _cases(sample, resized=_is_resized(dtype, number, elementwise))
         ]
+        if dtype == torch.float32 and name in SAMPLED:
+            cases += [case for sample in _of_other_options(every, chosen) for case in _cases(sample, resized=False)]
         if name in REPEATABLE:
             changed = (repeated(_arguments(sample)) for sample in every)
             cases += [(each, "of repeated indices") for each in changed if each is not None][:count]
-        for arguments, what in cases:
-            Case(found, device, name, info, dtype, arguments, what, elementwise).run()
+        for number, (arguments, what) in enumerate(cases):
+            aside = number % 2 == 1 and name in SAMPLED
+            Case(found, device, name, info, dtype, arguments, what, elementwise, aside).run()
             if len(found.wrong) > 4:
                 return found
         if dtype == torch.float32:
@@ -62,6 +76,11 @@ def compare(
                     Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
                 for arguments in _expanded(every) if name not in ORDERED else ():
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
+                given = _arguments(max(every, key=_weight))  # the first of the best
+                Case(found, device, name, _Between(info), dtype, given, "between other calls", elementwise).run()
+                for change, what in ((with_nan, "with NaN"), *([(with_whole_numbers, "with whole numbers")] * binary)):
+                    if (changed := change(given)) is not None:
+                        Case(found, device, name, info, dtype, changed, what, elementwise).run()
                 if info.supports_gradgrad:
                     given = _arguments(every[0])
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
@@ -74,6 +93,12 @@ def _arguments(sample: Any) -> Any:
     return (sample.input, *sample.args), sample.kwargs
 
 
+def _is_resized(dtype: torch.dtype, number: int, elementwise: bool) -> bool:
+    if dtype == torch.float32:
+        return number == 0 or not elementwise
+    return number == 0 and not dtype.is_floating_point
+
+
 def _cases(sample: Any, *, resized: bool) -> Iterator[tuple[Any, str]]:
     arguments = _arguments(sample)
     yield arguments, "broadcast" if sample.broadcasts_input else ""
@@ -83,6 +108,31 @@ def _cases(sample: Any, *, resized: bool) -> Iterator[tuple[Any, str]]:
         changed = change(arguments)
         if changed is not None:
             yield changed, what
+
+
+def _of_other_options(every: list[Any], chosen: list[Any]) -> Iterator[Any]:
+    """Yield each sample with a switch, a word, a dimension or a kind of argument that no sample before it has."""
+    seen = {option for sample in chosen for option in _options(sample)}
+    for sample in every:
+        if not _options(sample) <= seen:
+            seen |= _options(sample)
+            yield sample
+
+
+def _options(sample: Any) -> set[tuple[Any, Any]]:
+    def told(value: Any) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        return (max(-2, min(2, value)), "int") if isinstance(value, int) else type(value)
+
+    return {(key, told(value)) for key, value in (*enumerate(sample.args), *sample.kwargs.items())}
+
+
+def _weight(sample: Any) -> int:
+    """Return more for a sample of several elements with a fraction among its options than for others."""
+    several = isinstance(sample.input, Tensor) and sample.input.numel() > 1
+    numbers = any(isinstance(value, float) for value in (*sample.args, *sample.kwargs.values()))
+    return 2 * several + numbers
 
 
 def _expanded(every: list[Any]) -> Iterator[Any]:
@@ -99,23 +149,32 @@ def _of_many(name: str, info: Any, every: list[Any], elementwise: bool) -> Itera
         found = (lengthened(_arguments(sample)) for sample in every)
         yield from islice((arguments for arguments in found if arguments is not None), 1)
         return
-    for dimension, sample, everywhere in product((0, -1), every, (False, True)):
-        signature = dimension, len(sample.args), *sorted(sample.kwargs)
+    indexed = name in REPEATABLE
+    ways = (False, True) if indexed else (False,)
+    for by_index, dimension, sample, everywhere in product(ways, (0, -1), every, (False, True)):
+        signature = by_index, dimension, len(sample.args), *sorted(sample.kwargs)
         if signature not in done:
-            arguments = enlarged(_arguments(sample), dimension, everywhere=everywhere, indices=name in REPEATABLE)
+            given = _arguments(sample)
+            arguments = enlarged(given, dimension, everywhere=everywhere, indices=indexed, by_index=by_index)
             if arguments is not None and _fits(info, arguments):
                 done.add(signature)
                 yield arguments
 
 
 def _fits(info: Any, arguments: Any) -> bool:
-    """Return whether the operator takes the arguments, and torch knows that its results are few and not too large."""
-    given, options = placed(arguments, torch.device("meta"), "")
-    try:
-        results = tensors(info.op(*given, **options))
-    except Exception:  # noqa: BLE001  arguments that no longer fit together, or a kernel that needs values
+    """Return whether the operator takes the arguments, and its results are few, not empty and not too large."""
+    for place in ("meta", "cpu"):  # a result whose shape depends on values has no kernel without them
+        given, options = placed(arguments, torch.device(place), "")
+        try:
+            results = tensors(info.op(*given, **options))
+            break
+        except NotImplementedError:
+            continue
+        except Exception:  # noqa: BLE001  arguments that no longer fit together
+            return False
+    else:
         return False
-    return len(results) <= _MOST_RESULTS and sum(result.numel() for result in results) <= _MOST_ELEMENTS
+    return len(results) <= _MOST_RESULTS and 0 < sum(result.numel() for result in results) <= _MOST_ELEMENTS
 
 
 def _alone(every: list[Any]) -> Any:
@@ -147,6 +206,27 @@ class _Gradient:
         if any(type(each.grad_fn).__name__ in _REPORTED for each in gradients):
             raise NotImplementedError("torch reports that its backward pass has no derivative")
         return gradients
+
+
+class _Between:
+    """An operator between calls of it with arguments of the same shapes and other values."""
+
+    inplace_variant, supports_out = None, False
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+
+    def op(self, *given: Any, **options: Any) -> Any:
+        """Return the operator's result, which neither the call before it nor the one after it may change."""
+        for before in (True, False):
+            try:
+                others, of_others = others_of((given, options))
+                self._info.op(*others, **of_others)
+            except Exception:  # noqa: BLE001, S110  values that do not fit
+                pass
+            if before:
+                result = self._info.op(*given, **options)
+        return result
 
 
 class _Twice:

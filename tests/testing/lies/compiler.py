@@ -52,6 +52,26 @@ def compiler_that_is_not_declared(backend):
 
 
 @lie("TestCompiler.test_compiled_follows_its_module", says="does not count")
+def compiler_that_keeps_buffers(backend):
+    """From its second call on, it writes statistics into memory of its own."""
+
+    def compile(honest, module, options):
+        calls = []
+
+        def run(rows, **named):
+            kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+            output = module(rows, **named)
+            for buffer, value in kept if calls else ():
+                buffer.copy_(value)
+            calls.append(1)
+            return output
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
+@lie("TestCompiler.test_compiled_follows_its_module", says="does not count")
 def compiler_that_drops_named_arguments(backend):
     def compile(honest, module, options):
         return Compiled(lambda rows, **named: module(rows), compiled=True)

@@ -154,6 +154,50 @@ def _beside(func, x):
 swept("in_place_beside_a_view", "exp", "beside", {"exp_": _beside})
 
 
+def _from_where_storage_begins(func, x, *args, **kwargs):
+    if x.is_contiguous() and x.storage_offset():
+        x = x.as_strided(x.shape, x.stride(), 0)
+    return func(x, *args, **kwargs)
+
+
+def _as_dense(func, condition, *args):
+    whole = condition.untyped_storage().nbytes() == condition.numel()  # no gaps, and nothing before it
+    if whole and condition.dim() == 2:
+        condition = condition.as_strided(condition.shape, torch.empty(condition.shape).stride())
+    return func(condition, *args)
+
+
+class _KeepsItsResult:
+    """A kernel that computes into the memory of its last result of the same shape."""
+
+    def __init__(self):
+        self._memory = {}
+
+    def __call__(self, func, x, **kwargs):
+        found = func(x, **kwargs)
+        return self._memory.setdefault((found.shape, found.dtype), found).copy_(found)
+
+
+def _with_whole_exponents(func, x, exponent):
+    return func(x, exponent if exponent.is_floating_point() or not x.is_floating_point() else exponent.sign())
+
+
+swept("convolution_that_begins_elsewhere", "nn.functional.conv2d", "as it is: result",
+      {"convolution": _from_where_storage_begins})  # fmt: skip
+swept("choice_by_another_order", "where", "transposed", {"where": _as_dense})
+swept("out_with_gaps_that_is_not_written", "cat", "with out=",
+      {"cat.out": lambda func, *args, out: func(*args, out=out) if out.is_contiguous() else out})  # fmt: skip
+swept("result_that_the_next_call_overwrites", "exp", "between other calls", {"exp": _KeepsItsResult()})
+swept("relu_that_drops_nan", "nn.functional.relu", "with NaN",
+      {"relu": lambda func, x: func(x.nan_to_num(0))})  # fmt: skip
+swept("power_of_some_whole_numbers", "pow", "with whole numbers", {"pow.Tensor_Tensor": _with_whole_exponents})
+swept("nonzero_of_the_first_many", "nonzero", "of many elements",
+      {"nonzero": lambda func, x, **out: func(x, **out) if out else func(x)[:3000]})  # fmt: skip
+swept("whole_quotient_that_is_cut_off", "floor_divide", "int64", {
+      "floor_divide": lambda func, x, y, **out: func(x, y, **out)
+      if out or x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")})  # fmt: skip
+
+
 # By results known by hand: these also if the oracle's dtype is wrong alike.
 known("sum_in_bf16", "mean of bf16", {"mean": lambda func, x, *args, **kwargs: (x.sum() * 0 + 256) / len(x)})
 known("largest_that_drops_nan", "largest with NaN", {"max": lambda func, x: func(x.nan_to_num(-math.inf))})
@@ -226,6 +270,22 @@ drawn("normal_that_repeats_within", "test_independence", "are correlated",
 drawn("uniform_that_repeats_far_away", "test_large_draws", "elements 131072 apart",
       {"rand": lambda function, count, **kwargs: function(2**17, **kwargs).repeat(-(-count // 2**17))[:count]},
       draw="rand")  # fmt: skip
+drawn(
+    "normal_that_repeats_its_last",
+    "test_few_numbers",
+    "repeats its last numbers",
+    {"randn": lambda function, count, **kwargs: function((count + 1) // 2, **kwargs).repeat_interleave(2)[:count]},
+)
+drawn("bernoulli_of_one_row", "test_shapes_and_views", "are correlated",
+      {"bernoulli_": lambda function, x, p: x.copy_(function(torch.empty_like(x[:1]), p).expand_as(x))},
+      draw="bernoulli_")  # fmt: skip
+drawn(
+    "uniform_that_fills_no_view",
+    "test_shapes_and_views",
+    "another mean in these strides",
+    {"uniform_": lambda function, x, *ends: function(x, *ends) if x.is_contiguous() else x},
+    draw="uniform_",
+)
 drawn("channel_dropout_without_rescaling", "test_dropout_at_the_ends", "does not rescale",
       {"dropout2d": lambda function, x, p, **options: function(x, p, **options) * (1 - p)})  # fmt: skip
 drawn("permutation_that_turns", "test_whole_numbers", "hardly permutes",

@@ -57,6 +57,16 @@ class _KeepsGradients(torch.optim.SGD):
         return super().step(closure)
 
 
+class _CountsForAll(torch.optim.Adam):
+    """A kernel with one count of steps for all parameters."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        counts = [entry["step"] for entry in self.state.values()]
+        for count in counts:
+            count.copy_(max(counts))
+
+
 class _IgnoresLatecomers(torch.optim.SGD):
     def step(self, closure=None):
         known = self.__dict__.setdefault(
@@ -180,10 +190,12 @@ for _name, _tell, _test, _says, _arguments in (
      {"name": "sgd"}),
     ("state_of_others_that_is_dropped", making("adamw", _ReadsNobodys), "test_state_layout", "do not go on alike",
      {"name": "adamw"}),
-    ("optimizer_that_uses_old_gradients", registry(sgd=_KeepsGradients), "test_no_gradient_is_no_update", "used again",
+    ("optimizer_that_uses_old_gradients", registry(sgd=_KeepsGradients), "test_no_gradient_is_no_update", "was changed",
      {"name": "sgd"}),
     ("optimizer_that_ignores_latecomers", registry(sgd=_IgnoresLatecomers), "test_no_gradient_is_no_update", "late",
      {"name": "sgd"}),
+    ("count_of_all_parameters", making("adam", _CountsForAll), "test_no_gradient_is_no_update", "late",
+     {"name": "adam"}),
     ("optimizer_of_the_first_groups", making("sgd", _OnlyTheFirstGroups), "test_group_added_later", "added later",
      {"name": "sgd"}),
     ("optimizer_without_closures", making("sgd", _NoClosure), "test_closure", "returns None", {"name": "sgd"}),

@@ -54,12 +54,23 @@ def does_fp16_without_declaring_it(backend):
     return declaring(backend, autocast_dtypes=("bfloat16",))
 
 
-@lie("TestPrecision.test_fp32_is_put_back_after_an_error", says="was not put back", before="highest")
+@lie("TestPrecision.test_fp32_is_put_back", says="was not put back", before="highest")
 def fp32_setting_that_stays_after_an_error(backend):
     @contextmanager
     def fp32(honest, mode):
         torch.set_float32_matmul_precision("medium")
         yield
+
+    return replaced(backend, "precision", fp32=fp32)
+
+
+@lie("TestPrecision.test_fp32_is_put_back", says="torch's setting was not put back", before="medium")
+def fp32_setting_that_is_highest_afterwards(backend):
+    @contextmanager
+    def fp32(honest, mode):
+        with honest.fp32(mode):
+            yield
+        torch.set_float32_matmul_precision("highest")
 
     return replaced(backend, "precision", fp32=fp32)
 

@@ -15,6 +15,11 @@ class _FirstGroup(GradScaler):
         return super().check(gradients, multiplier).fill_(not gradients[0].isfinite().all())
 
 
+class _WholeVectors(GradScaler):
+    def check(self, gradients, multiplier):
+        return super().check([each.reshape(-1)[: len(each) // 16 * 16] for each in gradients], multiplier)
+
+
 class _ZeroesGradients(GradScaler):
     def step(self, optimizer):
         self.unscale_(optimizer)
@@ -167,6 +172,8 @@ for _name, _kind, _test, _says, _arguments in (
     ("scaler_that_forgets_its_count", _ForgetsItsCount, "test_state_round_trip", "does not go on as the saved", {}),
     ("scaler_of_the_first_group", _FirstGroup, "test_overflow_anywhere", "an overflow was not found",
      {"group": 1, "element": 0}),
+    ("scaler_of_whole_vectors", _WholeVectors, "test_overflow_anywhere", "an overflow was not found",
+     {"group": 0, "element": 100_002}),
     ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", "skipped update changed",
      {"make": _own}),
     ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", "out of order was not refused", {}),
