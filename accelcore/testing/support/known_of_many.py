@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _ROWS = 70_000  # more than a grid of 65,535 blocks has
+_LONG = 2**18  # also sums of 256 numbers each are too many for bf16 to add up
 _LARGE = 2**24  # the next whole number is none in fp32
 _HUGE = 2**53  # nor in float64
 
@@ -48,10 +49,10 @@ def _changed(change: Callable[[list[Tensor]], object]) -> Compute:
 _COUNT = sum(2 * number // (1 + number // 90) for number in range(100))  # of the elements of `_many`
 
 KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
-    "sum of bf16": (_of(_ones(4096, torch.bfloat16), lambda x: x.sum()), [4096]),
-    "running sum of bf16": (_of(_ones(4096, torch.bfloat16), lambda x: x.cumsum(0)[-1]), [4096]),
-    "norm of bf16": (_of(_ones(4096, torch.bfloat16), torch.linalg.vector_norm), [64]),
-    "product of long rows of bf16": (_of(_ones(4096, torch.bfloat16), lambda x: x[None] @ x[:, None]), [4096]),
+    "sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.sum()), [_LONG]),
+    "running sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.cumsum(0)[-1]), [_LONG]),
+    "norm of bf16": (_of(_ones(_LONG, torch.bfloat16), torch.linalg.vector_norm), [512]),
+    "product of long rows of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x[None] @ x[:, None]), [_LONG]),
     "sum of whole numbers": (_of(_whole(_LARGE, 1, _HUGE, 1), lambda x: x.sum() - _HUGE - _LARGE), [2]),
     "running sum of whole numbers": (_of(_whole(_LARGE, 1, 1), lambda x: x.cumsum(0) - _LARGE), [0, 1, 2]),
     "addition of whole numbers": (_of(_whole(_LARGE, _HUGE), lambda x: x + 1 - x), [1, 1]),
