@@ -200,3 +200,25 @@ def test_the_number_of_the_current_device_is_0_where_there_is_none():
     ported = port_source(source, Level.ROLES).source
     assert "print(torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0)" in ported
     assert "torch.zeros(torch.accelerator.current_device_index())" in ported
+
+
+@pytest.mark.parametrize(
+    ("owner", "before", "is_rewritten", "reasons"),
+    [
+        ("x", "", True, 0),
+        ("self.weight", "", True, 0),
+        ("args", "args.is_cuda = True", False, 0),
+        ("self.args", "", False, 0),
+        ("opt", "", False, 0),
+        ("self", "", False, 0),
+        ("run", "run.is_cuda = torch.cuda.is_available()", False, 0),
+        ("run", "class Run:\n    is_cuda = True", False, 1),
+        ("run", "parser.add_argument('--is-cuda')", False, 1),
+    ],
+)
+def test_is_cuda_of_options_and_of_the_files_own_classes_is_no_tensors(owner, before, is_rewritten, reasons):
+    source = f"import torch\n{before}\nif {owner}.is_cuda:\n    y = y.cuda()\n"
+    outcome = port_source(source, Level.ROLES)
+    assert (f'if {owner}.device.type != "cpu":' in outcome.source) is is_rewritten
+    assert (f"if {owner}.is_cuda:" in outcome.source) is not is_rewritten
+    assert len(outcome.left) == reasons

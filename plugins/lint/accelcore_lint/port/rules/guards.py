@@ -18,6 +18,10 @@ _OPTIONS = re.compile(r"pin_memory|non_blocking|(\w+_)?fused")
 """Options that torch has for every accelerator."""
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
+_SETTINGS = re.compile(
+    r"(.*\.)?(self|cls|_*(args?|cfg|conf|configs?|opts?|options?|settings|(h|hyper)?params|hps|flags))", re.IGNORECASE
+)
+"""Names of options and settings, whose `is_cuda` is a truth value and not a tensor's."""
 
 
 def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
@@ -46,8 +50,15 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
 
 
 def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
-    if node.attr.value not in ("is_cuda", "is_npu") or facts.name(node) is not None:
+    flag, owner = node.attr.value, text_of(node.value)
+    if flag not in ("is_cuda", "is_npu") or facts.name(node) is not None:
         return None
+    if _SETTINGS.fullmatch(owner) or f"{owner}.{flag}" in facts.assigned:
+        return None
+    if flag in {*facts.options.names, *facts.defined_methods} or any(
+        name.split(".")[-1] == flag for name in facts.assigned
+    ):
+        return Left(f"{flag} may be the script's own: it sets an attribute of that name", node.children)
     return Left(_SKIPS, node.children, retry=whole(node, f'{text_of(node.value)}.device.type != "cpu"'))
 
 
