@@ -71,9 +71,10 @@ def _method(call: cst.Call) -> str:
 
 
 def _name(option: cst.Call) -> str:
-    """Return the attribute of an option, by its `dest` or its first long name; "" if it has neither."""
+    """Return the attribute of an option, by its `dest`, its first long name or its first name; "" if it has none."""
     dest = argument(option, "dest")
     if isinstance(dest, cst.SimpleString):
         return str(dest.raw_value)
     given = [arg.value.raw_value for arg in option.args if not arg.keyword and isinstance(arg.value, cst.SimpleString)]
-    return next((str(name)[2:].replace("-", "_") for name in given if str(name).startswith("--")), "")
+    long = [name for name in given if str(name).startswith("--")]
+    return next((str(name).lstrip("-").replace("-", "_") for name in long or given), "")

@@ -274,3 +274,19 @@ def test_a_key_that_begins_with_the_name_of_a_device_is_a_number_of_the_scripts_
 def test_strings_of_other_lines_keep_their_quotes():
     line = "print(f'{x['a']}')\n"  # as Python since 3.12 reads it
     assert line in _ported(f"import torch\n{line}torch.cuda.empty_cache()\n").source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        'torch.device("cuda:0" if torch.cuda.is_available() else "cpu")',
+        'torch.device("cuda:0") if torch.cuda.is_available() else torch.device("cpu")',
+    ],
+)
+def test_the_cpu_has_no_number_where_a_module_chooses_between_it_and_a_device_with_one(choice, level):
+    """torch.load raises for a map_location of "cpu:0"."""
+    outcome = _ported(f"import torch\n\n\ndef load(path):\n    return torch.load(path, {choice})\n", level)
+    assert (outcome.after, outcome.left) == (0, [])
+    name = "device" if level is Level.TORCH else "current_device"
+    assert f'path, torch.device({name}.type, 0) if {name}.type != "cpu" else {name})' in outcome.source

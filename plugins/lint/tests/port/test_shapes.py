@@ -48,3 +48,16 @@ def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
 )
 def test_a_form_decides_what_a_line_becomes(line, new):
     assert new in _ported(f"import torch\n{line}\n").source
+
+
+@pytest.mark.parametrize(
+    ("option", "is_torchs"), [("--device", True), ("-device", True), ("--dev", True), ("--epochs", False)]
+)
+def test_a_device_that_an_option_names_keeps_torchs_scaler(option, is_torchs):
+    """The scale of accelcore's is on its own device, and a user may give `--device cuda:1`."""
+    source = (
+        f"import argparse, torch\nparser = argparse.ArgumentParser()\nparser.add_argument('{option}')\n"
+        "args = parser.parse_args()\nscaler = torch.cuda.amp.GradScaler()\n"
+    )
+    made = "torch.amp.GradScaler(accel.device.type)" if is_torchs else "accel.scaler.create()"
+    assert f"scaler = {made}\n" in port_source(source, Level.ROLES).source

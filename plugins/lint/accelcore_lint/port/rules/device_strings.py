@@ -209,7 +209,11 @@ def _as_device(facts: Facts, source: str | Left) -> str | Left:
 def _inline(facts: Facts, node: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
     """Return the source of the accelerator's device, or of the CPU's; at level TORCH as the script's own choice."""
     if facts.level is not Level.TORCH or index is not None:
-        return device_source(facts, node, index)
+        source = device_source(facts, node, index)
+        if isinstance(source, str) and source.endswith(")"):  # torch.load refuses "cpu:0", which the script never has
+            device = facts.place.device(node)
+            source = f'({source} if {device}.type != "cpu" else {device})'
+        return source
     if isinstance(facts.parent(node), (cst.Assign, cst.AnnAssign, cst.Return)):
         return f'{facts.torch}.accelerator.current_accelerator(check_available=True) or {facts.torch}.device("cpu")'
     return facts.place.device(node)

@@ -9,6 +9,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import is_device_name
 from accelcore_lint.port.tree import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -46,7 +47,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left("arguments of GradScaler that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
-    stays = facts.attributes & _ONLY_TORCHS or _SETS_SCALE.search(facts.code)
+    chosen = any(map(is_device_name, facts.options.names))  # by the user, perhaps as "cuda:1"
+    stays = facts.attributes & _ONLY_TORCHS or _SETS_SCALE.search(facts.code) or chosen
     with_backend = facts.place.can_choose(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
 
