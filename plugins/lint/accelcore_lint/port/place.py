@@ -17,6 +17,9 @@ _NAMES = {
 }
 _CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for n in range(2, 99)))
 
+DEFAULT = "a default is set when this module is imported, before a script chooses a device: choose it in the function"
+"""Reason to leave the default of a parameter."""
+
 _STARTS = re.compile(r"set_start_method|get_context|multiprocessing_context")
 """Starts of processes that may use a device: each selects for itself."""
 
@@ -86,6 +89,8 @@ class Place:
             raise UnplacedError("the device of the context around this line, which is one vendor's")
         if self._tree.is_library and not self._tree.has_torch_name:
             raise UnplacedError("the file imports torch in functions only: choose the device there")
+        if self._tree.is_library and self._tree.is_default(site):
+            raise UnplacedError(DEFAULT)
         function, hidden = self._scope(site), self._hides(site)
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
         if not self._torch_level and takes_current and self._is_placed(site):
@@ -98,7 +103,7 @@ class Place:
                 and function is not None
                 and isinstance(function.body, cst.IndentedBlock)
             ):
-                self._local[function, f"{self._current} = {self._current_value}"].append(site)
+                self._local[self._running(site, function), f"{self._current} = {self._current_value}"].append(site)
             else:
                 self._current_sites.append(site)
             return self._current
@@ -138,7 +143,7 @@ class Place:
         late = self._hides(site) or (self._torch_level and tree.is_library)
         late = forked or (late and not tree.spawns)
         if function is not None and late and isinstance(function.body, cst.IndentedBlock):
-            self._local[function, f"{self.name} = {self._value}"].append(site)
+            self._local[self._running(site, function), f"{self.name} = {self._value}"].append(site)
         else:
             self._sites.append(site)
 
@@ -286,6 +291,25 @@ class Place:
                 found = outer
             inner = outer
         return found
+
+    def _running(self, site: cst.CSTNode, function: cst.FunctionDef) -> cst.FunctionDef:
+        """Return the function that runs when a site does: in a decorator of a module, the one that it returns.
+
+        The decorator itself runs when the module is imported.
+        """
+        inside = [each for each in self._tree.parents(site) if isinstance(each, cst.FunctionDef)]
+        inside = inside[: inside.index(function)]
+        while self._tree.is_library and inside:
+            inner = inside.pop()
+            returned = re.search(rf"\breturn\b.*\b{inner.name.value}\b", text_of(function.body))
+            if (
+                not returned
+                or not isinstance(inner.body, cst.IndentedBlock)
+                or inner.body not in self._tree.parents(site)
+            ):
+                break
+            function = inner
+        return function
 
     def _called_once(self, function: cst.FunctionDef) -> bool:
         """Return whether the module calls a function of its own in one place that is not in a loop."""

@@ -28,6 +28,11 @@ _TRAINS = re.compile(
 )
 """Words of scripts that train, evaluate or take options."""
 
+_OWN_READER = re.compile(r"\bself\.[\w.]+\.parse_args\(")
+"""A method of the script's own configuration, if the file has no parser."""
+
+_WORD = re.compile(r"\b[^\W\d]\w*")
+
 _SETS = ("torch.cuda.set_device", "torch.npu.set_device", "torch.accelerator.set_device_index")
 
 
@@ -125,6 +130,17 @@ class Tree:
         found = [each for each in self.parents(node) if isinstance(each, cst.FunctionDef)]
         return found[-1] if found else None
 
+    def is_default(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is in a parameter's default that does not ask for a device when it is imported."""
+        inner = node
+        for outer in self.parents(node):
+            if isinstance(outer, cst.Param) and inner is outer.default:
+                return "is_available(" not in text_of(inner)
+            if isinstance(outer, (cst.Lambda, cst.BaseStatement)):
+                return False
+            inner = outer
+        return False
+
     @cached_property
     def spawned(self) -> dict[str, str]:
         """Return the functions that the script starts as processes, with the name of their first parameter.
@@ -172,10 +188,30 @@ class Tree:
         """
         body, code = self.module.body, self.code
         runs = (cst.For, cst.While, cst.With)
-        if self.spawns or self.backends or "parse_args(" in code or ("__main__" in code and _TRAINS.search(code)):
+        reads = "parse_args(" in (code if "ArgumentParser" in code else _OWN_READER.sub("", code))
+        if self.spawns or self.backends or reads or ("__main__" in code and _TRAINS.search(self._run)):
             return False
         own = {each.name.value for each in body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
         return bool(own) and not any(isinstance(each, runs) or self._uses(each, own) for each in body)
+
+    @cached_property
+    def _run(self) -> str:
+        """Return the lines that the file runs as a script: its own, and functions and classes that these name."""
+        kinds = (cst.FunctionDef, cst.ClassDef)
+        defined = {each.name.value: each for each in self.module.body if isinstance(each, kinds)}
+        found = "".join(
+            text_of(line)
+            for each in self.module.body
+            if not isinstance(each, kinds)
+            for line in (each.body if isinstance(each, cst.SimpleStatementLine) else [each])
+            if not isinstance(line, (cst.Import, cst.ImportFrom))
+        )
+        names = list(_WORD.findall(found))
+        while names:
+            if (each := defined.pop(names.pop(), None)) is not None:
+                found += (text := text_of(each))
+                names += _WORD.findall(text)
+        return found
 
     def _uses(self, line: cst.BaseStatement | cst.BaseSmallStatement, own: set[str]) -> bool:
         """Return whether a line of the module is a call with a name of its `own` or an assigned one, but no logger."""

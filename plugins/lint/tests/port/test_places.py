@@ -172,3 +172,67 @@ def test_a_module_that_only_tries_itself_out_as_a_script_selects_nothing(line, i
     assert ("\n    current_device = " in tried) is not is_script
     assert "\ncurrent_device = " not in head
     assert port_source(outcome.source, Level.ROLES).source == outcome.source
+
+
+def test_a_module_whose_guard_runs_nothing_of_what_trains_is_no_script():
+    source = (
+        "import torch\nfrom torch import optim\n\n\nclass Meta:\n    def __init__(self, net):\n"
+        "        self.optimizer = optim.Adam(net.cuda().parameters())\n\n\ndef main():\n    {}\n\n\n"
+        'if __name__ == "__main__":\n    main()\n'
+    )
+    assert "accelcore" not in port_source(source.format("pass"), Level.ROLES).source
+    assert "accelcore.select()" in port_source(source.format("Meta(torch.nn.Linear(2, 2))"), Level.ROLES).source
+
+
+@pytest.mark.parametrize(
+    ("made", "reader", "is_script"),
+    [
+        ("Config()", "self.config.parse_args()", False),
+        ("argparse.ArgumentParser()", "self.config.parse_args()", True),
+        ("Config()", "config.parse_args()", True),
+    ],
+)
+def test_a_configuration_that_reads_options_itself_makes_no_script_of_its_module(made, reader, is_script):
+    source = (
+        "import argparse\nimport torch\n\n\nclass Trainer:\n    def __init__(self):\n"
+        f"        self.config = {made}\n        self.options = {reader}\n\n"
+        "    def step(self, x):\n        return x.cuda()\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert ("accelcore" in outcome.source) is is_script
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_decorator_asks_for_the_device_when_the_function_runs(level):
+    source = (
+        "import torch\n\n\ndef moved(scale):\n    def decorate(forward):\n        def wrapper(x):\n"
+        "            return forward(x.cuda() * scale)\n\n        return wrapper\n\n    return decorate\n\n\n"
+        "@moved(2)\ndef run(x):\n    return x\n"
+    )
+    outcome = port_source(source, level)
+    assert (outcome.after, outcome.left) == (0, [])
+    before, _, body = outcome.source.partition("        def wrapper(x):\n")
+    assert "current_accelerator" not in before
+    assert body.lstrip().split(" = ")[1].startswith("torch.accelerator.current_accelerator(")
+    assert port_source(outcome.source, level).source == outcome.source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("default", "is_left"),
+    [
+        ('device="cuda"', True),
+        ('backend="nccl"', True),
+        ('place=torch.device("cuda")', True),
+        ('device=torch.device("cuda" if torch.cuda.is_available() else "cpu")', False),
+        ("count=torch.cuda.device_count()", False),
+    ],
+)
+def test_a_default_asks_for_a_device_at_import_only_if_it_did(default, is_left, level):
+    outcome = port_source(f"import torch\n\n\ndef step(x, {default}):\n    return x.cuda()\n", level)
+    assert (default in outcome.source) is is_left
+    assert [note.line for note in outcome.left] == [4] * is_left
+    if is_left:
+        assert "current_accelerator" not in outcome.source.partition("def step")[0]
+    assert port_source(outcome.source, level).source == outcome.source

@@ -6,7 +6,7 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.place import DEFAULT, UnplacedError
 from accelcore_lint.port.rules.device_strings import DECLARED, whole
 from accelcore_lint.port.tree import argument, arguments, text_of
 from accelcore_lint.port.vendors import GROUPS
@@ -81,6 +81,8 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
         and len(parent.targets) == 1
         and "backend" in text_of(parent.targets[0].target).lower()
     ) or (isinstance(parent, cst.Param) and "backend" in parent.name.value)
+    if is_backend and facts.is_library and facts.is_default(node):
+        return Left(DEFAULT)
     if is_backend:
         return _default(facts, node)
     return Left("a process-group backend's name in a place where it is not certain what it is for")
