@@ -27,7 +27,7 @@ _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*dev
 
 _INDEXED = re.compile(
     r"\.(?:cuda|npu)\((?:device=)?(\w+\.\w+)[,)]|device\([\"'](?:cuda|npu)[\"'], *(?:index=)?(\w+\.\w+)\)"
-    r"|[\"'](?:cuda|npu):\{(\w+\.\w+)\}[\"']|[\"'](?:cuda|npu):[\"'] *\+ *str\((\w+\.\w+)\)"
+    r"|[\"'](?:cuda|npu):\{(\w+\.\w+)(?:![rsa])?(?::d)?\}[\"']|[\"'](?:cuda|npu):[\"'] *\+ *str\((\w+\.\w+)\)"
     r"|[\"'](?:cuda|npu):%d[\"'] *% *\(?(\w+\.\w+)\b|[\"'](?:cuda|npu):\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
 )
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")

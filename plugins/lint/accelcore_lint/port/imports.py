@@ -130,6 +130,8 @@ class Imports:
             and not isinstance(part.names, cst.ImportStar)
         ):
             return self._from(statement, part, dotted(part.module), part.names)
+        if isinstance(part, cst.ImportFrom) and not part.relative and part.module and _is_vendor(dotted(part.module)):
+            return self._kept(statement, f"{dotted(part.module)}: one vendor's module, and all names of it")
         if isinstance(part, cst.Import) and len(part.names) == 1:
             return self._plain(statement, part, part.names[0])
         return statement

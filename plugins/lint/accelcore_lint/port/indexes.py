@@ -13,6 +13,15 @@ _PREFIX = tuple(f"{name}:" for name in DEVICES)
 _FORM = re.compile(rf"({'|'.join(DEVICES)}):{{0?(:d)?}}")
 
 
+def has_form(node: cst.BaseExpression) -> bool:
+    """Return whether an f-string is a vendor's device, with an index in a form that `index_of` does not read."""
+    if not isinstance(node, cst.FormattedString) or len(node.parts) != 2:
+        return False
+    head, part = node.parts
+    is_head = isinstance(head, cst.FormattedStringText) and head.value in _PREFIX
+    return is_head and isinstance(part, cst.FormattedStringExpression) and not index_of(node)[0]
+
+
 def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
     """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
     if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):
@@ -31,7 +40,7 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
             and head.value in _PREFIX
             and isinstance(part, cst.FormattedStringExpression)
         ):
-            plain = part.format_spec is None and part.conversion is None
+            plain = [text_of(each) for each in part.format_spec or ()] in ([], ["d"])
             return plain, part.expression if plain else None
     if isinstance(node, cst.BinaryOperation) and isinstance(node.left, cst.SimpleString):
         value = str(node.left.evaluated_value)

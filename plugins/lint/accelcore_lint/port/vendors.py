@@ -101,7 +101,8 @@ def vendor_lines(source: str) -> set[int]:
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
             is_flag = is_argument and text in DEVICES
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
-            if is_devices or ((text in words or is_option) and not (in_accelcore or is_flag)):
+            is_word = text in words or (text in _WORDS and before in ("from", "import"))
+            if is_devices or ((is_word or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)
         elif kind == tokenize.STRING and not (statement_begins or _is_own_word(earlier, before, following.string)):
             match = _STRING.fullmatch(text)

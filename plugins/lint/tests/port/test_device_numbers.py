@@ -209,3 +209,35 @@ def test_a_function_that_reads_the_options_gives_the_one_that_chooses_the_device
     assert ("    accel = accelcore.select(local_rank=args.gpu)\n" in outcome.source) is is_certain
     assert (outcome.after == 0) is is_certain
     assert port_source(outcome.source, Level.ROLES).source == outcome.source
+
+
+@pytest.mark.parametrize("form", ["{args.gpu:d}", "{args.gpu!r}", "{args.gpu!s:d}", "{args.gpu}"])
+def test_an_index_that_an_f_string_formats_as_a_number_is_that_number(form):
+    source = BY_OPTION.replace('"cuda:{}".format(args.gpu)', f'f"cuda:{form}"')
+    assert f'f"cuda:{form}"' in source
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "accelcore.select(local_rank=args.gpu)" in outcome.source
+
+
+@pytest.mark.parametrize(
+    ("line", "reports"),
+    [
+        ('name = f"cuda:{n:02d}"', 1),
+        ('print(f"cuda: {n}")', 0),
+        ("from apex.fp16_utils import *", 1),
+        ("if torch.version.cuda > '11':\n    print(2)", 1),
+        ("print(torch.version.cuda)", 0),
+    ],
+)
+def test_what_names_a_device_in_another_form_is_reported(line, reports):
+    outcome = port_source(f"import torch\n{line}\n", Level.ROLES)
+    assert [note.line for note in outcome.left] == [2] * reports
+    assert len(outcome.harmless) == (line == "print(torch.version.cuda)")
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source
+
+
+def test_a_module_of_apex_that_accelcore_does_not_have_is_counted_beside_accelcores_apex():
+    source = "import torch\nfrom accelcore import apex\nfrom apex.fp16_utils import *\napex.amp.initialize(model)\n"
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.before, outcome.after) == (1, 1)

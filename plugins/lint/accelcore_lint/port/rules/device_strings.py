@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of
+from accelcore_lint.port.indexes import has_form, index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.tree import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
@@ -222,6 +222,8 @@ def _inline(facts: Facts, node: cst.CSTNode, index: cst.BaseExpression | None) -
 def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | None:
     """Replace a string where its place says that it is a device."""
     named, index = index_of(node)
+    if has_form(node):
+        return Left("the name of a device, with an index in a form that is not known")
     if not named or names_option(facts, node):
         return None
     wanted = _wanted(facts, node)

@@ -30,6 +30,7 @@ _REASONS = {
     "amp": "mixed precision of one vendor, in a form that is not known",
 }
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
+_VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _DEFAULT = "one vendor's function, without a generic one"
 
 
@@ -58,6 +59,9 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
         return _unresolved(node, facts)
     if name.startswith(_SWITCHES):
         return Left(f"{name}: other devices ignore it", node.children, harmless=True)
+    if name in _VERSIONS:
+        compared = any(isinstance(outer, cst.Comparison) for outer in facts.parents(node))
+        return Left(f"{name}: None where torch is built for another device", node.children, harmless=not compared)
     stays = facts.strange_apex and text_of(node).startswith("apex.")
     if facts.level is not Level.TORCH and is_known_apex(name) and not stays:
         return None
