@@ -148,7 +148,7 @@ class Step:
         with self._arithmetic:
             backward(self._gradients, scaled, start, retain_graph=retain_graph)
         self._strategy.after_backward()
-        if self._overwrites and outlast:  # a copy stays
+        if self._overwrites and outlast:  # the next call of the model overwrites them, but not a copy
             self._gradients.load_state(self._gradients.state())
 
     def end_micro_batch(self, loss: Tensor | None = None, *, updated: bool = False) -> bool:

@@ -7,8 +7,8 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import index_source, own_device, whole
+from accelcore_lint.port.rules.statements import is_vendors
 from accelcore_lint.port.tree import text_of
-from accelcore_lint.port.vendors import DEVICES
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
@@ -16,7 +16,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
         return None
     index = node.args[0].value
     source, available = index_source(index), f"{facts.torch}.accelerator.is_available()"
-    if any(f"torch.{device}" in source for device in DEVICES):
+    if is_vendors(index):
         return None
     if facts.level is not Level.TORCH and not facts.place.by_hand and own_device(facts, index):
         device = facts.place.device(node)
