@@ -128,8 +128,9 @@ def test_operators_are_compared_only_in_modules_that_have_the_same_ones(tmp_path
 
 
 @pytest.mark.skipif(not GET_KERNEL.present, reason=f"torch has no {GET_KERNEL}")
-def test_an_operator_that_is_wrong_for_its_own_inputs_begins_anywhere(tmp_path):
-    """The sum of the loss, outside all modules, is replaced by a wrong kernel."""
+@pytest.mark.parametrize("factor", [2.0, float("nan")])
+def test_an_operator_that_is_wrong_for_its_own_inputs_begins_anywhere(tmp_path, factor):
+    """The mean of the loss, outside all modules, is replaced by a wrong kernel."""
     given = model()
     with accelcore.Record(tmp_path / "ref", operators=[1]):
         train(*given)
@@ -138,7 +139,9 @@ def test_an_operator_that_is_wrong_for_its_own_inputs_begins_anywhere(tmp_path):
     own = torch.library.get_kernel("aten::mean", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     library.impl(
-        "mean", lambda x, **options: own.call_boxed(keys, x, **options) * (1 + (x.dtype == torch.float32)), "CPU"
+        "mean",
+        lambda x, **options: own.call_boxed(keys, x, **options) * (factor if x.dtype == torch.float32 else 1.0),
+        "CPU",
     )
     try:
         with accelcore.Replay(tmp_path / "ref") as replay:
