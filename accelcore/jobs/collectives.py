@@ -289,8 +289,8 @@ def _divisors(dtype: torch.dtype, world_size: int) -> tuple[int, int]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return contiguous memory to communicate: gloo ignores strides and takes the memory from the first element on."""
-    return tensor.detach().contiguous()
+    """Return contiguous memory to communicate: groups ignore strides, and the bits of a negative or conjugate view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _store(tensor: Tensor, sent: Tensor) -> None:

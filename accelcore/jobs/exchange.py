@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelcore.errors import CheckpointError, ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
+from accelcore.util.containers import bytes_of
 from accelcore.util.text import first_line, kind_of, ranks
 
 _LETTER = 512
@@ -49,9 +50,9 @@ def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:
         return own
     parts = []
     for source, count in enumerate(counts):
-        part = own.contiguous() if source == collectives.rank else own.new_empty((count, *own.shape[1:]))
+        part = own if source == collectives.rank else own.new_empty((count, *own.shape[1:]))
         if part.numel():
-            sent = part.reshape(-1).view(torch.uint8)  # bytes, because groups do not take every dtype
+            sent = bytes_of(part)  # because groups do not take every dtype
             if part.device.type == "cpu":
                 dist.broadcast(sent, source, group=group)
             else:

@@ -167,6 +167,8 @@ class Job:
                     remedy="make a tensor of it, as by torch.tensor(...)",
                 )
             return float(self.mean(torch.tensor(value, dtype=torch.float64)).item())
+        if value.is_complex():
+            return torch.view_as_complex(self.mean(torch.view_as_real(value.detach().resolve_conj())))
         group = self._collectives.cpu_group()
         dtype = value.dtype if value.is_floating_point() else torch.float32
         own = value.detach().to(dtype, copy=True)

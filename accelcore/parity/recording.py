@@ -23,13 +23,13 @@ from typing import Any
 from uuid import uuid4
 from zlib import crc32
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from accelcore.errors import RecordingError
 from accelcore.parity.events import Event, Row, Step
+from accelcore.util.containers import bytes_of
 from accelcore.util.text import replace_file
 
 _FORMAT = 1
@@ -196,7 +196,7 @@ def _sum(run: str, file: str, name: str, value: Tensor | str) -> int:
     if isinstance(value, str):
         return crc32(f"{run} {file} {name} {value}".encode())
     place = f"{run} {file} {name} {value.dtype} {tuple(value.shape)}"
-    return crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().data, crc32(place.encode()))
+    return crc32(bytes_of(value).numpy().data, crc32(place.encode()))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelcore.precision.policy import Policy
 from accelcore.training.observers import Observer
-from accelcore.util.containers import tensors
+from accelcore.util.containers import bytes_of, tensors
 from accelcore.util.trial import Trial, requested_trial
 
 if TYPE_CHECKING:
@@ -92,10 +92,8 @@ class _Recorder(Observer):
     def batch(self, batch: Any) -> None:
         if self._batches < _BATCHES:
             self._batches += 1
-            found = [
-                crc32(each.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) for each in tensors(batch)
-            ]
-            self._write(batch=self._batches, checksums=found)
+            checksums = [crc32(bytes_of(each.cpu()).numpy().tobytes()) for each in tensors(batch)]
+            self._write(batch=self._batches, checksums=checksums)
 
     def loss(self, loss: Tensor) -> None:
         self._losses.append(loss)

@@ -64,6 +64,12 @@ def tensors(value: object) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors(part)]
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements in their order; they may share its memory."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+
+
 def with_tensors(value: T, others: Iterable[Tensor]) -> T:
     """Return `value` with other tensors in the place of its own, in the order of `tensors(value)`."""
     rest = iter(others)

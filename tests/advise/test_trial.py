@@ -70,6 +70,17 @@ def test_a_trial_records_each_step_and_ends_the_script(accel, on_trial):
     assert (rest[-1]["done"], rest[-1]["memory"] > 0) == (4, True)
 
 
+def test_a_batch_may_have_scalars(accel, on_trial):
+    on_trial(steps=1)
+    model = nn.Linear(1, 1)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=lambda model, batch: model(batch["rows"]).sum() * batch["weight"])
+    with pytest.raises(SystemExit):
+        for batch in trainer.batches([{"rows": torch.ones(2, 1), "weight": torch.tensor(2.0)}]):
+            trainer(batch)
+    assert [len(line["checksums"]) for line in on_trial.lines() if "checksums" in line] == [2]
+
+
 def test_a_window_counts_as_one_step_with_the_mean_loss(accel, on_trial):
     _, losses = train(accel, accumulate=2)
     on_trial(steps=2)

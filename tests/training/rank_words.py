@@ -21,6 +21,11 @@ class Stream(IterableDataset):
         return iter(torch.arange(14.0))
 
 
+def negative(job):
+    """-2 on each rank; on rank 0 as a view of memory that holds 2."""
+    return torch.tensor([-2.0]) if job.rank else torch.tensor([1 + 2j]).conj().imag
+
+
 def words(job, folder):
     mine = torch.arange(10.0 * job.rank, 10.0 * job.rank + 2 * job.rank).reshape(job.rank, 2)
     kinds = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
@@ -33,11 +38,19 @@ def words(job, folder):
         "lists": job.gather([mine.bfloat16(), mine[:1].bfloat16()] if job.rank else []).tolist(),
         "listed scalars": job.gather([torch.tensor(number) for number in range(job.rank)]).tolist(),
         "kinds": [job.gather(torch.tensor([job.rank % 2]).to(kind)).real.tolist() for kind in kinds],
+        "column of one row": job.gather(torch.tensor([[0.0, 1.0]])[:, 1]).tolist(),
         "columns": job.gather(torch.arange(6).reshape(2, 3).T + job.rank).tolist(),
         "number": job.mean(float(job.rank)),
         "tensor": job.mean(mine.new_full((2,), job.rank)).tolist(),
         "integers": job.mean(torch.tensor(job.rank)).item(),
         "half": job.mean(torch.tensor(6e4).half()).item(),
+        "complex": torch.view_as_real(job.mean(torch.tensor(1 + 2j * job.rank).conj())).tolist(),
+        "views": [
+            job.gather(negative(job)).tolist(),
+            job.broadcast(negative(job)).tolist(),
+            job.all_reduce(negative(job)).tolist(),
+            torch.view_as_real(job.gather(torch.tensor(1 + 2j).conj())).tolist(),
+        ],
     }
     try:
         job.gather(torch.zeros(2, 1 + job.rank))

@@ -46,6 +46,7 @@ def test_gather_gives_every_rank_the_rows_of_all(job):
         assert rank["none"] == [0, 2]
         assert rank["scalars"] == [0, 1, 2]
         assert rank["kinds"] == [[0, 1, 0]] * 7
+        assert rank["column of one row"] == [1.0] * 3, "its stride is not 1"
         assert rank["columns"] == [[r + c, r + c + 3] for c in range(3) for r in range(3)]
         assert "rows of different kinds" in rank["refused"]
 
@@ -81,6 +82,13 @@ def test_mean_of_numbers_and_tensors(job):
     for rank in job:
         assert (rank["number"], rank["tensor"], rank["integers"]) == (1.0, [1.0, 1.0], 1.0)
         assert rank["half"] == torch.tensor(6e4).half().item(), "the sum overflowed"
+        assert rank["complex"] == [1.0, -2.0]
+
+
+def test_negative_and_conjugate_views_are_sent_as_their_values(job):
+    """Groups send memory, which holds the opposite of the value."""
+    for rank in job:
+        assert rank["views"] == [[-2.0] * 3, [-2.0], [-6.0], [[1.0, -2.0]] * 3]
 
 
 def test_a_replica_averages_in_backward_and_begins_alike(job):

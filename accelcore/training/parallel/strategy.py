@@ -17,6 +17,7 @@ from accelcore.precision.policy import Policy
 from accelcore.torch_internals import flatten, unflatten
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
+from accelcore.util.containers import bytes_of
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
@@ -189,6 +190,6 @@ def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: i
     sends = collectives.rank == src
     for members in alike.values():
         packed = flatten(members) if sends else members[0].new_empty(sum(member.numel() for member in members))
-        received = collectives.broadcast(packed.view(torch.uint8), src)
+        received = collectives.broadcast(bytes_of(packed), src)
         if not sends:
             torch._foreach_copy_(members, unflatten(received.view(packed.dtype), members))
