@@ -81,7 +81,7 @@ def run(
 
     Whenever the file `progress` has grown, `on_progress` is called, and the child has `limit` seconds more.
     """
-    _raise_on_signals()
+    raise_on_signals()
     start = time.perf_counter()
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this process waiting.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -118,7 +118,7 @@ def _wait(
                 return None
 
 
-def _raise_on_signals() -> None:
+def raise_on_signals() -> None:
     """Let SIGTERM and SIGHUP raise, as Ctrl-C does. By default they end this process and not its child."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:

@@ -180,11 +180,13 @@ def _no_device() -> Iterator[None]:
 def _run(
     mode: str, folder: str, options: dict[str, Any], places: dict[str, Any], script: str, arguments: Sequence[str]
 ) -> int:
-    """Run a script in a process of its own, and return its exit code."""
+    """Run a script in a process of its own, and return its exit code; 128 and the signal that ended it."""
     check_script(script)
+    child.raise_on_signals()  # so that the script ends with this process
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
     program = [str(_RUNNER), mode, folder, json.dumps(options), script, *arguments]
-    return subprocess.run(child.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
+    code = subprocess.run(child.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
+    return code if code >= 0 else 128 - code
 
 
 def _numbers(text: str) -> list[int]:

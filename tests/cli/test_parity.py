@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -52,6 +54,25 @@ def test_a_script_that_fails_is_named_with_its_exit_code(tmp_path, capfd):
     script.write_text("raise SystemExit(3)")
     assert main(["replay", "--self", str(tmp_path / "new"), str(script)]) == 2
     assert "exit code 3" in capfd.readouterr().err
+
+
+def test_the_script_ends_with_the_command(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import time; print('here', flush=True); time.sleep(100)")
+    command = [sys.executable, "-m", "accelcore", "record", "--out", str(tmp_path / "ref"), str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "here\n"
+        process.terminate()
+        process.communicate(timeout=60)  # until the script has closed its stdout, too
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_signal_that_ends_the_script_is_in_the_exit_code(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.touch()
+    killed = SimpleNamespace(returncode=-signal.SIGKILL)
+    monkeypatch.setattr("accelcore.cli.parity.subprocess", SimpleNamespace(run=lambda *_, **__: killed))
+    assert main(["record", "--out", str(tmp_path / "ref"), str(script)]) == 128 + signal.SIGKILL
 
 
 _SCRIPT = """

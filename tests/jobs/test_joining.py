@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 import accelcore
 from accelcore.errors import ConfigurationError, DistributedError
-from accelcore.jobs.collectives import TorchCollectives
+from accelcore.jobs.collectives import TorchCollectives, meet
 from accelcore.jobs.launchers import Launch
-from accelcore.jobs.rendezvous import meet
 
 
 @pytest.fixture(autouse=True)
