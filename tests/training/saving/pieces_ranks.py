@@ -47,14 +47,15 @@ def whole(value):
 def state(trainer):
     """Model and optimizer, put together; every rank has to ask."""
     model = {name: whole(value) for name, value in trainer.model.state_dict().items()}
-    names = dict(trainer.model.named_parameters())
+    state = trainer.optimizer.state  # made when it is asked for
+    held = {name: state[parameter] for name, parameter in trainer.model.named_parameters()}
     moments = {
         f"{name}.{key}": whole(value)
-        for name, parameter in names.items()
-        for key, value in trainer.optimizer.state[parameter].items()
+        for name, entry in held.items()
+        for key, value in entry.items()
         if isinstance(value, torch.Tensor)
     }
-    if not dist.is_initialized():
+    if all(held.values()):  # on every rank, or none
         return {"model": model, "moments": moments}
     every = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, moments)

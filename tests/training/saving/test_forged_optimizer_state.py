@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from thinned import diagonals
 from torch import nn
 
 import accelcore
@@ -70,8 +71,7 @@ def wrong(key, value, shape, strict):
             yield from ("rubbish", 0.0, torch.zeros(()))
 
 
-@pytest.mark.parametrize("whose", ["ours", "torch's"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "whose"), diagonals(OPTIONS, ["ours", "torch's"]))
 def test_each_tensor_of_the_state_is_looked_at(accel, tmp_path, name, whose):
     trainer = make(accel, name, whose)
     train(trainer, 2)
