@@ -197,8 +197,9 @@ process.join()
 """
 
 
-def test_use_after_fork_is_refused_with_what_to_do(run):
-    result = run("-c", FORKED)
+def test_use_after_fork_is_refused_with_what_to_do(fork, tmp_path):
+    (tmp_path / "script.py").write_text(FORKED)
+    result = fork(tmp_path / "script.py").finish()
     assert result.returncode == 0, result.stderr
     lines = [line.split("|") for line in result.stdout.splitlines() if "|" in line]
     assert len(lines) == 8
