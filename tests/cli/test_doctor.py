@@ -362,6 +362,11 @@ def test_an_import_of_torch_that_fails_is_reported_first(machine):
 
 
 def test_it_tells_which_package_answers_for_a_device_of_torch(machine):
+    torch = machine.folder / "site-of-torch" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("from . import xpu\nimport vendor_runtime\nvendor_runtime.autoload()\n")
+    (torch / "xpu.py").write_text("def device_count(): return 0\n")
+    machine.sites.insert(0, str(torch.parent))
     machine.torch_backend("import torch; torch.xpu.device_count = autoload")
     done = machine.run("doctor")
     assert "torch.xpu is answered by vendor_runtime" in done.stdout

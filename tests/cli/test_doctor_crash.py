@@ -67,6 +67,7 @@ def test_the_line_that_crashed_is_told(machine):
 
 
 def test_select_is_foreseen_to_crash_where_it_does_and_to_work_where_it_does(machine):
+    """That it works where this is foreseen, test_doctor_select.py shows."""
     machine.fakes.install(NO_CORE + SEGFAULT, backends=["rotten"])
     _, report = machine.doctor()
     assert report["selection"]["chosen"] is None
@@ -77,7 +78,6 @@ def test_select_is_foreseen_to_crash_where_it_does_and_to_work_where_it_does(mac
     code, report = machine.doctor()
     assert (report["selection"]["chosen"], report["selection"]["error"]) == ("cpu:0", None)
     assert code == 1, "rotten is broken all the same"
-    assert machine.python("-c", SELECT).stdout == "cpu\n"
 
 
 def test_an_extension_that_ends_its_process_is_named(machine):

@@ -67,28 +67,15 @@ def test_the_rank_that_raised_first_is_named_last(run):
     assert "rank.py" not in said
 
 
-def test_a_script_that_ends_itself_when_a_collective_fails_has_its_exit_code(run):
-    code, said = run(
-        "import sys, torch, accelcore\n"
-        "with accelcore.select().distributed() as job:\n"
-        "    if job.rank == 1: sys.exit(8)\n"
-        "    try: job.all_reduce(torch.ones(1))\n"
-        "    except RuntimeError: sys.exit(7)\n",
-    )
-    assert code in (7, 8)
-    assert "Traceback" not in said
+def test_a_script_that_cannot_be_compiled_shows_its_line_and_no_frame_of_ours(machine, fork):
+    done = fork("-m", "accelcore.cli.rank", 0, "", machine.write("train.py", "if True print()")).finish()
+    assert done.returncode == 1
+    assert 'train.py", line 1' in done.stderr
+    assert "runpy" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("SyntaxError: ")
 
 
-def test_a_rank_that_fails_before_it_imports_torch_is_named_too(run):
-    code, said = run("if True print()")
-    assert code == 1
-    assert 'train.py", line 1' in said
-    assert "runpy" not in said
-    assert said.splitlines()[-1].startswith("accelcore: rank ")
-    assert "exit code 1: SyntaxError: " in said.splitlines()[-1]
-
-
-def test_a_hook_of_the_scripts_own_is_called(run):
+def test_a_hook_of_the_scripts_own_is_called_and_a_rank_that_has_not_imported_torch_is_named(run):
     code, said = run(
         "import sys, os, signal\n"
         "if os.environ['RANK'] == '1': signal.pause()\n"
@@ -101,7 +88,7 @@ def test_a_hook_of_the_scripts_own_is_called(run):
 @pytest.mark.parametrize(
     ("end", "code", "sentence"),
     [
-        ("os._exit(7)", 7, "rank 1 failed first, with exit code 7"),
+        ("import sys; sys.exit(7)", 7, "rank 1 failed first, with exit code 7"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "rank 1 failed first, by SIGKILL\n"),
     ],
 )

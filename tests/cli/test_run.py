@@ -216,7 +216,6 @@ def unusable(machine):
 @pytest.mark.usefixtures("unusable")
 def test_a_script_that_imports_torch_first_is_kept_from_a_runtime_that_cannot_work(machine):
     machine.write("script.py", "import torch; print('torch is here')")
-    assert "libascendcl.so" in machine.python("script.py").stderr
     done = machine.run("run", "script.py")
     assert (done.returncode, done.stdout) == (0, "torch is here\n"), done.stderr
     (line,) = done.stderr.splitlines()
