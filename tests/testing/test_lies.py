@@ -277,15 +277,15 @@ def test_a_crash_or_a_hang_is_a_failure_of_its_test(name, timeout, said, liars, 
 
 def test_the_honest_backend_conforms(forked, verify):
     """Here and in a fork; in a process, as a user's, in tests/examples/test_third_party.py. The counts add up."""
-    code, out, err = verify("cpu", "--only", "backend", "--only", "runtime")
+    code, out, err = verify("cpu", "--only", "backend", "--only", "precision")
     assert code == 0, out + err
     assert out.endswith("cpu conforms\n")
     assert "\x1b" not in out
-    counted = ("  backend ", "  runtime ", "  all ")
+    counted = ("  backend ", "  precision ", "  all ")
     *parts, total = [list(map(int, line.split()[1:])) for line in out.splitlines() if line.startswith(counted)]
     assert all(sum(outcomes) == tests for *outcomes, tests in (*parts, total))
     assert [sum(column) for column in zip(*parts, strict=True)] == total
-    assert f" of {total[-1]} tests  runtime" in err, "nobody is told how far it is"
+    assert f" of {total[-1]} tests  precision" in err, "nobody is told how far it is"
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu,cuda", "no_such_backend", "cpu:7", ""])

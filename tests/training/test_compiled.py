@@ -1,4 +1,7 @@
-"""Compiled training equals eager training, also where a compiled model writes its memory anew."""
+"""Compiled training equals eager training, also where a compiled model writes its memory anew.
+
+With inductor: the suite's TestCompiler, which tests/testing/test_lies.py runs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from accelcore.roles.compiler import Compiled, Compiler
 
 def test_compiled_training_equals_eager_training(accel):
     eager, compiled = net(), net()
-    for model, compile_ in ((eager, False), (compiled, {"dynamic": False})):
+    for model, compile_ in ((eager, False), (compiled, {"backend": "eager", "dynamic": False})):
         trainer = accel.trainer(
             model, accel.optimizers.create("sgd", model.parameters(), lr=0.1), loss=loss_of, compile=compile_
         )
