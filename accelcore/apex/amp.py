@@ -95,7 +95,8 @@ def scale_loss(
             available=f"0 to {len(scalers) - 1}",
             remedy="pass num_losses to amp.initialize",
         )
-    scaler, trained = scalers[loss_id], [prepared_of(each) for each in listed(optimizers, Optimizer, "optimizer")]
+    given = dict.fromkeys(listed(optimizers, Optimizer, "optimizer"))
+    scaler, trained = scalers[loss_id], list(map(prepared_of, given))
     for each in trained:
         each.gradients.begin(scaler)
     with casts_suspended():
@@ -110,7 +111,7 @@ def scale_loss(
             names = (each.gradients.first_not_finite() for each in trained)
             found = scaler.close(lambda: next(filter(None, names), None))
         except BaseException:
-            scaler.abandon()
+            scaler.inner.abandon()
             for each in trained:
                 each.drop()
             raise

@@ -217,6 +217,11 @@ class Accumulated:
                     remedy="give both the same loss_id and optimizers, or leave delay_unscale out",
                 )
             return
+        if self._before:
+            raise AmpError(
+                "amp.scale_loss within amp.scale_loss, of one optimizer",
+                remedy="leave the first before the second, or add the losses up",
+            )
         held = {id(slot.parameter): slot.trained.grad for slot in self.slots}
         if self._members_now() != self._seen:
             self._check()
@@ -241,7 +246,7 @@ class Accumulated:
         if strategy.divisor > 1 and getattr(self._optimizer, "combine_ddp", True):
             all_reduce_gradients(self._plan.backend.collectives, gradients, divisor=strategy.divisor)
         gradients.grads_to_masters()
-        scaler.unscale(self._optimizer, gradients.buffers(), strategy.agree)
+        scaler.inner.unscale_(self._optimizer, gradients.buffers(), strategy.agree)
         self._expose()
         self._add(self._before)
         self._before, self._scaled_by = [], None

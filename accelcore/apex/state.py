@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from accelcore.backend import Backend
 from accelcore.devices.select import select
 from accelcore.errors import AmpError, CheckpointError
 from accelcore.precision.o1.autocast import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
-from accelcore.scaling.contract import AnyRank, LossScale, LossScaler
+from accelcore.scaling.contract import LossScale, LossScaler
 from accelcore.scaling.streak import FindBad
 
 logger = logging.getLogger("accelcore")
@@ -35,41 +34,33 @@ class AmpScaler:
     """Loss scale of one of a script's losses, with apex's behaviour: it unscales after each backward pass."""
 
     # To set another attribute of apex's scalers, such as `_scale_seq_len`, raises an error instead of doing nothing.
-    __slots__ = ("_scaler", "dynamic", "passes", "trusts_kernels")
+    __slots__ = ("dynamic", "inner", "passes", "trusts_kernels")
 
     def __init__(self, backend: Backend, policy: Policy) -> None:
         self.dynamic = isinstance(policy.loss_scale, LossScale)
-        self._scaler: LossScaler = create_scaler(backend.scaler, policy)
-        self.trusts_kernels = bool(getattr(self._scaler, "trusts_kernels", False))
-        self._scaler.takes_fp16 = True  # without masters, as at O3; masters are unscaled in fp32
+        self.inner: LossScaler = create_scaler(backend.scaler, policy)
+        self.trusts_kernels = bool(getattr(self.inner, "trusts_kernels", False))
+        self.inner.takes_fp16 = True  # without masters, as at O3; masters are unscaled in fp32
         self.passes = 0  # backward passes that have moved the scale, or could have
 
     def loss_scale(self) -> float:
         """Return the scale; waits for the device if it is dynamic."""
-        return float(self._scaler.state_dict().get("scale", 1.0))
+        return float(self.inner.state_dict().get("scale", 1.0))
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, in fp32, to call backward on."""
-        return self._scaler.scale(loss.float())
-
-    def unscale(self, optimizer: Optimizer, gradients: list[Tensor], any_rank: AnyRank) -> None:
-        """Divide an optimizer's gradients by the scale, in place, and look for overflows."""
-        self._scaler.unscale_(optimizer, gradients, any_rank)
+        return self.inner.scale(loss.float())
 
     def close(self, find_bad: FindBad) -> Tensor | None:
         """Update the scale at the end of a backward pass; return 1.0 if it overflowed, None if that is not checked."""
-        found = self._scaler.overflowed
-        self._scaler.update(find_bad)
+        found = self.inner.overflowed
+        self.inner.update(find_bad)
         self.passes += 1
         return found
 
-    def abandon(self) -> None:
-        """Forget the overflow of a backward pass that failed."""
-        self._scaler.abandon()
-
     def state(self) -> dict[str, Any]:
         """Return the state in apex's format."""
-        state = self._scaler.state_dict()
+        state = self.inner.state_dict()
         return {"loss_scale": state.get("scale", 1.0), "unskipped": state.get("_growth_tracker", 0)}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -81,7 +72,7 @@ class AmpScaler:
                 remedy="load what amp.state_dict() returned",
             )
         if self.dynamic:
-            self._scaler.load_state_dict(state)
+            self.inner.load_state_dict(state)
         elif state["loss_scale"] != self.loss_scale():
             given, own = state["loss_scale"], self.loss_scale()
             logger.warning("saved loss scale %g is not used: this run has loss_scale=%g", given, own)

@@ -254,3 +254,23 @@ def test_sparse_gradients_add_up(level):
         backward(model(torch.tensor(tokens)).sum(), optimizer)
     optimizer.step()
     assert model.weight.float().tolist() == [[-1.0, -1.0], [-3.0, -3.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_an_optimizer_that_is_named_twice_is_one():
+    model, optimizer = made("O2", None, OURS)
+    exact = Exact()
+    backward(losses(model)[0], optimizer)
+    backward(losses(model)[0], [optimizer, optimizer])
+    sum([losses(exact.model)[0], losses(exact.model)[0]]).backward()
+    optimizer.step()
+    exact.optimizer.step()
+    exact.agrees_with(model)
+
+
+def test_scaling_within_scaling_is_refused():
+    model, optimizer = made("O2", None, OURS, num_losses=2)
+    with pytest.raises(accelcore.errors.AmpError, match="within"), amp.scale_loss(losses(model)[0], optimizer):
+        backward(losses(model)[1], optimizer, loss_id=1)
+    optimizer.zero_grad()
+    backward(losses(model)[1], optimizer)
+    optimizer.step()
