@@ -75,9 +75,9 @@ def test_a_batch_may_have_scalars(accel, on_trial):
     model = nn.Linear(1, 1)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     trainer = accel.trainer(model, optimizer, loss=lambda model, batch: model(batch["rows"]).sum() * batch["weight"])
+    batches = trainer.batches([{"rows": torch.ones(2, 1), "weight": torch.tensor(2.0)}])
     with pytest.raises(SystemExit):
-        for batch in trainer.batches([{"rows": torch.ones(2, 1), "weight": torch.tensor(2.0)}]):
-            trainer(batch)
+        list(map(trainer, batches))
     assert [len(line["checksums"]) for line in on_trial.lines() if "checksums" in line] == [2]
 
 
