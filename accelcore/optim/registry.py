@@ -149,7 +149,6 @@ class Optimizers:
         self,
         name: str | type[torch.optim.Optimizer],
         params: Parameters,
-        lr: float | torch.Tensor | None = None,
         *,
         route: str = "auto",
         **options: Any,
@@ -162,9 +161,9 @@ class Optimizers:
         Args:
             name: one of `names()`, in any letter case; or torch's class of that name.
             params: parameters, or parameter groups, as for `torch.optim`.
-            lr: learning rate; None: the optimizer's default.
             route: `"auto"`, or the name of a route.
-            options: hyperparameters, named as in `torch.optim`.
+            options: hyperparameters, named as in `torch.optim`, such as `lr=1e-3`. One that is left out has the
+                optimizer's default.
 
         Raises:
             UnsupportedError: the optimizer is unknown, or no route supports the request; the message gives each reason.
@@ -179,8 +178,6 @@ class Optimizers:
                 why=str(error),
                 remedy="give model.parameters(), or groups: [{'params': model.parameters(), 'lr': 0.1}]",
             ) from error
-        if lr is not None:
-            options["lr"] = lr
         for key, value in chain(options.items(), *(group.items() for group in groups)):
             if key == "betas" and not isinstance(value, list | tuple):
                 raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")
@@ -191,6 +188,10 @@ class Optimizers:
                         why="YAML reads 1e-3 as text",
                         remedy=f"give float({number!r}), or write 1.0e-3 in the file",
                     )
+            if key == "lr" and (value is None or isinstance(value, bool)):
+                raise ConfigurationError(
+                    f"lr={value!r} is not a number", remedy="give a number, or leave lr out for the optimizer's default"
+                )
         # Named parameters are pairs, as from model.named_parameters(). The optimizer refuses what is no tensor.
         members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
         parameters = tuple(member for member in members if isinstance(member, torch.Tensor))

@@ -118,11 +118,6 @@ class Step:
 
     def backward(self, loss: Tensor, weight: float | Tensor | None, *, retain_graph: bool) -> None:
         """Add the gradients of a loss, and call its observers. The gradients outlast the next forward pass."""
-        if weight is None and self._weight is not None:
-            raise TrainingError(
-                "backward was called without a weight, and this trainer was made with weight=",
-                remedy="call trainer.backward(loss, weight=...), or leave weight= out of accel.trainer(...)",
-            )
         try:
             self._add(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
@@ -135,6 +130,12 @@ class Step:
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise no_loss(loss)
+        if weight is None and self._weight is not None:
+            raise TrainingError(
+                "a loss has no weight, and this trainer was made with weight=",
+                remedy="let that function return a number; with a loss of your own call trainer.backward(loss, "
+                "weight=...)",
+            )
         self._strategy.before_backward()
         share = self._window.share(weight)
         scaled = self._scaler.scale(loss)

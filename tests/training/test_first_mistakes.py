@@ -205,6 +205,14 @@ def test_a_number_that_yaml_reads_as_text(accel, options):
         accel.optimizers.create("adamw", [{"params": net().parameters(), **options}])
 
 
+@pytest.mark.parametrize("lr", [None, True])
+def test_an_lr_that_a_file_leaves_empty_is_not_the_default(accel, lr):
+    with pytest.raises(ConfigurationError, match=r"lr=(.|\n)*leave lr out"):
+        accel.optimizers.create("adamw", net().parameters(), lr=lr)
+    with pytest.raises(ConfigurationError, match="lr="):
+        accel.optimizers.create("adamw", [{"params": net().parameters(), "lr": lr}])
+
+
 def test_one_number_as_betas(accel):
     with pytest.raises(ConfigurationError, match=r"betas=0\.9 is not two(.|\n)*give both"):
         accel.optimizers.create("adamw", net().parameters(), betas=0.9)

@@ -147,8 +147,10 @@ def test_some_with_and_some_without_a_weight_is_refused(accel):
             trainer.backward(loss_of(trainer.forward, batches[1]), weight=second)
         trainer.backward(loss_of(trainer.forward, batches[1]), weight=second)  # a window of its own
     trainer = make(accel)
-    with pytest.raises(accelcore.TrainingError, match="without a weight"):
+    with pytest.raises(accelcore.TrainingError, match="no weight"):
         trainer.backward(loss_of(trainer.forward, batches[0]))
+    with pytest.raises(accelcore.TrainingError, match="no weight"):
+        make(accel, lambda batch: None)(batches[0])
 
 
 @pytest.mark.parametrize("weigh", [len, as_tensor])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelcore.checkpoint.store import as_path
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.training.monitoring.plot import check_matplotlib, draw
 from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, line_of, read_records
@@ -56,6 +57,7 @@ class Log(Meter):
     Raises:
         ConfigurationError: an option has a wrong value, what it needs is not installed, the folder cannot be written,
             or an older log is damaged.
+        TrainingError: a line cannot be written, such as on a full disk.
     """
 
     def __init__(
@@ -210,8 +212,18 @@ class Log(Meter):
     def _put(self, record: dict[str, Any]) -> None:
         assert self._file is not None, "it is open while there are steps"
         values = {name: value for name, value in record.items() if value is not None}
-        self._file.write(line_of(values))
-        self._file.flush()
+        try:
+            self._file.write(line_of(values))
+            self._file.flush()
+        except OSError as error:
+            file, self._file = self._file, None
+            with suppress(OSError):  # closing tries once more to write the line
+                file.close()
+            raise TrainingError(
+                f"the log {file.name} cannot be written",
+                why=str(error),
+                remedy="make room or give another folder, and resume; training does not need its log",
+            ) from error
         step = values.pop("step")
         for write, _ in self._sinks:
             write(values, step)

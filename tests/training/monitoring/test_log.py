@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import sys
 from types import ModuleType, SimpleNamespace
@@ -14,6 +15,7 @@ from toys import data, loss_of, net
 
 import accelcore
 from accelcore.cli import main
+from accelcore.errors import TrainingError
 
 FIGURES = ["step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "memory_peak", "seconds"]
 
@@ -296,3 +298,17 @@ def test_a_relative_folder_stays_where_the_script_was_when_it_was_named(accel, t
     monkeypatch.chdir(tmp_path / "elsewhere")
     train(make(accel, log), 1)
     assert len(lines(tmp_path / "run")) == 5
+
+
+def test_a_full_disk_is_an_error_that_names_the_log_and_closing_it_adds_none(accel, tmp_path):
+    """A limit on the size of files stands for the full disk."""
+    log = accelcore.Log(tmp_path / "run", every=1, plot=False)
+    trainer = make(accel, log)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"log.jsonl"):
+            train(trainer)
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
