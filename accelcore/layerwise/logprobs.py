@@ -28,7 +28,7 @@ class LogprobComparison:
             module parts by more than rounding.
         maximum, mean: of the absolute difference of the log-probabilities of the tokens, in nats.
         ratio: `maximum` in units of rounding: the epsilon of the coarsest dtype times the root mean square of the
-            logits, but at least of 1.
+            finite logits, but at least of 1.
         kl: estimate of the Kullback-Leibler divergence of the second way from the first: mean of `exp(d) - 1 - d` for
             the difference d, as in http://joschu.net/blog/kl-approx.html.
         token: row and position of the token with the largest difference.
@@ -116,7 +116,7 @@ def compare_logprobs(
     allowed = ROUNDING if dtypes_differ else 0.0
     first = next((number for number, each in enumerate(layers) if not each.equal and each.ratio > allowed), None)
     parted = None if first is None else layers[first]
-    d = theirs - mine
+    d = torch.where(theirs == mine, 0.0, theirs - mine)  # a masked token has -inf in both
     difference = d.abs().nan_to_num(math.inf)
     at, maximum = int(difference.argmax()), float(difference.max())
     unit = max(unit_of(each.dtype) for each in (*ways, *(parts[0] for way in seen for parts in way.values())))

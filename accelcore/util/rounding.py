@@ -35,11 +35,13 @@ def distance(recorded: Tensor, replayed: Tensor) -> Distance:
         return Distance(recorded.dtype == replayed.dtype, 0.0, size_of(a))
     zeros, far = (a == 0) != (b == 0), (a - b).abs() > 0.1 * torch.maximum(a.abs(), b.abs())
     masks = int(zeros.sum()) > int(far.sum()) // 2
-    return Distance(False, size_of(torch.where(same, 0.0, a - b)), size_of(a), masks)
+    error = torch.where(same, 0.0, a - b).square().mean().sqrt().item()  # infinite if an inf or NaN differs
+    return Distance(False, error if math.isfinite(error) else math.inf, size_of(a), masks)
 
 
 def size_of(values: Tensor) -> float:
-    """Return the root mean square of a sample."""
+    """Return the root mean square of the finite elements of a sample: masks are often -inf."""
+    values = values[values.isfinite()]
     return values.double().square().mean().sqrt().item() if values.numel() else 0.0
 
 

@@ -94,6 +94,16 @@ def test_one_way_agrees_with_itself(model, tokens):
     assert {layer.module for layer in found.layers} >= {"tokens", "blocks.1.attention.qkv", "head", ""}
 
 
+def test_masked_words_are_equal_in_both_ways(model, tokens):
+    def masked(factor):
+        return lambda tokens: (factor * model(tokens)).index_fill(-1, torch.tensor([int(tokens[0, 1])]), -math.inf)
+
+    assert accelcore.compare_logprobs(masked(1), masked(1), tokens).agrees
+    found = accelcore.compare_logprobs(masked(1), masked(1.5), tokens)
+    assert math.isfinite(found.maximum)
+    assert found.ratio > 1e4
+
+
 @pytest.mark.parametrize("way", [by_ones, incremental])
 def test_parts_of_a_batch_are_joined(model, tokens, way):
     found = accelcore.compare_logprobs(model, way(model), tokens, modules=(model, model))

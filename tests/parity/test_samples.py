@@ -90,3 +90,10 @@ def test_another_mask_is_told_from_another_result_beside_rounding(share):
     assert distance(values * one, values * (1 + 1e-6) * other).masks
     assert not distance(values * one, 1.5 * values * one).masks
     assert not distance(values * one, values * (1 + 1e-6) * one).masks
+
+
+@pytest.mark.parametrize("masked", [float("-inf"), float("nan")])
+def test_equal_masks_hide_no_difference_beside_them(masked):
+    recorded, replayed = torch.tensor([[masked, 1.0, 1.0]]), torch.tensor([[masked, 1.0, 1.5]])
+    assert distance(recorded, replayed).ratio(2**-23) == pytest.approx(2**23 * (0.25 / 3) ** 0.5, rel=1e-6)
+    assert distance(recorded, torch.tensor([[0.0, 1.0, 1.0]])).error == float("inf")
