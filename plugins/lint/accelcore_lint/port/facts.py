@@ -13,7 +13,8 @@ from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.options import Options, returns_options
 from accelcore_lint.port.place import Place
-from accelcore_lint.port.tree import Tree, argument, text_of
+from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.vendors import DEVICES, own_options
 
 _VARIABLE = r"(?:LOCAL_RANK|SLURM_LOCALID|OMPI_COMM_WORLD_LOCAL_RANK|MV2_COMM_WORLD_LOCAL_RANK)"

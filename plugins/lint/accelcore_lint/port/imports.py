@@ -10,7 +10,7 @@ import libcst as cst
 
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.tree import dotted, reasons_above, text_of
+from accelcore_lint.port.syntax import dotted, reasons_above, text_of
 from accelcore_lint.port.vendors import DEVICES, MODULES
 
 APEX: Mapping[str, frozenset[str]] = {

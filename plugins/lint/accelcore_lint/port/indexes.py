@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, device_text
 
 _PREFIX = tuple(f"{name}:" for name in DEVICES)

@@ -10,7 +10,7 @@ from typing import cast
 import libcst as cst
 from libcst import matchers as m
 
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 
 _CLIPS = re.compile(
     r"(?:torch\.)?(?:nn\.)?(?:utils\.)?clip_grad_norm_\( ?"

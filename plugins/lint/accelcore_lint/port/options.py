@@ -6,7 +6,8 @@ import re
 
 import libcst as cst
 
-from accelcore_lint.port.tree import Tree, argument, text_of
+from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.tree import Tree
 
 _SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
 _READS = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.model import Level
-from accelcore_lint.port.tree import Tree, text_of
+from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.tree import Tree
 
 _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),

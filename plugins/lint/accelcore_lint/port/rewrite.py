@@ -18,8 +18,8 @@ from accelcore_lint.port.model import TODO, Left, Level, Note, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.removed import sweep
 from accelcore_lint.port.rules import RULES
+from accelcore_lint.port.syntax import reasons_above, text_of
 from accelcore_lint.port.trainer import with_trainers
-from accelcore_lint.port.tree import reasons_above, text_of
 from accelcore_lint.port.vendors import may_concern, vendor_lines
 
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")

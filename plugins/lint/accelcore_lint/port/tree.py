@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
 import libcst as cst
 from libcst import metadata
-from libcst.helpers import get_full_name_for_node
 
-from accelcore_lint.port.model import TODO, Level
-from accelcore_lint.port.vendors import DEVICES, STAR_IMPORT
+from accelcore_lint.port.model import Level
+from accelcore_lint.port.survey import Survey
+from accelcore_lint.port.syntax import argument, dotted, text_of
+from accelcore_lint.port.vendors import STAR_IMPORT
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
-_HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-_HIDING = ".select_device"
-"""An imported function, of that name in all scripts after the style of YOLO, which sets one of those variables."""
-
 _RANK = re.compile(
     r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
 )
@@ -32,8 +28,6 @@ _OWN_READER = re.compile(r"\bself\.[\w.]+\.parse_args\(")
 """A method of the script's own configuration, if the file has no parser."""
 
 _WORD = re.compile(r"\b[^\W\d]\w*")
-
-_SETS = ("torch.cuda.set_device", "torch.npu.set_device", "torch.accelerator.set_device_index")
 
 
 class Tree:
@@ -67,7 +61,7 @@ class Tree:
         self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(metadata.ParentNodeProvider)
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
         self._has_star = STAR_IMPORT.search(self.code) is not None
-        survey = _Survey(self)
+        survey = Survey(self.name, self.parent)
         self.module.visit(survey)
         self.identifiers = survey.identifiers
         self.uses = survey.uses
@@ -230,168 +224,3 @@ class Tree:
     def import_lines(self) -> dict[str, int]:
         """Return the numbers of the lines of all import statements, by their text."""
         return {text_of(node): self.line(node) for node in reversed(self.imports)}
-
-
-class _Survey(cst.CSTVisitor):
-    """One walk over a file that collects what `Facts` answers from."""
-
-    def __init__(self, tree: Tree) -> None:
-        super().__init__()
-        self._tree = tree
-        self.identifiers: set[str] = set()
-        self.uses: Counter[str] = Counter()
-        self.attributes: set[str] = set()
-        self.methods: set[str] = set()
-        self.assigned: dict[str, list[cst.BaseExpression]] = defaultdict(list)
-        self.imports: list[cst.CSTNode] = []
-        self.backends: dict[cst.Name, cst.Call] = {}
-        self.hidden_by: list[cst.CSTNode] = []
-        self.made_current: list[cst.BaseExpression] = []
-        self.calls: list[cst.Call] = []
-        self.indexes: set[str] = set()
-        self.moved_to: list[cst.Name] = []
-        self.seeds: list[cst.Call] = []
-        self.functions: dict[str, cst.FunctionDef] = {}
-        self.helpers: dict[str, cst.Name] = {}
-        self.torch: str | None = None
-        self._depth = 0
-
-    def visit_Name(self, node: cst.Name) -> None:
-        parent = self._tree.parent(node)
-        is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
-        if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
-            self.identifiers.add(node.value)
-            if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.ImportAlias, cst.AsName)):
-                self.uses[node.value] += 1
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        self.attributes.add(node.attr.value)
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        if match := re.fullmatch(r"(?:cuda|npu):(\d+)", str(node.raw_value)):
-            self.indexes.add(match[1])
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        if self._depth:
-            self.methods.add(node.name.value)
-        else:
-            self.functions[node.name.value] = node
-        self._depth += 1
-
-    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
-        self._depth -= 1
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self._depth += 1
-
-    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
-        self._depth -= 1
-
-    def visit_Call(self, node: cst.Call) -> None:
-        self.calls.append(node)
-        name = self._tree.name(node.func) or ""
-        if name == "torch.device" and isinstance(index := argument(node, "index", 1), cst.Integer):
-            self.indexes.add(index.value)
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value in DEVICES:
-            moved = argument(node, "device", 0)
-            if isinstance(moved, cst.Integer):
-                self.indexes.add(moved.value)
-            elif isinstance(moved, cst.Name):
-                self.moved_to.append(moved)
-        if name == "torch.manual_seed":
-            self.seeds.append(node)
-        if name.endswith(_HIDING):
-            self.hidden_by.append(node)
-        if name in _SETS and node.args:
-            self.made_current.append(node.args[0].value)
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if isinstance(node.target, cst.Subscript) and any(name in text_of(node.target) for name in _HIDE):
-            self.hidden_by.append(node)
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        for target in node.targets:
-            self._assign(target.target, node.value)
-        if len(node.targets) == 1 and not self._depth and isinstance(node.targets[0].target, cst.Name):
-            self.helpers.setdefault(text_of(node.value), node.targets[0].target)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        if node.value is not None:
-            self._assign(node.target, node.value)
-
-    def _assign(self, target: cst.CSTNode, value: cst.BaseExpression) -> None:
-        if isinstance(target, (cst.Tuple, cst.List)):
-            values = value.elements if isinstance(value, (cst.Tuple, cst.List)) else []
-            pairs = zip(target.elements, values, strict=False) if len(values) == len(target.elements) else []
-            for each, item in pairs:
-                self._assign(each.value, item.value)
-            if not values:
-                for each in target.elements:
-                    self.assigned[text_of(each.value)].append(value)
-        else:
-            self.assigned[text_of(target)].append(value)
-            if (
-                isinstance(target, cst.Name)
-                and isinstance(value, cst.Call)
-                and self._tree.name(value.func) == "accelcore.select"
-            ):
-                self.backends[target] = value
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        self.imports.append(node)
-
-    def visit_Import(self, node: cst.Import) -> None:
-        self.imports.append(node)
-        for alias in node.names:
-            if self._depth or self.torch:
-                continue
-            if dotted(alias.name) == "torch":
-                self.torch = text_of(alias.asname.name) if alias.asname else "torch"
-            elif dotted(alias.name).startswith("torch.") and alias.asname is None:
-                self.torch = "torch"
-
-
-def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:
-    """Return the reasons in the comments that an earlier run has left above a statement."""
-    # Comments above the first statement of a file are the module's.
-    lines = [*getattr(statement, "leading_lines", ()), *(module.header if statement is module.body[0] else ())]
-    comments = [line.comment.value for line in lines if line.comment]
-    return [comment.removeprefix(TODO) for comment in comments if comment.startswith(TODO)]
-
-
-def text_of(node: cst.CSTNode) -> str:
-    """Return the source of a node without the parentheses around it; `()` keeps them."""
-    is_empty = isinstance(node, cst.Tuple) and not node.elements
-    if isinstance(node, cst.BaseExpression) and node.lpar and not is_empty:
-        node = node.with_changes(lpar=(), rpar=())
-    return cst.Module([]).code_for_node(node).strip()
-
-
-def dotted(node: cst.CSTNode) -> str:
-    """Return a name with its dots, or ""."""
-    return get_full_name_for_node(node) or ""
-
-
-def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
-    """Return the value of an argument by its keyword, or by its position; None if it is not given."""
-    for arg in call.args:
-        if arg.keyword is not None and arg.keyword.value == keyword:
-            return arg.value
-    if position is not None and position < len(call.args):
-        found = call.args[position]
-        if found.keyword is None and not any(arg.star for arg in call.args[: position + 1]):
-            return found.value
-    return None
-
-
-def arguments(call: cst.Call, *names: str) -> dict[str, cst.Arg] | None:
-    """Return the arguments by name, given the names in their order; None if one is starred, or unknown."""
-    found = {}
-    for position, arg in enumerate(call.args):
-        if arg.star or (arg.keyword is None and position >= len(names)):
-            return None
-        name = names[position] if arg.keyword is None else arg.keyword.value
-        if name not in names:
-            return None
-        found[name] = arg
-    return found

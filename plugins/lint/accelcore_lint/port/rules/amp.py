@@ -8,7 +8,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
-from accelcore_lint.port.tree import arguments, text_of
+from accelcore_lint.port.syntax import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _OF_DEVICE = {f"torch.{device}.amp.{module}autocast" for device in DEVICES for module in ("", "autocast_mode.")}

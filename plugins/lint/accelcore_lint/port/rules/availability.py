@@ -8,7 +8,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rules.device_strings import AVAILABLE, is_current, whole
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _SAME = {"device_count": "device_count", "current_device": "current_device_index"}

@@ -8,7 +8,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import index_source, own_device, whole
 from accelcore_lint.port.rules.statements import is_vendors
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:

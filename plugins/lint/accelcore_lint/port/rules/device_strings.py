@@ -10,7 +10,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import has_form, index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.tree import argument, text_of
+from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _NAME = re.compile(

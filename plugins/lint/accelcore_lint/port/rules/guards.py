@@ -10,7 +10,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, is_device_name, whole
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"

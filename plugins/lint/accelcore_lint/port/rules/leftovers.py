@@ -9,7 +9,7 @@ from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import names_option, whole
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, type_text
 
 _REASONS = {

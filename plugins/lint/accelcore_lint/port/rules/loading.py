@@ -11,7 +11,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, kind_source, whole
-from accelcore_lint.port.tree import argument, text_of
+from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _TABLE = 'map_location of one vendor\'s devices: a device, or "cpu", moves all that is loaded'

@@ -7,7 +7,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import is_device_name, whole
-from accelcore_lint.port.tree import argument, text_of
+from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _FIGURES = {"max_memory_allocated": "peak", "memory_allocated": "used"}

@@ -11,7 +11,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import device_source, is_current, is_device_name
-from accelcore_lint.port.tree import arguments, text_of
+from accelcore_lint.port.syntax import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")

@@ -9,7 +9,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
-from accelcore_lint.port.tree import arguments, text_of
+from accelcore_lint.port.syntax import arguments, text_of
 
 _ADAM = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
 _SGD = ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov")

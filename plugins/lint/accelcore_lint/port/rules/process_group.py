@@ -8,7 +8,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import DEFAULT, UnplacedError
 from accelcore_lint.port.rules.device_strings import DECLARED, whole
-from accelcore_lint.port.tree import argument, arguments, text_of
+from accelcore_lint.port.syntax import argument, arguments, text_of
 from accelcore_lint.port.vendors import GROUPS
 
 _INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")

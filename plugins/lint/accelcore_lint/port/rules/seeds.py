@@ -10,7 +10,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rules.statements import called
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:

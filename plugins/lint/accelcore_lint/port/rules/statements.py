@@ -11,7 +11,7 @@ from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rules.device_strings import index_source, own_device, whole
-from accelcore_lint.port.tree import argument, text_of
+from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _MODULES = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}

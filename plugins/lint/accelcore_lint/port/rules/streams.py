@@ -11,7 +11,7 @@ from libcst import matchers as m
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _MADE = {f"torch.{device}{part}.Stream" for device in DEVICES for part in ("", ".streams")}

@@ -7,7 +7,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.tree import text_of
+from accelcore_lint.port.syntax import text_of
 
 _CUDNN = "torch.backends.cudnn."
 _DEFAULTS = {

@@ -1,0 +1,144 @@
+"""One walk over a file that collects its names, calls, imports and devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import libcst as cst
+
+from accelcore_lint.port.syntax import argument, dotted, text_of
+from accelcore_lint.port.vendors import DEVICES
+
+_HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_HIDING = ".select_device"
+"""An imported function, of that name in all scripts after the style of YOLO, which sets one of those variables."""
+
+_SETS = ("torch.cuda.set_device", "torch.npu.set_device", "torch.accelerator.set_device_index")
+
+
+class Survey(cst.CSTVisitor):
+    """One walk over a file; its attributes are those of `Tree`.
+
+    Args:
+        name: returns the full name of an imported object.
+        parent: returns the node around a node.
+    """
+
+    def __init__(
+        self, name: Callable[[cst.CSTNode], str | None], parent: Callable[[cst.CSTNode], cst.CSTNode | None]
+    ) -> None:
+        super().__init__()
+        self._name, self._parent = name, parent
+        self.identifiers: set[str] = set()
+        self.uses: Counter[str] = Counter()
+        self.attributes: set[str] = set()
+        self.methods: set[str] = set()
+        self.assigned: dict[str, list[cst.BaseExpression]] = defaultdict(list)
+        self.imports: list[cst.CSTNode] = []
+        self.backends: dict[cst.Name, cst.Call] = {}
+        self.hidden_by: list[cst.CSTNode] = []
+        self.made_current: list[cst.BaseExpression] = []
+        self.calls: list[cst.Call] = []
+        self.indexes: set[str] = set()
+        self.moved_to: list[cst.Name] = []
+        self.seeds: list[cst.Call] = []
+        self.functions: dict[str, cst.FunctionDef] = {}
+        self.helpers: dict[str, cst.Name] = {}
+        self.torch: str | None = None
+        self._depth = 0
+
+    def visit_Name(self, node: cst.Name) -> None:
+        parent = self._parent(node)
+        is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
+        if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
+            self.identifiers.add(node.value)
+            if not isinstance(parent, (cst.FunctionDef, cst.ClassDef, cst.ImportAlias, cst.AsName)):
+                self.uses[node.value] += 1
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        self.attributes.add(node.attr.value)
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        if match := re.fullmatch(r"(?:cuda|npu):(\d+)", str(node.raw_value)):
+            self.indexes.add(match[1])
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        if self._depth:
+            self.methods.add(node.name.value)
+        else:
+            self.functions[node.name.value] = node
+        self._depth += 1
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        self._depth -= 1
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._depth += 1
+
+    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
+        self._depth -= 1
+
+    def visit_Call(self, node: cst.Call) -> None:
+        self.calls.append(node)
+        name = self._name(node.func) or ""
+        if name == "torch.device" and isinstance(index := argument(node, "index", 1), cst.Integer):
+            self.indexes.add(index.value)
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value in DEVICES:
+            moved = argument(node, "device", 0)
+            if isinstance(moved, cst.Integer):
+                self.indexes.add(moved.value)
+            elif isinstance(moved, cst.Name):
+                self.moved_to.append(moved)
+        if name == "torch.manual_seed":
+            self.seeds.append(node)
+        if name.endswith(_HIDING):
+            self.hidden_by.append(node)
+        if name in _SETS and node.args:
+            self.made_current.append(node.args[0].value)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        if isinstance(node.target, cst.Subscript) and any(name in text_of(node.target) for name in _HIDE):
+            self.hidden_by.append(node)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        for target in node.targets:
+            self._assign(target.target, node.value)
+        if len(node.targets) == 1 and not self._depth and isinstance(node.targets[0].target, cst.Name):
+            self.helpers.setdefault(text_of(node.value), node.targets[0].target)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        if node.value is not None:
+            self._assign(node.target, node.value)
+
+    def _assign(self, target: cst.CSTNode, value: cst.BaseExpression) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            values = value.elements if isinstance(value, (cst.Tuple, cst.List)) else []
+            pairs = zip(target.elements, values, strict=False) if len(values) == len(target.elements) else []
+            for each, item in pairs:
+                self._assign(each.value, item.value)
+            if not values:
+                for each in target.elements:
+                    self.assigned[text_of(each.value)].append(value)
+        else:
+            self.assigned[text_of(target)].append(value)
+            if (
+                isinstance(target, cst.Name)
+                and isinstance(value, cst.Call)
+                and self._name(value.func) == "accelcore.select"
+            ):
+                self.backends[target] = value
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        self.imports.append(node)
+
+    def visit_Import(self, node: cst.Import) -> None:
+        self.imports.append(node)
+        for alias in node.names:
+            if self._depth or self.torch:
+                continue
+            if dotted(alias.name) == "torch":
+                self.torch = text_of(alias.asname.name) if alias.asname else "torch"
+            elif dotted(alias.name).startswith("torch.") and alias.asname is None:
+                self.torch = "torch"

@@ -1,0 +1,54 @@
+"""Small questions about nodes: their source, their dotted name, the arguments of a call."""
+
+from __future__ import annotations
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from accelcore_lint.port.model import TODO
+
+
+def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:
+    """Return the reasons in the comments that an earlier run has left above a statement."""
+    # Comments above the first statement of a file are the module's.
+    lines = [*getattr(statement, "leading_lines", ()), *(module.header if statement is module.body[0] else ())]
+    comments = [line.comment.value for line in lines if line.comment]
+    return [comment.removeprefix(TODO) for comment in comments if comment.startswith(TODO)]
+
+
+def text_of(node: cst.CSTNode) -> str:
+    """Return the source of a node without the parentheses around it; `()` keeps them."""
+    is_empty = isinstance(node, cst.Tuple) and not node.elements
+    if isinstance(node, cst.BaseExpression) and node.lpar and not is_empty:
+        node = node.with_changes(lpar=(), rpar=())
+    return cst.Module([]).code_for_node(node).strip()
+
+
+def dotted(node: cst.CSTNode) -> str:
+    """Return a name with its dots, or ""."""
+    return get_full_name_for_node(node) or ""
+
+
+def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
+    """Return the value of an argument by its keyword, or by its position; None if it is not given."""
+    for arg in call.args:
+        if arg.keyword is not None and arg.keyword.value == keyword:
+            return arg.value
+    if position is not None and position < len(call.args):
+        found = call.args[position]
+        if found.keyword is None and not any(arg.star for arg in call.args[: position + 1]):
+            return found.value
+    return None
+
+
+def arguments(call: cst.Call, *names: str) -> dict[str, cst.Arg] | None:
+    """Return the arguments by name, given the names in their order; None if one is starred, or unknown."""
+    found = {}
+    for position, arg in enumerate(call.args):
+        if arg.star or (arg.keyword is None and position >= len(names)):
+            return None
+        name = names[position] if arg.keyword is None else arg.keyword.value
+        if name not in names:
+            return None
+        found[name] = arg
+    return found
