@@ -11,20 +11,16 @@ from libcst import metadata
 from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
-from accelcore_lint.port.options import Options, returns_options
+from accelcore_lint.port.options import returns_options
 from accelcore_lint.port.place import Place
+from accelcore_lint.port.project import Known
+from accelcore_lint.port.ranks import Ranks
 from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.tree import Tree
+from accelcore_lint.port.tree import is_guard
 from accelcore_lint.port.vendors import DEVICES, own_options
 
-_VARIABLE = r"(?:LOCAL_RANK|SLURM_LOCALID|OMPI_COMM_WORLD_LOCAL_RANK|MV2_COMM_WORLD_LOCAL_RANK)"
-_LOCAL_RANK = re.compile(
-    r"(\w+\.)?_?(local_?rank|LOCAL_RANK)"
-    rf"|int\(os\.environ\[.{_VARIABLE}.\]\)|int\(os\.(getenv|environ\.get)\(.{_VARIABLE}.[^)]*\)\)"
-)
 _CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
 _CONTEXT = "torch.accelerator.device_index"
-_RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 
 _INDEXED = re.compile(
     r"\.(?:cuda|npu)\((?:device=)?(\w+\.\w+)[,)]|device\([\"'](?:cuda|npu)[\"'], *(?:index=)?(\w+\.\w+)\)"
@@ -32,11 +28,13 @@ _INDEXED = re.compile(
     r"|[\"'](?:cuda|npu):%d[\"'] *% *\(?(\w+\.\w+)\b|[\"'](?:cuda|npu):\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
 )
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
-_RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
 _SPELLED = re.compile(
     rf"str\([^()]*\) *[!=]= *[\"']({'|'.join(DEVICES)})[\"']|[!=]= *torch\.device\([\"']({'|'.join(DEVICES)})[\"']\)"
     rf"|torch\.device\([\"']({'|'.join(DEVICES)})[\"']\) *[!=]="
 )
+_DEVICE_CALLS = (*DEVICES, "to", "device", "set_device", "load")
+"""Calls whose device is certainly used; that of others, such as `os.getenv("DEVICE", "cuda:1")`, may be a default."""
+_DRIVES_APEX = re.compile(r"(?s)^from (?!apex\b|accelcore\b)[\w.]+ import\b.*[aA]pex|^from mm(cv|engine)\b")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
 
 _ENGINES = (
@@ -44,15 +42,15 @@ _ENGINES = (
 )
 
 
-class Facts(Tree):
+class Facts(Ranks):
     """What the rules ask of a file.
 
     Attributes:
         place: where the name of the device comes from in the rewritten file.
     """
 
-    def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
-        super().__init__(wrapper, level)
+    def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
+        super().__init__(wrapper, level, known)
         chosen = self.index_option
         read = self._read_at() if "." in chosen else None
         by_hand = self.is_library or self._chooses_by_hand(chosen)
@@ -143,16 +141,16 @@ class Facts(Tree):
 
     @cached_property
     def strange_apex(self) -> frozenset[str]:
-        """Return the functions that the file calls through a module of apex, and that accelcore.apex does not have."""
-        called = ((self.name(call.func) or "", text_of(call.func)) for call in self.calls)
+        """Return the functions of apex that the file calls and that have to stay apex's.
+
+        accelcore.apex does not have them, or what another package brings drives apex, too, such as timm's `ApexScaler`.
+        """
+        called = [(self.name(call.func) or "", text_of(call.func)) for call in self.calls]
+        if any(_DRIVES_APEX.search(text_of(node)) for node in self.imports):
+            return frozenset(name for name, _ in called if name.startswith("apex."))
         return frozenset(
             name for name, text in called if name.startswith("apex.") and "." in text and not is_known_apex(name)
         )
-
-    @cached_property
-    def options(self) -> Options:
-        """Return the options of the script's command line."""
-        return Options(self)
 
     @cached_property
     def own_options(self) -> set[str]:
@@ -222,7 +220,30 @@ class Facts(Tree):
         if len(numbers) != 1 or several or self.backends or self.level is Level.TORCH:
             return ""
         (number,) = numbers
-        return number if number.isdecimal() and number != "0" else ""
+        certain = any(map(self._always_runs, [*self.numbered, *self.made_current]))
+        return number if number.isdecimal() and number != "0" and certain else ""
+
+    def _always_runs(self, node: cst.CSTNode) -> bool:
+        """Return whether a device that has a number is no default, and not one of several choices."""
+        inner = node
+        for outer in self.parents(node):
+            if isinstance(outer, (cst.Param, cst.BooleanOperation, cst.Try, cst.While)):
+                return False
+            if isinstance(outer, cst.Arg) and not isinstance(inner, cst.Call):
+                call = self.parent(outer)
+                method = text_of(call.func).split(".")[-1] if isinstance(call, cst.Call) else ""
+                if method not in _DEVICE_CALLS or (outer.keyword is not None and outer.keyword.value == "default"):
+                    return False
+            if isinstance(outer, (cst.If, cst.IfExp)) and inner is not outer.test:
+                runs = isinstance(outer, cst.If) and is_guard(outer)
+                if inner is not outer.body or not (runs or self._asks(outer.test)):
+                    return False
+            if isinstance(outer, cst.FunctionDef) and not self.uses[outer.name.value] | (
+                outer.name.value in {*self.attributes, "__init__", "forward"}
+            ):
+                return False
+            inner = outer
+        return True
 
     @cached_property
     def _selected_by(self) -> dict[cst.Name, cst.BaseExpression]:
@@ -259,81 +280,6 @@ class Facts(Tree):
         if option and text_of(node) in {option, *others}:
             return True
         return self._is_local_rank(text_of(node), node, ())
-
-    def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
-        if _LOCAL_RANK.fullmatch(text):
-            return True
-        if _RANK_PER_HOST.fullmatch(text):
-            rank = node.left if isinstance(node, cst.BinaryOperation) else node
-            return self._is_launchers(rank, ())
-        function = self.function_of(node)
-        if function is not None and self.spawned.get(function.name.value) == text:
-            return text not in self.assigned
-        values = [*self.assigned.get(text, []), *self._passed(text, node)]
-        if not values or text in seen:
-            return False
-        # None and 0 are the devices of a script that no launcher started: the one that accelcore chooses.
-        ranks = [value for value in values if text_of(value) not in ("None", "0")]
-        return bool(ranks) and all(self._is_local_rank(text_of(value), value, (*seen, text)) for value in ranks)
-
-    def _is_launchers(self, rank: cst.CSTNode, seen: tuple[str, ...]) -> bool:
-        """Return whether a rank is the launcher's or of a process that the script starts, and no option of its own."""
-        text = text_of(rank)
-        function = self.function_of(rank)
-        if _RANK.search(text) or (function is not None and self.spawned.get(function.name.value) == text):
-            return True
-        values = [*self.assigned.get(text, []), *self._passed(text, rank)] if text not in seen else []
-        return bool(values) and all(self._is_launchers(value, (*seen, text)) for value in values)
-
-    def _passed(self, text: str, node: cst.CSTNode) -> list[cst.BaseExpression]:
-        """Return what the file's calls pass for a parameter of the function, or of the constructor, around a node.
-
-        Nothing if one of the calls, or another use of the function, may pass something else.
-        """
-        function = next((outer for outer in self.parents(node) if isinstance(outer, cst.FunctionDef)), None)
-        if function is None:
-            return []
-        names = [param.name.value for param in function.params.params]
-        if text not in names or isinstance(function.params.star_arg, cst.Param) or function.decorators:
-            return []
-        owner = next((outer for outer in self.parents(function) if not isinstance(outer, cst.IndentedBlock)), None)
-        if isinstance(owner, cst.ClassDef) and function.name.value == "__init__":
-            called, names = owner.name.value, names[1:]
-        elif isinstance(owner, cst.Module):
-            called = function.name.value
-        else:
-            return []
-        calls = [call for call in self.calls if text_of(call.func) == called]
-        given = [argument(call, text, names.index(text)) for call in calls]
-        if self.uses[called] != len(calls) or any(value is None for value in given):
-            return []
-        return [value for value in given if value is not None]
-
-    def is_whole(self, node: cst.BaseExpression) -> bool:
-        """Return whether an expression is certainly a whole number."""
-        return self._is_whole(node, ())
-
-    def _is_whole(self, node: cst.BaseExpression, seen: tuple[str, ...]) -> bool:
-        if isinstance(node, cst.Integer):
-            return True
-        text = text_of(node)
-        if isinstance(node, cst.Call):
-            return text_of(node.func) == "int" or (self.name(node.func) or "").endswith((".get_rank", ".device_count"))
-        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, (cst.Add, cst.Modulo, cst.Multiply)):
-            return self._is_whole(node.left, seen) and self._is_whole(node.right, seen)
-        function = self.function_of(node)
-        if function is not None and self.spawned.get(function.name.value) == text:
-            return True
-        if isinstance(node, cst.Attribute) and node.attr.value in self.options.wholes:
-            return all(
-                self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
-            )
-        values = self.assigned.get(text, [])
-        return bool(values) and text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
-
-    def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-        """Return what the file assigns to a name."""
-        return self.assigned.get(text_of(node), []) if isinstance(node, (cst.Name, cst.Attribute)) else []
 
     def chooses_by(self, index: cst.BaseExpression) -> bool:
         """Return whether the script chooses a device by this expression, apart from DistributedDataParallel's."""
@@ -382,6 +328,9 @@ class Facts(Tree):
                 return False
             if isinstance(outer, (cst.If, cst.IfExp)) and inner is outer.body and self._asks(outer.test):
                 return True
+            if isinstance(outer, cst.BooleanOperation) and isinstance(outer.operator, cst.And):
+                if inner is outer.right and self._asks(outer.left):
+                    return True
             inner = outer
         return False
 

@@ -36,6 +36,7 @@ APEX: Mapping[str, frozenset[str]] = {
 }
 """What `accelcore.apex` has. NpuFusedBertAdam and NpuFusedRMSpropTF of Ascend's apex compute something else there."""
 
+_UNKNOWN_APEX = "apex: accelcore.apex does not have this, or another package drives apex, too"
 _VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
 _WRAPPER = "FP16_Optimizer"
 _IMPOSTOR = "transfer_to_npu"
@@ -154,7 +155,7 @@ class Imports:
             known = known and not any(self._is_strange(f"{module}.{dotted(each.name)}") for each in names)
             wrapped = module == "apex.optimizers" and self.before[_WRAPPER] > 0
             if self.level is Level.TORCH or wrapped or not known:
-                why = "apex: level roles has accelcore.apex" if known else "apex: accelcore.apex does not have this"
+                why = "apex: level roles has accelcore.apex" if known else _UNKNOWN_APEX
                 why = f"apex: its {_WRAPPER} takes apex's own optimizers" if wrapped else why
                 return self._kept(statement, why)
             new = cst.parse_expression(f"accelcore.{module}")

@@ -26,7 +26,7 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
     """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
     if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):
         value = node.evaluated_value
-        if not device_text(value) or "{" in value or "%" in value:
+        if not device_text(value) or "{" in value or "%" in value or value.endswith(":"):
             return False, None
         _, _, index = value.partition(":")
         return True, cst.Integer(index) if index else None
@@ -44,7 +44,7 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
             return plain, part.expression if plain else None
     if isinstance(node, cst.BinaryOperation) and isinstance(node.left, cst.SimpleString):
         value = str(node.left.evaluated_value)
-        if isinstance(node.operator, cst.Modulo) and value in {f"{name}:%d" for name in DEVICES}:
+        if isinstance(node.operator, cst.Modulo) and value in {f"{name}:%{kind}" for name in DEVICES for kind in "dsi"}:
             right = node.right
             if isinstance(right, cst.Tuple) and len(right.elements) == 1:
                 right = right.elements[0].value

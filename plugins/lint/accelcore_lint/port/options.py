@@ -35,9 +35,9 @@ class Options:
         Others may call a function that only declares options, such as a script that hands a job to a cluster.
         """
         tree = self._tree
-        if tree.is_library or any(_SUBMITS.search(text_of(node)) for node in tree.imports):
-            return False
         function = tree.function_of(declared)
+        if (tree.is_library and function is None) or any(_SUBMITS.search(text_of(node)) for node in tree.imports):
+            return False
         reads = [call for call in tree.calls if _method(call) in _READS]
         return any(function is None or tree.function_of(call) is function for call in reads)
 

@@ -10,7 +10,7 @@ import libcst as cst
 
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.tree import Tree
+from accelcore_lint.port.tree import Tree, is_guard
 
 _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),
@@ -46,6 +46,10 @@ class Place:
         index: the script's option by whose number it chooses its device; "" if there is none.
         read: the statement after the one that reads the options. The backend is chosen before it.
         contexts: calls that make a device current in a `with`, and that are left.
+
+    Attributes:
+        name: of the device, or of the backend.
+        current: the name of torch's current device.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Place:
         self._sites: list[cst.CSTNode] = []
         self._local: dict[tuple[cst.FunctionDef, str], list[cst.CSTNode]] = defaultdict(list)
         current = made.get(self._current_value)
-        self._current = current.value if current else next(name for name in _CURRENT if name not in taken)
+        self.current = current.value if current else next(name for name in _CURRENT if name not in taken)
         self._has_current = current is not None
         self._current_sites: list[cst.CSTNode] = []
 
@@ -90,7 +94,7 @@ class Place:
             raise UnplacedError("the device of the context around this line, which is one vendor's")
         if self._tree.is_library and not self._tree.has_torch_name:
             raise UnplacedError("the file imports torch in functions only: choose the device there")
-        if self._tree.is_library and self._tree.is_default(site):
+        if (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site):
             raise UnplacedError(DEFAULT)
         function, hidden = self._scope(site), self._hides(site)
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
@@ -104,10 +108,10 @@ class Place:
                 and function is not None
                 and isinstance(function.body, cst.IndentedBlock)
             ):
-                self._local[self._running(site, function), f"{self._current} = {self._current_value}"].append(site)
+                self._local[self._running(site, function), f"{self.current} = {self._current_value}"].append(site)
             else:
                 self._current_sites.append(site)
-            return self._current
+            return self.current
         name = self.backend(site)
         return name if self._torch_level else f"{name}.device"
 
@@ -187,6 +191,8 @@ class Place:
         It is apart if the script starts the process, but not in the function around the site, or chooses by hand.
         """
         function = self._scope(site)
+        if self._tree.has_guard and self._tree.in_default(site):
+            return True  # it is set when another file imports this one
         if self._read is not None:
             return function is not self._scope(self._read)
         return self.by_hand or (
@@ -230,7 +236,7 @@ class Place:
         if self._current_sites and not self._has_current:
             guard = self._common_guard(self._current_sites) if tree.is_library else None
             block = guard.body if guard is not None else tree.module
-            added[self._first(block, self._current_sites)] = f"{self._current} = {self._current_value}"
+            added[self._first(block, self._current_sites)] = f"{self.current} = {self._current_value}"
         if self._read is not None and self._has_sites() and not self._existing:
             added[self._read] = f"{self.name} = {self._value}"
         elif not self._existing and self._sites:
@@ -264,7 +270,7 @@ class Place:
 
         A process that is spawned, as by a DataLoader with workers, imports the script again, as `__mp_main__`.
         """
-        guards = [each for each in self._tree.module.body if _is_guard(each)]
+        guards = [each for each in self._tree.module.body if is_guard(each)]
         around = [list(self._tree.parents(site)) for site in self._sites if self._scope(site) is None]
         inside = all(any(guard in outer for guard in guards) for outer in around)
         return bool(guards) and inside and not _STARTS.search(self._tree.code)
@@ -279,7 +285,7 @@ class Place:
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
-        needed = {"import torch"} if self._current_sites or self._current in local else set()
+        needed = {"import torch"} if self._current_sites or self.current in local else set()
         if self._sites or self.name in local or (self._read is not None and self._has_sites()):
             needed.add("import torch" if self._torch_level else "import accelcore")
         return needed
@@ -338,7 +344,7 @@ class Place:
         if len(found) != 1:
             return None
         (guard,) = found
-        return guard if isinstance(guard, cst.If) and _is_guard(guard) and guard.orelse is None else None
+        return guard if isinstance(guard, cst.If) and is_guard(guard) and guard.orelse is None else None
 
     def _first(self, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
         """Return the first statement of a block that holds one of the sites; in a `with` if that holds them all."""
@@ -348,13 +354,3 @@ class Place:
         if isinstance(inner, cst.IndentedBlock) and all(inner in self._tree.parents(site) for site in sites):
             return self._first(inner, sites)  # what the `with` begins may choose devices
         return first
-
-
-def _is_guard(node: cst.CSTNode) -> bool:
-    """Return whether a statement of the module is `if __name__ == "__main__":`."""
-    return (
-        isinstance(node, cst.If)
-        and isinstance(node.test, cst.Comparison)
-        and text_of(node.test.left) == "__name__"
-        and isinstance(node.body, cst.IndentedBlock)
-    )

@@ -15,6 +15,7 @@ from accelcore_lint.command import ERROR, FINDINGS, Command, PathArgument
 from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
 from accelcore_lint.port.model import Level
+from accelcore_lint.port.project import Project, read_project
 from accelcore_lint.port.report import Ported, as_json, diff, show
 from accelcore_lint.port.rewrite import UnfaithfulError, port_source
 
@@ -86,7 +87,8 @@ def port(
         found = list(find_scripts(paths))
     except FileError as error:
         raise click.ClickException(str(error)) from error
-    files = [_ported(path, chosen, paths if write else None) for path in found]
+    project = read_project(found)
+    files = [_ported(path, chosen, paths if write else None, project) for path in found]
     if show_diff:
         for ported in files:
             click.echo(diff(ported), nl=False)
@@ -103,7 +105,7 @@ def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequenc
     """Compare one script with its port."""
     if len(paths) != 1 or not paths[0].is_file():
         raise click.UsageError("--check takes one script")
-    ported = _ported(paths[0], level, None)
+    ported = _ported(paths[0], level, None, read_project(paths))
     if ported.outcome is None:
         raise click.ClickException(f"{paths[0]}: {ported.error}")
     result = compare(paths[0], ported.outcome.source, steps, arguments)
@@ -111,20 +113,28 @@ def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequenc
     return {True: 0, None: FINDINGS, False: ERROR}[result.same]
 
 
-def _ported(path: Path, level: Level, within: tuple[Path, ...] | None) -> Ported:
+def _ported(path: Path, level: Level, within: tuple[Path, ...] | None, project: Project) -> Ported:
     """Port one file, and replace it if `within` is given. An error is part of the result: other files go on."""
     try:
         script = read_script(path)
-        outcome = port_source(script.source, level)
+        outcome = port_source(script.source, level, project.known(path))
         if within is not None and outcome.source != script.source:
             write_script(script, outcome.source, within)
     except cst.ParserSyntaxError as error:
-        return Ported(path, error=f"line {error.raw_line} is not Python that can be read: {error.message}")
+        return Ported(path, error=_unreadable(error))
     except cst.CSTValidationError as error:
         return Ported(path, error=f"cannot be rewritten: {error}")
     except (FileError, UnfaithfulError) as error:
         return Ported(path, error=str(error))
     return Ported(path, script.source, outcome)
+
+
+def _unreadable(error: cst.ParserSyntaxError) -> str:
+    """Return what is wrong with a file. Python itself reads some mixtures of tabs and spaces; the parser does not."""
+    if "dedent" in error.message or "indent" in error.message:
+        remedy = "if Python runs this file, it mixes tabs and spaces: indent all lines by spaces"
+        return f"indentation that cannot be read ({error.message}); {remedy}"
+    return f"line {error.raw_line} is not Python that can be read: {error.message}"
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import libcst as cst
+from libcst import matchers
+
+from accelcore_lint.port.syntax import text_of
 
 _MARK = "__accelcore_removed__"
 
@@ -33,6 +36,34 @@ def is_removed(statement: cst.CSTNode) -> bool:
 def sweep(module: cst.Module) -> cst.Module:
     """Delete the removed statements of a module. A block that becomes empty gets `pass`."""
     return module.visit(_Sweep())
+
+
+def without_unused(module: cst.Module, name: str) -> cst.Module:
+    """Delete the lines that assign a name which the rest of their block does not use: what used it was removed."""
+    return module.visit(_Unused(name)) if f"{name} = " in module.code else module
+
+
+class _Unused(cst.CSTTransformer):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        return self._used(updated_node)
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
+        return self._used(updated_node)
+
+    def _used(self, block: Block) -> Block:
+        made = [line for line in block.body if self._makes(line)]
+        if not made or len(matchers.findall(block, matchers.Name(self._name))) > len(made):
+            return block
+        kept = [line for line in block.body if line not in made]
+        return block.with_changes(body=kept or [cst.SimpleStatementLine([cst.Pass()])])
+
+    def _makes(self, line: cst.CSTNode) -> bool:
+        made = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+        return isinstance(made, cst.Assign) and [text_of(target.target) for target in made.targets] == [self._name]
 
 
 class _Sweep(cst.CSTTransformer):

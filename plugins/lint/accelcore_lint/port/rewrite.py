@@ -16,7 +16,8 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.model import TODO, Left, Level, Note, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
-from accelcore_lint.port.removed import sweep
+from accelcore_lint.port.project import Known
+from accelcore_lint.port.removed import sweep, without_unused
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.syntax import reasons_above, text_of
 from accelcore_lint.port.trainer import with_trainers
@@ -24,6 +25,7 @@ from accelcore_lint.port.vendors import may_concern, vendor_lines
 
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
 _CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
+_Guard = cst.If | cst.IfExp
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -56,12 +58,13 @@ class Outcome:
     after: int = 0
 
 
-def port_source(source: str, level: Level) -> Outcome:
+def port_source(source: str, level: Level, known: Known | None = None) -> Outcome:
     """Rewrite the source of a script or module.
 
     Args:
         source: Python source, with the line ends of the file.
         level: what to rewrite it to.
+        known: what other files say about it.
 
     Raises:
         libcst.ParserSyntaxError: it is not Python of a version that libcst reads.
@@ -73,7 +76,7 @@ def port_source(source: str, level: Level) -> Outcome:
     if module.code != source:
         raise UnfaithfulError
     wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
-    facts = Facts(wrapper, level)
+    facts = Facts(wrapper, level, known or Known())
     decisions = _Decisions(facts)
     module.visit(decisions)
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=len(vendor_lines(source)))
@@ -86,7 +89,9 @@ def port_source(source: str, level: Level) -> Outcome:
         complete=not decisions.left,
         strange=facts.strange_apex,
     )
-    outcome.source = sweep(imports.apply(rewritten)).code
+    swept = sweep(imports.apply(rewritten))
+    name = facts.place.current
+    outcome.source = (swept if name in facts.identifiers else without_unused(swept, name)).code
     if level is Level.TRAINER:
         outcome.source, outcome.loops = with_trainers(outcome.source, source)
     outcome.rewritten += imports.rewritten
@@ -112,7 +117,7 @@ class _Decisions(cst.CSTVisitor):
                 self._rules[kind].append(rule)
         self._claimed: set[int] = set()
         self._was_left: list[bool] = []
-        self._waiting: dict[cst.CSTNode, list[tuple[Rule, cst.CSTNode, Left]]] = defaultdict(list)
+        self._waiting: dict[cst.CSTNode, list[tuple[_Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._unset: set[str] = set()
         self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
         self.rewrites: dict[cst.CSTNode, Rewrite] = {}
@@ -146,7 +151,7 @@ class _Decisions(cst.CSTVisitor):
             elif guard is None:
                 self._leave(rule, node, decision)
             else:
-                self._waiting[guard].append((rule, node, decision))
+                self._waiting[self._end_of(guard)].append((guard, rule, node, decision))
             return decision.inner
         if isinstance(node, (cst.If, cst.IfExp)):
             self._marks[node] = (*self._done(), len(self.left))
@@ -155,20 +160,33 @@ class _Decisions(cst.CSTVisitor):
     def on_leave(self, original_node: cst.CSTNode) -> None:
         if isinstance(original_node, _COMPOUND):
             self._was_left.pop()
-        for rule, node, decision in self._waiting.pop(original_node, ()):
-            rewritten, actions, left = self._marks[original_node]
+        for guard, rule, node, decision in self._waiting.pop(original_node, ()):
+            rewritten, actions, left = self._marks[guard]
             done = self._done()
-            some = (done[1] > actions if decision.some else done[0] > rewritten) or self._is_portable(original_node)
+            some = (done[1] > actions if decision.some else done[0] > rewritten) or self._is_portable(guard)
             whole = len(self.left) == left
             opens = (some or whole) if decision.some else (some and whole)
-            if isinstance(original_node, (cst.If, cst.IfExp)) and self._unset & _names_in(original_node):
+            if original_node is not guard:
+                opens = whole  # what follows an early return
+            if self._unset & _names_in(guard):
                 opens = False  # it uses what a condition that was left sets
             if opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
-                if isinstance(original_node, (cst.If, cst.IfExp)):
-                    self._unset |= _set_in(original_node)
+                self._unset |= _set_in(guard)
+
+    def _end_of(self, guard: _Guard) -> cst.CSTNode:
+        """Return the node after which it is known what a guard guards: itself, or its block if it returns.
+
+        After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices.
+        """
+        lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
+        last = lines[-1] if lines else None
+        returns = isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)
+        block = self._facts.parent(guard)
+        is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
+        return block if is_early and isinstance(block, cst.IndentedBlock) else guard
 
     def _done(self) -> tuple[int, int]:
         """Return how often something was rewritten, or is ignored elsewhere, with and without questions."""
@@ -176,7 +194,7 @@ class _Decisions(cst.CSTVisitor):
         count = len(self.rewritten) + len(self.harmless)
         return count, count - asked
 
-    def _guard_of(self, node: cst.CSTNode) -> cst.If | cst.IfExp | None:
+    def _guard_of(self, node: cst.CSTNode) -> _Guard | None:
         """Return the `if`, or the choice, of whose condition a node is a part."""
         inner = node
         for outer in self._facts.parents(node):

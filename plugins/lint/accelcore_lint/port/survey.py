@@ -42,6 +42,7 @@ class Survey(cst.CSTVisitor):
         self.made_current: list[cst.BaseExpression] = []
         self.calls: list[cst.Call] = []
         self.indexes: set[str] = set()
+        self.numbered: list[cst.CSTNode] = []
         self.moved_to: list[cst.Name] = []
         self.seeds: list[cst.Call] = []
         self.functions: dict[str, cst.FunctionDef] = {}
@@ -63,6 +64,7 @@ class Survey(cst.CSTVisitor):
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if match := re.fullmatch(r"(?:cuda|npu):(\d+)", str(node.raw_value)):
             self.indexes.add(match[1])
+            self.numbered.append(node)
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         if self._depth:
@@ -85,10 +87,12 @@ class Survey(cst.CSTVisitor):
         name = self._name(node.func) or ""
         if name == "torch.device" and isinstance(index := argument(node, "index", 1), cst.Integer):
             self.indexes.add(index.value)
+            self.numbered.append(node)
         if isinstance(node.func, cst.Attribute) and node.func.attr.value in DEVICES:
             moved = argument(node, "device", 0)
             if isinstance(moved, cst.Integer):
                 self.indexes.add(moved.value)
+                self.numbered.append(node)
             elif isinstance(moved, cst.Name):
                 self.moved_to.append(moved)
         if name == "torch.manual_seed":

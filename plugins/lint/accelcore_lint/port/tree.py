@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Any, cast
 
 import libcst as cst
-from libcst import metadata
+from libcst import matchers, metadata
 
 from accelcore_lint.port.model import Level
+from accelcore_lint.port.project import Known
 from accelcore_lint.port.survey import Survey
 from accelcore_lint.port.syntax import argument, dotted, text_of
 from accelcore_lint.port.vendors import STAR_IMPORT
@@ -24,8 +25,16 @@ _TRAINS = re.compile(
 )
 """Words of scripts that train, evaluate or take options."""
 
-_OWN_READER = re.compile(r"\bself\.[\w.]+\.parse_args\(")
-"""A method of the script's own configuration, if the file has no parser."""
+_WORKS = re.compile(
+    r"\b(torch|model|net\w*|loss|print|backward|DataLoader|load_state_dict|init_process_group|hydra|click|fire|typer)\b"
+)
+"""Words of lines that do the work of a script."""
+
+_RECORDS = re.compile(
+    r"(^|[._])((add|register|set|use|enable|disable|insert|update|append|extend|filter|simple|basic|parse|merge|freeze)"
+    r"(_\w+|[A-Z]\w*|warnings|filter)?|(manual_)?seed(_\w+)?)$"
+)
+"""Functions that a module without a script calls when it is imported: they register something, or set it."""
 
 _WORD = re.compile(r"\b[^\W\d]\w*")
 
@@ -36,9 +45,10 @@ class Tree:
     Args:
         wrapper: the parsed file.
         level: what it is rewritten to.
+        known: what other files of the project say about it.
 
     Attributes:
-        level: as given; TRAINER has rules of its own, and otherwise those of ROLES.
+        level, known: as given; TRAINER has rules of its own, and otherwise those of ROLES.
         module, code: the file, and its source.
         identifiers: all names that it uses or defines.
         uses: how often it uses each of them, apart from their imports and definitions.
@@ -49,12 +59,14 @@ class Tree:
         hidden_by: assignments to the environment variables that hide devices, and calls of YOLO's function for it.
         made_current: expressions of the devices that it makes current.
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
+        numbered: those names and moves.
         moved_to: the names in moves such as `x.cuda(i)`.
         torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
     """
 
-    def __init__(self, wrapper: metadata.MetadataWrapper, level: Level) -> None:
+    def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
         self.level = level
+        self.known = known
         self.module = wrapper.module
         self.code = wrapper.module.code
         self._names: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.QualifiedNameProvider)
@@ -76,6 +88,7 @@ class Tree:
         self.hidden_by = survey.hidden_by
         self.made_current = survey.made_current
         self.indexes = survey.indexes
+        self.numbered = survey.numbered
         self.moved_to = survey.moved_to
         self.imports = survey.imports
         self.torch = survey.torch or "torch"
@@ -124,16 +137,21 @@ class Tree:
         found = [each for each in self.parents(node) if isinstance(each, cst.FunctionDef)]
         return found[-1] if found else None
 
-    def is_default(self, node: cst.CSTNode) -> bool:
-        """Return whether a node is in a parameter's default that does not ask for a device when it is imported."""
+    def in_default(self, node: cst.CSTNode) -> cst.BaseExpression | None:
+        """Return the parameter's default that holds a node, if one does."""
         inner = node
         for outer in self.parents(node):
             if isinstance(outer, cst.Param) and inner is outer.default:
-                return "is_available(" not in text_of(inner)
+                return outer.default
             if isinstance(outer, (cst.Lambda, cst.BaseStatement)):
-                return False
+                return None
             inner = outer
-        return False
+        return None
+
+    def is_default(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is in a parameter's default that does not ask for a device when it is imported."""
+        default = self.in_default(node)
+        return default is not None and "is_available(" not in text_of(default)
 
     @cached_property
     def spawned(self) -> dict[str, str]:
@@ -175,18 +193,24 @@ class Tree:
         return any((self.name(call.func) or "").endswith("multiprocessing.Process") for call in self.calls)
 
     @cached_property
-    def is_library(self) -> bool:
-        """Return whether a file only defines what others use: it does nothing with a name of its own when imported.
+    def has_guard(self) -> bool:
+        """Return whether the file has an `if __name__ == "__main__":`, so that others may import it, too."""
+        return any(map(is_guard, self.module.body))
 
-        As a script, such as in `if __name__ == "__main__":`, it only tries that out.
+    @cached_property
+    def is_library(self) -> bool:
+        """Return whether a file defines what others use, so that it must choose no device when it is imported.
+
+        It does so if another file imports it, or if it certainly does not train, evaluate or take options itself.
         """
-        body, code = self.module.body, self.code
-        runs = (cst.For, cst.While, cst.With)
-        reads = "parse_args(" in (code if "ArgumentParser" in code else _OWN_READER.sub("", code))
-        if self.spawns or self.backends or reads or ("__main__" in code and _TRAINS.search(self._run)):
+        if self.spawns or self.backends:
             return False
-        own = {each.name.value for each in body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
-        return bool(own) and not any(isinstance(each, runs) or self._uses(each, own) for each in body)
+        if self.known.imported:
+            return True
+        if self.has_guard:
+            return not _TRAINS.search(self._run)
+        own = {each.name.value for each in self.module.body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
+        return bool(own) and not any(self._runs(line, own) for line in _lines(self.module))
 
     @cached_property
     def _run(self) -> str:
@@ -207,14 +231,36 @@ class Tree:
                 names += _WORD.findall(text)
         return found
 
-    def _uses(self, line: cst.BaseStatement | cst.BaseSmallStatement, own: set[str]) -> bool:
-        """Return whether a line of the module is a call with a name of its `own` or an assigned one, but no logger."""
-        if not isinstance(line, cst.SimpleStatementLine):
-            return False
-        calls = " ".join(text_of(part) for part in line.body if isinstance(part, cst.Expr))
-        names = set(re.findall(r"(?<![\w.])[^\W\d]\w*", re.sub(r"(?s)([\"']).*?\1", "", calls)))
-        return "(" in calls and any(
-            name in own or (name in self.assigned and not name.startswith(("log", "current_"))) for name in names
+    def _runs(self, line: cst.CSTNode, own: set[str]) -> bool:
+        """Return whether a line of the module does the work of a script, and not only registers or sets something.
+
+        `own`: the functions and classes of the module.
+        """
+        if isinstance(line, (cst.For, cst.While, cst.With)):
+            return bool(own & self._names_in(line)) or _WORKS.search(text_of(line)) is not None
+        for part in line.body if isinstance(line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)) else ():
+            value = getattr(part, "value", None)
+            if not isinstance(value, cst.Call):
+                continue
+            used = self._names_in(value)
+            if not isinstance(part, cst.Expr):
+                if used & own and _WORKS.search(self._run):
+                    return True
+            elif not _RECORDS.search(text_of(value.func)):
+                known = {name for name in self.assigned if not name.startswith(("log", "current_"))}
+                if used & (own | known):
+                    return True
+        return False
+
+    def _names_in(self, node: cst.CSTNode) -> set[str]:
+        """Return the variables, functions and classes that a node names."""
+        names = [cst.ensure_type(each, cst.Name) for each in matchers.findall(node, matchers.Name())]
+        return {name.value for name in names if not self._is_member(name)}
+
+    def _is_member(self, name: cst.Name) -> bool:
+        parent = self.parent(name)
+        return (isinstance(parent, cst.Attribute) and parent.attr is name) or (
+            isinstance(parent, cst.Arg) and parent.keyword is name
         )
 
     def _passes_function(self, call: cst.Call) -> bool:
@@ -224,3 +270,28 @@ class Tree:
     def import_lines(self) -> dict[str, int]:
         """Return the numbers of the lines of all import statements, by their text."""
         return {text_of(node): self.line(node) for node in reversed(self.imports)}
+
+
+def is_guard(node: cst.CSTNode) -> bool:
+    """Return whether a statement of the module is `if __name__ == "__main__":`."""
+    return (
+        isinstance(node, cst.If)
+        and isinstance(node.test, cst.Comparison)
+        and text_of(node.test.left) == "__name__"
+        and isinstance(node.body, cst.IndentedBlock)
+    )
+
+
+def _lines(block: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield the lines that run when a module is imported, also those under an `if` or in a `try`."""
+    if isinstance(block, cst.If):
+        yield from _lines(block.body)
+        if block.orelse is not None:
+            yield from _lines(block.orelse)
+    elif isinstance(block, (cst.Try, cst.Else)):
+        yield from _lines(block.body)
+    elif isinstance(block, (cst.Module, cst.IndentedBlock)):
+        for line in block.body:
+            yield from _lines(line)
+    else:
+        yield block

@@ -17,10 +17,13 @@ GROUPS = ("nccl", "hccl")
 MODULES = ("apex", "torch_npu")
 """Packages that only work on those devices."""
 
+OTHERS = ("numba", "cupy")
+"""Packages that have functions for those devices beside others."""
+
 _WORDS = {*DEVICES, *MODULES, "cudnn", "npu_fusion_attention"}
 _ARGUMENTS = ("device_ids", "output_device")
 _OPTION = re.compile(r"NpuFused\w+")
-_TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%d|\{{.*\}}|\{{\}}))?")
+_TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%[dsi]|\{{.*\}}|\{{\}}|))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
 STAR_IMPORT = re.compile(r"(?m)^from\b[^\n#]*\bimport[ \t]*\*")
@@ -32,6 +35,10 @@ _FLAGS = re.compile(rf"(?m)^[ \t]*({'|'.join(DEVICES)})[ \t]*=(?!=)")
 _IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({'|'.join(DEVICES)})\b[ \t]*(?:,|as\b|$|#)")
 _MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({'|'.join(DEVICES)})[ \t]*=(?!=)")
 _TRUTHS = re.compile(rf"\b(?:if|elif|while|and|or|not)[ \t(]+((?:\w+\.)*\w+\.(?:{'|'.join(DEVICES)}))\b(?![ \t]*[.(])")
+_SETTINGS = re.compile(
+    r"(?i:\b((?:\w+\.)*_*(?:args?|cfg|conf|configs?|opts?|options?|settings|h?params|hps|flags)))"
+    rf"\.({'|'.join(DEVICES)})\b(?![ \t]*[.(])"
+)
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({'|'.join(DEVICES)})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
@@ -58,12 +65,13 @@ def own_options(source: str) -> set[str]:
 
     What an option `--cuda` stores in `args.cuda`, or what the script sets there (`args.cuda = not args.no_cuda`), is a
     flag. So is a variable as in `cuda = torch.cuda.is_available()`, or a function's parameter `cuda`, unless the file
-    imports something of that name, an attribute that the script sets, as in `self.cuda = use_cuda`, and one whose
-    truth it asks, as in `if config.cuda:`.
+    imports something of that name, an attribute that the script sets, as in `self.cuda = use_cuda`, one whose truth
+    it asks, as in `if flags.cuda:`, and one of settings such as `args.cuda` or `self.opt.cuda`.
     """
     options = {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
     options |= {f"self.{device}" for device in _MEMBERS.findall(source)}
     asked = {name for name in _TRUTHS.findall(source) if not name.startswith("torch.")}
+    asked |= {f"{owner}.{device}" for owner, device in _SETTINGS.findall(source)}
     options |= asked | {".".join(name.split(".")[-2:]) for name in asked}
     parameters = {name for head in _HEADS.findall(source) for name in _PARAMETER.findall(head)}
     return options | ((set(_FLAGS.findall(source)) | parameters) - set(_IMPORTED.findall(source)))

@@ -144,7 +144,8 @@ def test_a_condition_that_uses_what_a_condition_that_stays_sets_stays():
 
 
 @pytest.mark.parametrize(
-    "line", ["to_gpu(x)", "run(to_gpu)", "if __name__ == '__main__':\n    to_gpu(x).backward()", "for i in x: pass"]
+    "line",
+    ["to_gpu(x)", "run(to_gpu)", "if __name__ == '__main__':\n    to_gpu(x).backward()", "for i in x: to_gpu(i)"],
 )
 def test_a_module_that_does_something_is_a_script(line):
     assert "accel = accelcore.select()" in port_source(f"{LIBRARY}\n\n{line}\n", Level.ROLES).source

@@ -159,7 +159,7 @@ def test_a_module_of_which_there_may_be_replicas_takes_the_current_device(method
     outcome = port_source(REPLICA.replace("forward", method), Level.ROLES)
     assert (outcome.after, outcome.left) == (0, [])
     assert "device = torch.device(accel.device.type)\n" in outcome.source
-    assert "torch.FloatTensor(2).to(accel.device.type)" in outcome.source
+    assert "torch.empty(2, device=accel.device.type)" in outcome.source
     assert "x.to(accel.device.type) + torch.ones(2, device=accel.device.type) + " in outcome.source
 
 

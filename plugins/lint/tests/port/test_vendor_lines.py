@@ -18,8 +18,9 @@ def test_the_scripts_own_option_is_no_vendor_line():
     assert 'torch.device(accel.device.type if args.cuda else "cpu")' in outcome.source
     flag = source.replace("args = parser.parse_args()", "args = make()")
     assert port_source(flag, Level.ROLES).after == 1  # `if args.cuda` asks for a truth
-    flag = "import torch\nargs = make()\nmove = args.cuda\n"
-    assert port_source(flag, Level.ROLES).after == 1
+    flag = "import torch\nargs = make()\nmove = {}.cuda\n"
+    assert port_source(flag.format("args"), Level.ROLES).after == 0
+    assert port_source(flag.format("made"), Level.ROLES).after == 1
 
 
 @pytest.mark.parametrize(("imports", "after"), [("", 0), ("from torch import cuda\n", 4)])

@@ -7,7 +7,7 @@ from accelcore_lint.port.rules.contexts import CONTEXTS
 from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
 from accelcore_lint.port.rules.guards import GUARDS, IS_CUDA
 from accelcore_lint.port.rules.leftovers import LEFTOVERS
-from accelcore_lint.port.rules.loading import MAPS, PINS
+from accelcore_lint.port.rules.loading import LOADS, MAPS, PINS
 from accelcore_lint.port.rules.memory import MEMORY
 from accelcore_lint.port.rules.moves import MOVES
 from accelcore_lint.port.rules.optimizers import OPTIMIZERS
@@ -22,7 +22,7 @@ from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
     SWITCHES, STREAMS, CONTEXTS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES, AUTOCAST,
-    AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS, MAPS, STRINGS, BACKEND_NAMES,
+    AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS, LOADS, MAPS, STRINGS, BACKEND_NAMES,
     GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

@@ -11,6 +11,7 @@ from accelcore_lint.port.rules.device_strings import AVAILABLE, is_current, whol
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
+_LEFT = "a condition on one vendor's device: what it guards is left"
 _SAME = {"device_count": "device_count", "current_device": "current_device_index"}
 
 _NAMES = tuple(f"torch.{device}.get_device_name" for device in DEVICES)
@@ -27,9 +28,12 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left
         return None
     if name in AVAILABLE:
         asked = _as_operand(node, facts, _available(facts, node))
-        return Left("a condition on one vendor's device: what it guards is left", node.children, retry=asked, some=True)
+        return Left(_LEFT, node.children, retry=asked, some=True)
     if name in _BF16 and facts.level is not Level.TORCH:
-        source = f'"bfloat16" in {facts.place.backend(node)}.capabilities.autocast_dtypes'
+        backend = facts.place.backend(node)
+        source = f'"bfloat16" in {backend}.capabilities.autocast_dtypes'
+        if not facts.guards(node):  # CUDA's function is false on the CPU, which has bfloat16
+            source = f'{backend}.device.type != "cpu" and {source}'
         return _as_operand(node, facts, source)
     for old, new in _SAME.items():
         if name in {f"torch.{device}.{old}" for device in DEVICES}:
@@ -52,7 +56,7 @@ def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
     return whole(node, f'({source} if {device}.type != "cpu" else "cpu")', facts.needs_torch)
 
 
-def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Rewrite | None:
+def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Left | None:
     """Write `not (type != "cpu")` as `type == "cpu"`."""
     call = node.expression
     if not isinstance(node.operator, cst.Not) or not isinstance(call, cst.Call) or call.args:
@@ -60,13 +64,15 @@ def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Rewrite | None:
     if facts.name(call.func) not in AVAILABLE:
         return None
     source = _available(facts, node)
-    return _as_operand(node, facts, source.replace("!=", "==")) if "!=" in source else None
+    source = source.replace("!=", "==") if "!=" in source else f"not {source}"
+    return Left(_LEFT, node.children, retry=_as_operand(node, facts, source), some=True)
 
 
 def _as_operand(node: cst.BaseExpression, facts: Facts, source: str) -> Rewrite:
     """Return the decision to replace an operand, in parentheses where a comparison would bind to its neighbours."""
-    binds = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation)
-    return whole(node, f"({source})" if " " in source and isinstance(facts.parent(node), binds) else source)
+    parent = facts.parent(node)
+    binds = isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation))
+    return whole(node, f"({source})" if " " in source and binds else source)
 
 
 def _available(facts: Facts, node: cst.CSTNode) -> str:

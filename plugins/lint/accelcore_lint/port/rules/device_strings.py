@@ -125,7 +125,8 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
         return facts.place.kind(site)
     if _has_indexes(facts) and not (own and facts.level is not Level.TORCH):
         text = index_source(index)
-        return f'f"{{{facts.place.kind(site)}}}:{{{text}}}"' if '"' not in text else _refused(index)
+        number = text if text.isdecimal() else f"{{{text}}}"
+        return f'f"{{{facts.place.kind(site)}}}:{number}"' if '"' not in text else _refused(index)
     return f"str({facts.place.device(site)})" if own else _refused(index)
 
 
@@ -264,7 +265,7 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         return _wanted_argument(facts, holder, nested=nested) or unknown
     name = None
     if isinstance(holder, cst.Assign) and len(holder.targets) == 1:
-        name = text_of(holder.targets[0].target)
+        name = _key_of(holder.targets[0].target)
     elif isinstance(holder, cst.AnnAssign):
         name = text_of(holder.target)
     elif isinstance(holder, cst.Param):
@@ -276,6 +277,14 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
     if name is not None and is_device_name(name):
         return "location" if _LOCATION.search(name) else "kind"
     return unknown
+
+
+def _key_of(target: cst.BaseExpression) -> str:
+    """Return the name to which something is assigned, or the key, as in `params["device"] = "cuda"`."""
+    if isinstance(target, cst.Subscript) and len(target.slice) == 1 and isinstance(target.slice[0].slice, cst.Index):
+        key = target.slice[0].slice.value
+        return str(key.evaluated_value) if isinstance(key, cst.SimpleString) else ""
+    return text_of(target)
 
 
 def _is_field(assign: cst.AnnAssign, facts: Facts) -> bool:

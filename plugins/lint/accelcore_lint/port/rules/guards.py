@@ -8,6 +8,7 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, is_device_name, whole
 from accelcore_lint.port.syntax import text_of
@@ -29,6 +30,8 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         return _left(node) if _mentions(node) else None
     target = node.comparisons[0]
     left, right = node.left, target.comparator
+    if _is_vendors_device(left, facts) or _is_vendors_device(right, facts):
+        return _decide_device(node, left, right, facts)
     if isinstance(target.operator, (cst.Equal, cst.NotEqual)) and _is_vendor(right) and _TYPE.fullmatch(text_of(left)):
         is_text = isinstance(left, cst.Attribute) and left.attr.value == "type"
         is_text = is_text or is_device_name(text_of(left))
@@ -49,12 +52,33 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
     return _left(node) if _mentions(node) else None
 
 
+def _is_vendors_device(node: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an expression is `torch.device("cuda")`, also with an index."""
+    is_device = isinstance(node, cst.Call) and facts.name(node.func) == "torch.device" and bool(node.args)
+    return is_device and index_of(cst.ensure_type(node, cst.Call).args[0].value)[0]
+
+
+def _decide_device(node: cst.Comparison, left: cst.BaseExpression, right: cst.BaseExpression, facts: Facts) -> Left:
+    """Write `device == torch.device("cuda")` so that it stays false on the CPU, also where that is all there is."""
+    given, made = (left, right) if _is_vendors_device(right, facts) else (right, left)
+    plain = text_of(made).replace("'", '"') in {f'torch.device("{device}")' for device in DEVICES}
+    if not plain or not isinstance(node.comparisons[0].operator, cst.Equal):
+        return _left(node)
+    device = facts.device(node)
+    device = f"{facts.torch}.device({device})" if device.endswith(".type") else device
+    return Left(
+        _SKIPS, node.children, retry=whole(node, f'{text_of(given)} == {device} != {facts.torch}.device("cpu")')
+    )
+
+
 def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     flag, owner = node.attr.value, text_of(node.value)
     if flag not in ("is_cuda", "is_npu") or facts.name(node) is not None:
         return None
     if _SETTINGS.fullmatch(owner) or f"{owner}.{flag}" in facts.assigned:
         return None
+    if "pack" in owner.lower() or any("pack_" in text_of(value) for value in facts.values(node.value)):
+        return Left("a packed sequence has is_cuda and no device: ask its .data", node.children)
     if flag in {*facts.options.names, *facts.defined_methods} or any(
         name.split(".")[-1] == flag for name in facts.assigned
     ):

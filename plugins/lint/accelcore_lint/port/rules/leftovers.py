@@ -10,7 +10,7 @@ from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import names_option, whole
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, type_text
+from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, type_text
 
 _REASONS = {
     "Stream": "streams are each device's own; accel.runtime.side_stream() is for simple cases",
@@ -66,6 +66,8 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
     if facts.level is not Level.TORCH and is_known_apex(name) and not stays:
         return None
     parts = name.split(".")
+    if parts[0] in OTHERS and set(DEVICES) & set(parts):
+        return Left(f"{parts[0]} computes on one vendor's devices", node.children)
     if parts[0] in MODULES or (parts[0] == "torch" and len(parts) > 2 and parts[1] in DEVICES):
         return Left(_reason(parts), node.children)
     return None
@@ -101,9 +103,14 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
         call = facts.parent(parent) if isinstance(parent, cst.Arg) else None
         name = (facts.name(call.func) or "") if isinstance(call, cst.Call) else ""
         return Left(_REASONS.get(name.removeprefix("torch."), _REASONS["FloatTensor"]))
-    if index_of(node)[0] or node.evaluated_value in GROUPS:
+    if index_of(node)[0] or node.evaluated_value in GROUPS or _begins_device(node):
         return Left("a vendor's name in a place where it is not certain what it is for")
     return None
+
+
+def _begins_device(node: cst.SimpleString) -> bool:
+    """Return whether a string is the beginning of a device's name, as in `"cuda:" + number`."""
+    return str(node.evaluated_value) in {f"{device}:{form}" for device in DEVICES for form in ("", "{}", "%s", "%d")}
 
 
 LEFTOVERS = (

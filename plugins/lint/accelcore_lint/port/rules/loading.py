@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import libcst as cst
@@ -35,6 +36,43 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
     value = cst.parse_expression(f"{facts.place.backend(node)}.loading()")
     starred = {"star": "**", "keyword": None, "equal": cst.MaybeSentinel.DEFAULT, "value": value}
     return Rewrite(lambda updated: updated.with_changes(**starred), node.children)
+
+
+def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    """Name the device of what is loaded without one, where another branch does so for devices that are not CUDA's."""
+    if facts.name(node.func) != "torch.load" or len(node.args) != 1 or node.args[0].star:
+        return None
+    if not any("map_location" in text_of(other) for other in _other_branches(node, facts)):
+        return None
+    holder = facts.parent(facts.parent(node) or node)
+    is_state = isinstance(holder, cst.Call) and text_of(holder.func).endswith(".load_state_dict")
+    if not is_state:
+        return Left(
+            "torch.load needs map_location where what was saved on another vendor's device is loaded", inner=True
+        )
+    location = cst.Arg(
+        cst.parse_expression(facts.place.device(node)),
+        cst.Name("map_location"),
+        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+    )
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+
+    def build(updated: cst.Call) -> cst.Call:
+        (path,) = updated.args
+        return updated.with_changes(args=[path.with_changes(comma=comma), location])
+
+    return Rewrite(build)
+
+
+def _other_branches(node: cst.CSTNode, facts: Facts) -> Iterator[cst.CSTNode]:
+    """Yield what runs instead of a node, in the branches of each `if` and of each choice around it."""
+    inner = node
+    for outer in facts.parents(node):
+        if isinstance(outer, cst.FunctionDef):
+            return
+        if isinstance(outer, (cst.If, cst.IfExp)) and outer.orelse is not None and inner is not outer.test:
+            yield outer.orelse if inner is outer.body else outer.body
+        inner = outer
 
 
 def _decide_map(node: cst.Lambda | cst.Dict, facts: Facts) -> Rewrite | Left | None:
@@ -114,6 +152,22 @@ PINS = Rule(
         ),
     ),
     optional=True,
+)
+
+LOADS = Rule(
+    "load",
+    "`torch.load` without `map_location`, where another branch gives one",
+    (cst.Call,),
+    _decide_load,
+    (
+        Example(
+            Level.ROLES,
+            "if torch.cuda.is_available():\n    net.load_state_dict(torch.load(path))\n    net.cuda()\n"
+            "else:\n    net.load_state_dict(torch.load(path, map_location='cpu'))",
+            'if accel.device.type != "cpu":\n    net.load_state_dict(torch.load(path, map_location=accel.device))\n'
+            "    net.to(accel.device)\nelse:\n    net.load_state_dict(torch.load(path, map_location='cpu'))",
+        ),
+    ),
 )
 
 MAPS = Rule(

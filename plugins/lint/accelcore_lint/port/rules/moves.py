@@ -27,6 +27,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     method = func.attr.value
     if method in facts.defined_methods:
         return Left(f"this file defines a method {method}, which may be the one that is called")
+    if _is_own(func.value, facts):
+        return Left(f"another file of the project defines a method {method}, which may be the one that is called")
     if text_of(func.value) == "super()":
         return Left(f"the inherited {method}(): call to(device) where this method is called")
     if _STORAGE.search(text_of(func.value)):
@@ -39,6 +41,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         index = index_of(index)[1]
     if index is not None and _is_device(index, facts):
         source: str | Left = text_of(index)
+        if _may_be_none(index, facts):  # `x.cuda(None)` moves to the current device, `x.to(None)` nowhere
+            source = f"{source} if {source} is not None else {facts.place.device(node)}"
     elif index is not None and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
         source = f"{tensor[1]}.device"
     else:
@@ -58,6 +62,39 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
 
 
+def _is_own(moved: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an object may be of a class of the project that defines `cuda` itself."""
+    names = [moved, *facts.values(moved)]
+    names = [name.func if isinstance(name, cst.Call) else name for name in names]
+    return any(text_of(name).split(".")[-1] in facts.known.own_moves for name in names)
+
+
+def _may_be_none(device: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
+    """Return whether the script may give None as a device, as by a parameter's default."""
+    text = text_of(device)
+    if text == "None" or not depth:
+        return True
+    if isinstance(device, cst.IfExp):
+        return any(_may_be_none(each, facts, depth) for each in (device.body, device.orelse))
+    if isinstance(device, cst.Name):
+        for outer in facts.parents(device):
+            for param in _parameters(outer):
+                if param.name.value == text and param.default is not None and text_of(param.default) == "None":
+                    return not _is_filled(text, outer)
+    return any(_may_be_none(value, facts, depth - 1) for value in facts.values(device) if text_of(value) != text)
+
+
+def _parameters(node: cst.CSTNode) -> list[cst.Param]:
+    return [*node.params.params, *node.params.kwonly_params] if isinstance(node, cst.FunctionDef) else []
+
+
+def _is_filled(name: str, function: cst.CSTNode) -> bool:
+    """Return whether a function gives a parameter a value first if it is None."""
+    first = getattr(getattr(function, "body", None), "body", ())
+    tests = [text_of(line.test) for line in first if isinstance(line, cst.If)]
+    return f"{name} is None" in tests
+
+
 def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether the argument of a move is the script's own name of a device, which is never None."""
     if isinstance(index, cst.Name):
@@ -68,7 +105,8 @@ def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
         given = any(re.search(rf"\b{index.value}\b", text_of(head)) for head in heads)
         return (bool(made) and all(made) and not given) or (is_device_name(index.value) and not facts.is_whole(index))
     values = [text_of(value) for value in facts.values(index)]
-    known = bool(values) and "None" not in values and not facts.is_local_rank(index) and not facts.is_whole(index)
+    known = bool(values) and not facts.is_local_rank(index) and not facts.is_whole(index)
+    known = known and any(value != "None" for value in values)
     return isinstance(index, cst.Attribute) and is_device_name(index.attr.value) and known
 
 

@@ -81,7 +81,7 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
         and len(parent.targets) == 1
         and "backend" in text_of(parent.targets[0].target).lower()
     ) or (isinstance(parent, cst.Param) and "backend" in parent.name.value)
-    if is_backend and facts.is_library and facts.is_default(node):
+    if is_backend and (facts.is_library or facts.has_guard) and facts.is_default(node):
         return Left(DEFAULT)
     if is_backend:
         return _default(facts, node)

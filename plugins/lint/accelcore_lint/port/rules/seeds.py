@@ -36,7 +36,20 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         for other in facts.seeds
     ):
         return Rewrite(removed, node.body)
+    if fixed and _is_repeated(facts, node, seed):
+        return Rewrite(removed, node.body)
     return _seeded_alone(facts, node, call, found[0])
+
+
+def _is_repeated(facts: Facts, node: cst.SimpleStatementLine, seed: str) -> bool:
+    """Return whether the line before gives the device the same seed, as `manual_seed` does before `manual_seed_all`."""
+    block = facts.parent(node)
+    lines = list(block.body) if isinstance(block, (cst.IndentedBlock, cst.Module)) else []
+    before = lines[lines.index(node) - 1] if node in lines[1:] else None
+    found = called(before, facts) if isinstance(before, cst.SimpleStatementLine) else None
+    return (
+        found is not None and found[0].startswith("manual_seed") and [text_of(arg) for arg in found[1].args] == [seed]
+    )
 
 
 def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, function: str) -> Rewrite | Left:

@@ -28,13 +28,19 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
         return None
     target = assign.targets[0].target
     name, value = facts.name(target) or "", text_of(assign.value)
-    if _DEFAULTS.get(name) == value and all(text_of(other) == value for other in facts.values(target)):
+    if _DEFAULTS.get(name) == value and _is_only_value(name, target, value, facts):
         return Rewrite(removed, node.body)
     source = _GENERIC.get((name, value))
     if source is None:
         return _by_full_name(node, target, name, facts)
     new = cst.Expr(cst.parse_expression(f"{facts.torch}.{source}"))
     return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, facts.needs_torch)
+
+
+def _is_only_value(name: str, target: cst.BaseExpression, value: str, facts: Facts) -> bool:
+    """Return whether no line of the project sets something else: a later line may take that back."""
+    here = all(text_of(other) == value for other in facts.values(target))
+    return here and all(given == value for key, given in facts.known.settings if name == f"{_CUDNN}{key}")
 
 
 def _by_full_name(node: cst.SimpleStatementLine, target: cst.BaseExpression, name: str, facts: Facts) -> Rewrite | None:

@@ -30,12 +30,40 @@ def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
         return None
     if kind is None and _of_name(node.func, facts) is None:
         return None
+    if kind is not None and _is_sized(node, facts):
+        return _empty(node, kind, facts)
     to = [cst.Arg(cst.parse_expression(_device(node, node.func, facts)))]
     func = node.func if kind is None else cst.parse_expression(f"{facts.torch}.{kind}")
 
     def build(updated: cst.Call) -> cst.Call:
         made = updated.with_changes(func=func, lpar=(), rpar=())
         return cst.Call(cst.Attribute(made, cst.Name("to")), to, lpar=updated.lpar, rpar=updated.rpar)
+
+    return Rewrite(build, [node.func], facts.needs_torch)
+
+
+def _is_sized(call: cst.Call, facts: Facts) -> bool:
+    """Return whether all arguments are certainly sizes, and not data."""
+    plain = [arg.value for arg in call.args if not arg.star]
+    single = plain[0] if len(plain) == 1 and len(call.args) == 1 else None
+    is_data = isinstance(single, (cst.List, cst.Tuple, cst.ListComp, cst.Name))
+    is_data = is_data or (
+        isinstance(single, cst.Call) and text_of(single.func).split(".")[-1] not in ("size", "len", "int")
+    )
+    return len(plain) > 1 or (single is not None and not is_data)
+
+
+def _empty(node: cst.Call, kind: str, facts: Facts) -> Rewrite:
+    """Make the tensor on the device, without its values on the host."""
+    is_default = kind == "FloatTensor" and "set_default" not in facts.code
+    dtype = "" if is_default else f"dtype={facts.torch}.{_DTYPES[kind]}, "
+    func = cst.parse_expression(f"{facts.torch}.empty")
+    more = cst.ensure_type(cst.parse_expression(f"f({dtype}device={_device(node, node.func, facts)})"), cst.Call).args
+
+    def build(updated: cst.Call) -> cst.Call:
+        *args, last = updated.args
+        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        return updated.with_changes(func=func, args=[*args, last.with_changes(comma=comma), *more])
 
     return Rewrite(build, [node.func], facts.needs_torch)
 
@@ -148,7 +176,7 @@ TYPED = Rule(
         Example(
             Level.TORCH,
             "noise = torch.cuda.FloatTensor(2, 3).normal_()",
-            "noise = torch.FloatTensor(2, 3).to(device).normal_()",
+            "noise = torch.empty(2, 3, device=device).normal_()",
         ),
         Example(
             Level.ROLES,

@@ -1,0 +1,144 @@
+"""What the other files of a project say about one: whether they import it, and which objects have their own `cuda`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelcore_lint.port.files import find_scripts
+from accelcore_lint.port.vendors import DEVICES
+
+_IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
+_CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:")
+_MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
+_MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
+_SETTING = re.compile(r"\bcudnn\.(\w+)[ \t]*=[ \t]*([^\s=#;]+)")
+_TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
+_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt", "README.md")
+_ABOVE = 4
+"""How many folders around a file may be the one from which it imports."""
+_MOST = 3000
+"""How many files of a project are read beside those that are ported."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a project says about one of its files.
+
+    Attributes:
+        imported: whether another file imports it, so that what it does at the top also happens in that program.
+        own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
+        settings: settings of cuDNN in all files, such as `("benchmark", "True")`.
+    """
+
+    imported: bool = False
+    own_moves: frozenset[str] = frozenset()
+    settings: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Project:
+    """Files that are ported, and those beside them.
+
+    Attributes:
+        imported: the files that another one imports.
+        own_moves, settings: as in `Known`.
+    """
+
+    imported: frozenset[Path]
+    own_moves: frozenset[str]
+    settings: frozenset[tuple[str, str]]
+
+    def known(self, path: Path) -> Known:
+        """Return what the project says about a file."""
+        return Known(path.resolve() in self.imported, self.own_moves, self.settings)
+
+
+def read_project(paths: Iterable[Path]) -> Project:
+    """Read the files that are ported, and the others of their project: what imports them, and what they import."""
+    given = {path.resolve() for path in paths}
+    files = given | {path.resolve() for root in {_root(path) for path in given} for path in _scripts(root)}
+    texts = {path: _text(path) for path in files}
+    imports = {path: set(_imported(path, text)) for path, text in texts.items()}
+    for found in {found for path in given for found in imports[path]} - set(texts):
+        texts[found] = _text(found)
+    users = (found for path, all_ in imports.items() if not _TEST.fullmatch(path.name) for found in all_ - {path})
+    settings = frozenset(found for text in texts.values() for found in _SETTING.findall(text))
+    return Project(frozenset(users) & frozenset(given), _own_moves(texts.values()), settings)
+
+
+def _root(path: Path) -> tuple[Path, bool]:
+    """Return the folder of a file's project, and whether that is certain: it has a mark of one, such as `.git`."""
+    for folder in list(path.parents)[:_ABOVE]:
+        if any((folder / mark).exists() for mark in _MARKS):
+            return folder, True
+    return path.parent, False
+
+
+def _scripts(root: tuple[Path, bool]) -> Iterator[Path]:
+    folder, is_project = root
+    try:
+        found = find_scripts([folder]) if is_project else iter(sorted(folder.glob("*.py")))
+        yield from itertools.islice((path for path in found if path.is_file()), _MOST)
+    except OSError:
+        return  # a folder that may not be listed has nothing to say
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _above(path: Path) -> list[Path]:
+    return list(path.parents)[1:_ABOVE]
+
+
+def _imported(path: Path, text: str) -> Iterator[Path]:
+    """Yield the files that a file imports, looked for in its folder and in those above it."""
+    for base, names, plain in _IMPORT.findall(text):
+        members = [part.split()[0] for part in re.split(r"[,\s]*[,\n][,\s]*", names.strip("() \t\r\n")) if part.split()]
+        modules = [base, *(f"{base.rstrip('.')}.{name}" for name in members)] if base else []
+        modules += [part.split()[0] for part in plain.split(",") if part.split()]
+        for module in modules:
+            dots = len(module) - len(module.lstrip("."))
+            parts = [part for part in module.split(".") if part]
+            roots = [path.parents[dots - 1]] if 0 < dots <= len(path.parents) else [path.parent, *_above(path)]
+            for root in roots if parts else ():
+                file = root.joinpath(*parts).with_suffix(".py")
+                if file.is_file():
+                    yield file.resolve()
+                    break
+
+
+def _own_moves(texts: Iterable[str]) -> frozenset[str]:
+    """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects."""
+    found: set[str] = set()
+    from_: list[tuple[str, str]] = []  # a name, and another that makes its objects, or is its base
+    for text in texts:
+        classes = list(_CLASS.finditer(text))
+        ends = [*(following.start() for following in classes[1:]), len(text)]
+        for made, end in zip(classes, ends, strict=False):
+            from_ += [(made[1], base) for base in re.findall(r"\w+", made[2] or "")]
+            if _MOVES.search(text, made.end(), end):
+                found.add(made[1])
+        from_ += _holders(text)
+    grown = -1
+    while grown != len(found):
+        grown = len(found)
+        found |= {name for name, source in from_ if source in found}
+    return frozenset(found)
+
+
+def _holders(text: str) -> Iterator[tuple[str, str]]:
+    """Yield names with the functions whose results they hold; a function that returns such a result is one, too."""
+    function = ""
+    for found in _MADE.finditer(text):
+        if found[1]:
+            function = found[1]
+        elif found[3]:
+            yield found[2].split(".")[-1] if found[2] else function, found[3]

@@ -1,0 +1,110 @@
+"""Expressions that are ranks or whole numbers, by what the file assigns and passes."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+
+import libcst as cst
+
+from accelcore_lint.port.options import Options
+from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.tree import Tree
+
+_VARIABLE = r"(?:LOCAL_RANK|SLURM_LOCALID|OMPI_COMM_WORLD_LOCAL_RANK|MV2_COMM_WORLD_LOCAL_RANK)"
+_LOCAL_RANK = re.compile(
+    r"(\w+\.)?_?(local_?rank|LOCAL_RANK)"
+    rf"|int\(os\.environ\[.{_VARIABLE}.\]\)|int\(os\.(getenv|environ\.get)\(.{_VARIABLE}.[^)]*\)\)"
+)
+_RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
+_DECIMAL = re.compile(r"[\"'][a-z]+:%[di][\"']")
+_RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
+
+
+class Ranks(Tree):
+    """A file with its ranks, whole numbers and options."""
+
+    @cached_property
+    def options(self) -> Options:
+        """Return the options of the script's command line."""
+        return Options(self)
+
+    def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
+        if _LOCAL_RANK.fullmatch(text):
+            return True
+        if _RANK_PER_HOST.fullmatch(text):
+            rank = node.left if isinstance(node, cst.BinaryOperation) else node
+            return self._is_launchers(rank, ())
+        function = self.function_of(node)
+        if function is not None and self.spawned.get(function.name.value) == text:
+            return text not in self.assigned
+        values = [*self.assigned.get(text, []), *self._passed(text, node)]
+        if not values or text in seen:
+            return False
+        # None and 0 are the devices of a script that no launcher started: the one that accelcore chooses.
+        ranks = [value for value in values if text_of(value) not in ("None", "0")]
+        return bool(ranks) and all(self._is_local_rank(text_of(value), value, (*seen, text)) for value in ranks)
+
+    def _is_launchers(self, rank: cst.CSTNode, seen: tuple[str, ...]) -> bool:
+        """Return whether a rank is the launcher's or of a process that the script starts, and no option of its own."""
+        text = text_of(rank)
+        function = self.function_of(rank)
+        if _RANK.search(text) or (function is not None and self.spawned.get(function.name.value) == text):
+            return True
+        values = [*self.assigned.get(text, []), *self._passed(text, rank)] if text not in seen else []
+        return bool(values) and all(self._is_launchers(value, (*seen, text)) for value in values)
+
+    def _passed(self, text: str, node: cst.CSTNode) -> list[cst.BaseExpression]:
+        """Return what the file's calls pass for a parameter of the function, or of the constructor, around a node.
+
+        Nothing if one of the calls, or another use of the function, may pass something else.
+        """
+        function = next((outer for outer in self.parents(node) if isinstance(outer, cst.FunctionDef)), None)
+        if function is None:
+            return []
+        names = [param.name.value for param in function.params.params]
+        if text not in names or isinstance(function.params.star_arg, cst.Param) or function.decorators:
+            return []
+        owner = next((outer for outer in self.parents(function) if not isinstance(outer, cst.IndentedBlock)), None)
+        if isinstance(owner, cst.ClassDef) and function.name.value == "__init__":
+            called, names = owner.name.value, names[1:]
+        elif isinstance(owner, cst.Module):
+            called = function.name.value
+        else:
+            return []
+        calls = [call for call in self.calls if text_of(call.func) == called]
+        given = [argument(call, text, names.index(text)) for call in calls]
+        if self.uses[called] != len(calls) or any(value is None for value in given):
+            return []
+        return [value for value in given if value is not None]
+
+    def is_whole(self, node: cst.BaseExpression) -> bool:
+        """Return whether an expression is certainly a whole number."""
+        return self._is_whole(node, ())
+
+    def _is_whole(self, node: cst.BaseExpression, seen: tuple[str, ...]) -> bool:
+        if isinstance(node, cst.Integer):
+            return True
+        text = text_of(node)
+        if isinstance(node, cst.Call):
+            return text_of(node.func) == "int" or (self.name(node.func) or "").endswith((".get_rank", ".device_count"))
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, (cst.Add, cst.Modulo, cst.Multiply)):
+            return self._is_whole(node.left, seen) and self._is_whole(node.right, seen)
+        formatted = self.parent(node)
+        if isinstance(formatted, cst.BinaryOperation) and re.fullmatch(
+            r"[\"'][a-z]+:%[di][\"']", text_of(formatted.left)
+        ):
+            return True  # which Python refuses for a text
+        function = self.function_of(node)
+        if function is not None and self.spawned.get(function.name.value) == text:
+            return True
+        if isinstance(node, cst.Attribute) and node.attr.value in self.options.wholes:
+            return all(
+                self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
+            )
+        values = self.assigned.get(text, [])
+        return bool(values) and text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
+
+    def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+        """Return what the file assigns to a name."""
+        return self.assigned.get(text_of(node), []) if isinstance(node, (cst.Name, cst.Attribute)) else []
