@@ -52,3 +52,10 @@ def arguments(call: cst.Call, *names: str) -> dict[str, cst.Arg] | None:
             return None
         found[name] = arg
     return found
+
+
+def is_import(node: cst.CSTNode) -> bool:
+    """Return whether a statement only imports."""
+    return isinstance(node, cst.SimpleStatementLine) and all(
+        isinstance(part, (cst.Import, cst.ImportFrom)) for part in node.body
+    )

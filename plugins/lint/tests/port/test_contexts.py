@@ -174,8 +174,8 @@ def test_a_name_of_a_device_keeps_its_number():
         'first_device = "cuda:0" if torch.cuda.is_available() else "cpu"\n'
     )
     ported = port_source(source, Level.ROLES).source
-    assert 'f"{current_device.type}:{1}"' in ported
-    assert 'f"{current_device.type}:{0}"' in ported
+    assert 'f"{current_device.type}:1"' in ported
+    assert 'f"{current_device.type}:0"' in ported
 
 
 def test_figures_of_a_device_that_has_a_name_are_those_of_that_device():

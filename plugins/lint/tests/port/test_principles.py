@@ -224,6 +224,18 @@ def test_a_question_stays_if_it_returns_before_something_that_is_left(line):
     assert 'if current_device.type == "cpu":' in port_source(done, Level.ROLES).source
 
 
+@pytest.mark.parametrize("line", LEFT[:3])
+@pytest.mark.parametrize("name", ["cuda", "self.has_gpu"])
+def test_a_question_with_a_name_stays_if_nothing_that_it_guards_is_rewritten(line, name):
+    source = (
+        f"import torch\n\n\ndef f(self, x):\n    {name} = x and torch.cuda.is_available()\n"
+        f"    if {name}:\n        {line}\n"
+    )
+    assert f"{name} = x and torch.cuda.is_available()" in port_source(source, Level.ROLES).source
+    assert "cuda.is_available()" not in port_source(source + "        x.cuda()\n", Level.ROLES).source
+    assert "cuda.is_available()" not in port_source(source.replace(line, "x = 1"), Level.ROLES).source
+
+
 def test_a_state_is_loaded_to_the_device_where_another_branch_loads_it_to_the_cpu():
     source = (
         "import torch\n\n\ndef load(net, path):\n    if torch.cuda.is_available():\n"

@@ -1,0 +1,225 @@
+"""What is done with each node: the rules are asked, and conditions wait until it is known what they guard."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+import libcst as cst
+from libcst import matchers
+
+from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.model import Left, Note, Rewrite, Rule
+from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.rules import RULES
+from accelcore_lint.port.syntax import is_import, reasons_above, text_of
+
+_EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
+_CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
+_Guard = cst.If | cst.IfExp
+_COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+
+
+class Decisions(cst.CSTVisitor):
+    """Asks the rules about each node, from the outside to the inside.
+
+    A statement below a comment of an earlier run stays as it is: what that run has rewritten may have been the reason.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__()
+        self._facts = facts
+        self._rules: dict[type[cst.CSTNode], list[Rule]] = defaultdict(list)
+        for rule in RULES:
+            for kind in rule.nodes:
+                self._rules[kind].append(rule)
+        self._claimed: set[int] = set()
+        self._was_left: list[bool] = []
+        self._waiting: dict[cst.CSTNode, list[tuple[_Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
+        self._named: dict[cst.CSTNode, list[tuple[str, Rule, cst.CSTNode, Left]]] = defaultdict(list)
+        self._guarded: list[tuple[cst.CSTNode, str, int, int]] = []
+        self._unset: set[str] = set()
+        self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
+        self.rewrites: dict[cst.CSTNode, Rewrite] = {}
+        self.comments: dict[cst.CSTNode, list[str]] = defaultdict(list)
+        self.imports: set[str] = set()
+        self.rewritten: list[Note] = []
+        self.left: list[Note] = []
+        self.harmless: list[Note] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, _COMPOUND):
+            reasons = reasons_above(node, self._facts.module)
+            self._was_left.append(bool(reasons))
+            if not is_import(node):
+                self.left += [Note(self._facts.line(node), "earlier run", reason) for reason in reasons]
+        if self._was_left and self._was_left[-1]:
+            return True
+        if id(node) in self._claimed or isinstance(node, (cst.Import, cst.ImportFrom)):
+            return False
+        for rule in self._rules.get(type(node), ()):
+            decision = self._decide(rule, node)
+            if decision is None:
+                continue
+            self._claimed.update(map(id, decision.claims))
+            if isinstance(decision, Rewrite):
+                self._rewrite(rule, node, decision)
+                return True
+            guard = self._guard_of(node) if decision.retry is not None else None
+            if guard is None and decision.some and decision.retry is not None:
+                self._named[self._scope_of(node)].append((self._name_of(node), rule, node, decision))
+            elif guard is None:
+                self._leave(rule, node, decision)
+            else:
+                self._waiting[self._end_of(guard)].append((guard, rule, node, decision))
+            return decision.inner
+        if isinstance(node, (cst.If, cst.IfExp)):
+            self._marks[node] = (*self._done(), len(self.left))
+        return True
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        if isinstance(original_node, _COMPOUND):
+            self._was_left.pop()
+        for guard, rule, node, decision in self._waiting.pop(original_node, ()):
+            rewritten, actions, left = self._marks[guard]
+            done = self._done()
+            some = (done[1] > actions if decision.some else done[0] > rewritten) or self._is_portable(guard)
+            whole = len(self.left) == left
+            opens = (some or whole) if decision.some else (some and whole)
+            if original_node is not guard:
+                opens = whole  # what follows an early return
+            if self._unset & _names_in(guard):
+                opens = False  # it uses what a condition that was left sets
+            if opens and decision.retry is not None:
+                self._rewrite(rule, node, decision.retry)
+            else:
+                self._leave(rule, node, decision)
+                self._unset |= _set_in(guard)
+
+        if original_node in self._marks and isinstance(original_node, (cst.If, cst.IfExp)):
+            _, actions, left = self._marks[original_node]
+            counts = self._done()[1] - actions, len(self.left) - left
+            self._guarded.append((self._scope_of(original_node), text_of(original_node.test), *counts))
+        for name, rule, node, decision in self._named.pop(original_node, ()):
+            if decision.retry is not None and self._opens(name, original_node):
+                self._rewrite(rule, node, decision.retry)
+            else:
+                self._leave(rule, node, decision)
+
+    def _scope_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        return self._facts.function_of(node) or self._facts.module
+
+    def _name_of(self, node: cst.CSTNode) -> str:
+        """Return the name to which a condition is assigned; "" if it is not assigned to one."""
+        for outer in self._facts.parents(node):
+            if isinstance(outer, cst.Assign):
+                return text_of(outer.targets[0].target) if len(outer.targets) == 1 else ""
+            if not isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)):
+                return ""
+        return ""
+
+    def _opens(self, name: str, scope: cst.CSTNode) -> bool:
+        """Return whether something is rewritten, or nothing left, under the conditions that ask a name in its scope."""
+        asks = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
+        found = (
+            [counts for place, test, *counts in self._guarded if place is scope and asks.search(test)] if name else []
+        )
+        return any(actions for actions, _ in found) or not any(left for _, left in found)
+
+    def _end_of(self, guard: _Guard) -> cst.CSTNode:
+        """Return the node after which it is known what a guard guards: itself, or its block if it returns.
+
+        After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices.
+        """
+        lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
+        last = lines[-1] if lines else None
+        returns = isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)
+        block = self._facts.parent(guard)
+        is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
+        return block if is_early and isinstance(block, cst.IndentedBlock) else guard
+
+    def _done(self) -> tuple[int, int]:
+        """Return how often something was rewritten, or is ignored elsewhere, with and without questions."""
+        asked = sum(note.rule == "question" for note in self.rewritten)
+        count = len(self.rewritten) + len(self.harmless)
+        return count, count - asked
+
+    def _guard_of(self, node: cst.CSTNode) -> _Guard | None:
+        """Return the `if`, or the choice, of whose condition a node is a part."""
+        inner = node
+        for outer in self._facts.parents(node):
+            if isinstance(outer, (cst.If, cst.IfExp)):
+                return outer if inner is outer.test else None
+            if not isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation)):
+                return None
+            inner = outer
+        return None
+
+    def _rewrite(self, rule: Rule, node: cst.CSTNode, decision: Rewrite) -> None:
+        self.rewrites[node] = decision
+        self.imports.update(decision.imports)
+        self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
+
+    def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
+        self._facts.place.forget(node)
+        note = Note(self._facts.line(node), rule.name, decision.reason)
+        if decision.harmless:
+            self.harmless.append(note)
+            return
+        self.left.append(note)
+        comments = self.comments[self._statement(node)]
+        if decision.reason not in comments:
+            comments.append(decision.reason)
+
+    def _decide(self, rule: Rule, node: cst.CSTNode) -> Rewrite | Left | None:
+        try:
+            decision = rule.decide(node, self._facts)
+        except UnplacedError as unplaced:
+            return None if rule.optional else Left(str(unplaced))
+        if isinstance(decision, Rewrite) and _loses_comment(node, decision):
+            if rule.optional:
+                self._facts.place.forget(node)
+            return None if rule.optional else Left("comments within it would be lost: move them above it")
+        return decision
+
+    def _is_portable(self, node: cst.CSTNode) -> bool:
+        """Return whether an `if` only guards what every accelerator has: copies, autocast, fused steps, numbers."""
+        if isinstance(node, cst.IfExp):
+            numbers = self._facts.is_whole(node.body) and self._facts.is_whole(node.orelse)
+            return numbers or _CHOSEN.match(text_of(node.body)) is not None
+        if not isinstance(node, cst.If):
+            return False
+        lines = node.body.body if isinstance(node.body, cst.IndentedBlock) else ()
+        return bool(lines) and all(_EVERYWHERE.search(text_of(line)) for line in lines)
+
+    def _statement(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the statement above which a comment about a node goes."""
+        around = [node, *self._facts.parents(node)]
+        return next(outer for outer in around if isinstance(outer, _COMPOUND))
+
+
+def _loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
+    if "#" not in cst.Module([]).code_for_node(node):
+        return False
+    made = rewrite.build(node)
+    new = list(made) if isinstance(made, cst.FlattenSentinel) else [made] if isinstance(made, cst.CSTNode) else []
+    return len(_comments(node)) > sum(len(_comments(each)) for each in new)
+
+
+def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    return matchers.findall(node, matchers.Comment())
+
+
+def _names_in(guard: cst.If | cst.IfExp) -> set[str]:
+    return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(guard.body, matchers.Name())}
+
+
+def _set_in(guard: cst.If | cst.IfExp) -> set[str]:
+    """Return the names that what an `if` guards assigns, and that are not set if it does not run."""
+    return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
+
+
+def _assigned(node: cst.CSTNode) -> set[str]:
+    made = matchers.findall(node, matchers.AssignTarget(matchers.Name()))
+    return {text_of(cst.ensure_type(target, cst.AssignTarget).target) for target in made}
