@@ -90,14 +90,15 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
                 available="dense tensors with values, of the dtypes that safetensors knows",
                 remedy="save between two windows if it is a sparse gradient; otherwise convert it in its state_dict",
             )
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        bits = tensor.is_conj(), tensor.is_neg()
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *bits)
         if tensor.numel() and place in stored:
             return stored[place]
         name = path.lstrip(".")
         while name in tensors or (pieces is not None and name in pieces):
             name += "_"
         stored[place] = name
-        own = tensor.cpu().contiguous()
+        own = tensor.cpu().resolve_conj().resolve_neg().contiguous()  # safetensors writes memory, without these bits
         storage = own.untyped_storage()
         if storage.nbytes() > own.nbytes or storage.data_ptr() in buffers:
             own = own.clone()

@@ -177,7 +177,7 @@ class Job:
         exchange(self._collectives, f"mean of {tensor_kind(own)}")
         if own.device.type != "cpu":
             return self._collectives.all_reduce(own, "avg")
-        total = own.double()
+        total = own.double().contiguous()  # the layouts of ranks may differ
         dist.all_reduce(total, group=group)
         return (total / self.world_size).to(dtype)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
 import accelcore
 from accelcore.checkpoint.codec import decode, encode
@@ -62,6 +63,17 @@ def test_a_tensor_named_twice_is_stored_once_and_a_view_without_its_buffer():
     assert set(stored) == {"a", "other", "flat"}
     assert stored["a"].untyped_storage().nbytes() == 8
     assert len({tensor.data_ptr() for tensor in stored.values()}) == 3
+
+
+def test_conjugate_and_negative_views_are_stored_as_their_values():
+    """Files hold memory, and that of such a view holds the opposite."""
+    values, numbers = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([1.0, -2.0])
+    tree = {"values": values, "conjugate": values.conj(), "numbers": numbers, "negative": torch._neg_view(numbers)}
+    data, stored = encode(tree)
+    for name, tensor in load(save(stored)).items():
+        assert torch.equal(tensor, tree[name]), name
+    assert decode(data, stored).keys() == tree.keys()
+    assert len(stored) == 4
 
 
 def test_strides_do_not_change_values():

@@ -28,6 +28,7 @@ def negative(job):
 
 def words(job, folder):
     mine = torch.arange(10.0 * job.rank, 10.0 * job.rank + 2 * job.rank).reshape(job.rank, 2)
+    matrix = torch.arange(6.0).reshape(2, 3)
     kinds = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
     found = {
         "is_main": job.is_main,
@@ -44,6 +45,7 @@ def words(job, folder):
         "tensor": job.mean(mine.new_full((2,), job.rank)).tolist(),
         "integers": job.mean(torch.tensor(job.rank)).item(),
         "half": job.mean(torch.tensor(6e4).half()).item(),
+        "layouts": job.mean(matrix.T.contiguous().T if job.rank else matrix).tolist(),
         "complex": torch.view_as_real(job.mean(torch.tensor(1 + 2j * job.rank).conj())).tolist(),
         "views": [
             job.gather(negative(job)).tolist(),

@@ -82,6 +82,7 @@ def test_mean_of_numbers_and_tensors(job):
     for rank in job:
         assert (rank["number"], rank["tensor"], rank["integers"]) == (1.0, [1.0, 1.0], 1.0)
         assert rank["half"] == torch.tensor(6e4).half().item(), "the sum overflowed"
+        assert rank["layouts"] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
         assert rank["complex"] == [1.0, -2.0]
 
 
