@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,25 @@ import pytest
 
 import accelcore
 from accelcore.cli import main
+
+# `accelcore run`, in a process that has imported torch: the launcher that it would become runs there. torch looks for
+# the name of each event's method through all loaded modules, for more than a second in all.
+LAUNCH = """
+import os, runpy, sys
+from accelcore.cli import main
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+def execve(file, command, environ):
+    assert command[1:3] == ["-m", "accelcore.cli.launcher"]
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = command[2:]
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+os.execve = execve
+dynamic_rendezvous.get_method_name = lambda: ""
+main(["run", *sys.argv[1:]])
+"""
 
 
 class Machine:
@@ -78,6 +98,19 @@ class Machine:
             code = main(["doctor", "--json", *arguments])
         assert "Traceback" not in err.getvalue()
         return code, json.loads(out.getvalue())
+
+
+@pytest.fixture
+def launch(machine: Machine, fork: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run `accelcore run` with these arguments, and its launcher, in a fork; its ranks are processes, as a user's."""
+
+    def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(machine.folder)
+        done: subprocess.CompletedProcess[str]
+        done = fork(machine.write("launch.py", LAUNCH), *arguments, **machine.environ).finish()
+        return done
+
+    return launch
 
 
 @pytest.fixture

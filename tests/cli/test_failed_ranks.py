@@ -19,31 +19,13 @@ def unset(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
-# `accelcore run`, in a process that has imported torch: the launcher that it would become runs there.
-LAUNCH = """
-import os, runpy, sys
-from accelcore.cli import main
-
-def execve(file, command, environ):
-    assert command[1:3] == ["-m", "accelcore.cli.launcher"]
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.argv = command[2:]
-    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
-
-os.execve = execve
-main(["run", "--device", "cpu", "--nproc", "2", "train.py"])
-"""
-
-
 @pytest.fixture
-def run(machine, fork, monkeypatch):
-    """A script on two ranks, with a launcher in a fork: what that returned, and what it and its ranks wrote."""
+def run(machine, launch):
+    """A script on two ranks: what the launcher returned, and what it and the ranks wrote."""
 
     def run(code):
         machine.write("train.py", code)
-        monkeypatch.chdir(machine.folder)
-        done = fork(machine.write("launch.py", LAUNCH), **machine.environ).finish()
+        done = launch("--device", "cpu", "--nproc", 2, "train.py")
         assert "ChildFailedError" not in done.stderr
         assert "torch/distributed/run.py" not in done.stderr
         assert "OMP_NUM_THREADS" not in done.stderr

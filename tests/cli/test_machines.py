@@ -75,17 +75,17 @@ def test_two_machines_train_together_and_restart_together(machine):
     assert [text[1:] for text in wrote] == [" 0 2 3.0"] * 2
 
 
-def test_machines_that_cannot_meet_are_told_why(machine):
+def test_machines_that_cannot_meet_are_told_why(machine, launch):
     machine.write("train.py", TRAIN)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        launcher = start(machine, 0, endpoint, "--rdzv-conf", "is_host=1", backend="c10d")
-        assert launcher.wait(100) == 1
-    said = (machine.folder / "output-0").read_text()
-    assert "accelcore: the machines of the job could not meet" in said
-    assert "Traceback" not in said
+        options = ["--nproc", 1, "--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        done = launch(*options, "--local-addr", "127.0.0.1", "--rdzv-conf", "is_host=1", "train.py")
+    assert done.returncode == 1
+    assert "accelcore: the machines of the job could not meet" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @contextmanager

@@ -62,11 +62,11 @@ def test_what_schedulers_need_is_in_the_probe(devices):
         assert all((found[name].visible_devices, found[name].slurm, found[name].kubernetes, found[name].ray)), name
 
 
-def test_auto_reaches_the_launcher(machine):
+def test_auto_reaches_the_launcher(machine, launch):
     machine.fakes.backend("pair", count=2, priority=500)
     line = r"import os, sys; sys.stdout.write('rank {RANK} of {WORLD_SIZE}\n'.format(**os.environ))"
     script = machine.write("script.py", line)  # which writes in one piece, or the ranks' lines mix
-    done = machine.run("run", "--nproc", "auto", "--device", "pair", script)
+    done = launch("--nproc", "auto", "--device", "pair", script)
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
     refused = machine.run("run", "--nproc", "3", "--device", "pair", script)
     assert (refused.returncode, refused.stdout) == (64, "")

@@ -274,12 +274,12 @@ def test_autoload_stays_on_where_the_backend_works_or_nobody_knows_the_runtime(m
 # those that fail, in test_failed_ranks.py.
 
 
-def test_restarts_start_a_dead_rank_again(machine):
+def test_restarts_start_a_dead_rank_again(machine, launch):
     machine.write(
         "train.py",
         "import os\nn = os.environ['TORCHELASTIC_RESTART_COUNT']\nos.write(1, f'{n} '.encode())\nos._exit(n == '0')",
     )
-    done = machine.run("run", "--max-restarts", "1", "train.py")
+    done = launch("--max-restarts", 1, "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "1"]
 
