@@ -18,7 +18,8 @@ from accelcore_npu_emulator import activate, environment
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))  # also for the forks, which import it by its name
-servers = import_module("forks").servers
+forks = import_module("forks")
+fork, servers = forks.fork, forks.servers
 
 settings.load_profile("ci")  # as tests/conftest.py says
 

@@ -78,16 +78,25 @@ def test_a_script_needs_nothing_but_its_environment(emulated_process, script):
     ]
 
 
-def test_accelcore_run_reaches_its_ranks(script):
-    """By torch's launcher, as a user would, from an environment that knows nothing of an emulation."""
-    started = [sys.executable, "-m", "accelcore", "run", "--emulate", "npu", "--nproc", "2", script(RANK)]
+def emulate(*arguments):
+    """What a script wrote, started as a user would, from an environment that knows nothing of an emulation."""
+    started = [sys.executable, "-m", "accelcore", "run", "--emulate", "npu", *arguments]
     result = subprocess.run(started, env=PLAIN | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr
     assert "EMULATED" in result.stderr
-    assert sorted(result.stdout.splitlines()) == ["rank 0 sum 3.0", "rank 1 sum 3.0"]
+    return result.stdout
 
 
-@pytest.mark.full  # what is above starts it too
+def test_accelcore_run_reaches_its_script(script):
+    assert emulate(script("import torch; print(torch.ones(2, device='npu').sum().item())")) == "2.0\n"
+
+
+@pytest.mark.full  # ranks have the environment of a script
+def test_accelcore_run_reaches_its_ranks(script):
+    assert sorted(emulate("--nproc", "2", script(RANK)).splitlines()) == ["rank 0 sum 3.0", "rank 1 sum 3.0"]
+
+
+@pytest.mark.full
 def test_torchrun_reaches_its_ranks(emulated_process, script):
     result = emulated_process("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script(RANK))
     assert result.returncode == 0, result.stderr

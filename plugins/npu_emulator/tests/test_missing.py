@@ -60,8 +60,9 @@ print(torch.npu.stop_device(0))  # last: torch_npu refuses the stream afterwards
 """
 
 
-def test_what_torch_npu_lacks_and_what_stops_nothing_say_so(emulated_process):
-    done = emulated_process("-c", PROGRAM)
+def test_what_torch_npu_lacks_and_what_stops_nothing_say_so(fork, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = fork(tmp_path / "program.py").finish()
     assert done.returncode == 0, done.stderr
     digamma, stopped = done.stdout.splitlines()[-2:]
     assert float(digamma) == pytest.approx(-0.5772156)
