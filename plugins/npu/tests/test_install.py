@@ -87,8 +87,6 @@ def test_doctor_explains(run):
 
 @pytest.mark.skipif(not torch_npu, reason="torch_npu is not installed")
 def test_where_torch_npu_takes_import_torch_down_doctor_says_how_to_go_on(run):
-    broken = run("-c", "import torch", TORCH_DEVICE_BACKEND_AUTOLOAD="1")
-    assert broken.returncode != 0, "import torch loads torch_npu, and there is no CANN"
     result = run("-m", "accelcore", "doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="1")
     text = " ".join(result.stdout.split())
     assert "torch_npu:_autoload" in text

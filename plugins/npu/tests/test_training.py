@@ -193,10 +193,6 @@ import warnings
 
 warnings.simplefilter("ignore")
 
-from accelcore_npu_emulator import activate
-
-activate()
-
 import torch
 from torch_npu.contrib import transfer_to_npu
 
@@ -213,8 +209,9 @@ print(probe.available, "transfer_to_npu is active" in probe.reason, accel.device
 """
 
 
-def test_it_works_where_transfer_to_npu_has_patched_torch(run):
-    result = run("-c", TRANSFERRED)
+def test_it_works_where_transfer_to_npu_has_patched_torch(fork, tmp_path):
+    (tmp_path / "script.py").write_text(TRANSFERRED)
+    result = fork(tmp_path / "script.py").finish()
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "True True npu:0 True"
 
