@@ -328,8 +328,9 @@ class Facts(Ranks):
                 return False
             if isinstance(outer, (cst.If, cst.IfExp)) and inner is outer.body and self._asks(outer.test):
                 return True
-            if isinstance(outer, cst.BooleanOperation) and isinstance(outer.operator, cst.And):
-                if inner is outer.right and self._asks(outer.left):
+            if isinstance(outer, cst.BooleanOperation) and inner is outer.right:
+                found = isinstance(outer.operator, cst.And) and self._asks(outer.left)
+                if found:
                     return True
             inner = outer
         return False

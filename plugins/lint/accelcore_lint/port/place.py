@@ -25,6 +25,10 @@ _STARTS = re.compile(r"set_start_method|get_context|multiprocessing_context")
 """Starts of processes that may use a device: each selects for itself."""
 
 
+_ASKS = re.compile(r"is_available\(|autocast\(|device_count\(|current_device\(|\.(cuda|npu)\(|seed|memory")
+"""Words of lines that ask CUDA which devices there are."""
+
+
 class UnplacedError(Exception):
     """No line in the file can choose the device for an expression; the message is the reason."""
 
@@ -96,6 +100,9 @@ class Place:
             raise UnplacedError("the file imports torch in functions only: choose the device there")
         if (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site):
             raise UnplacedError(DEFAULT)
+        if self._tree.is_library and self._is_new_question(site):
+            # Without a check: that would fix which devices are visible, and an import of the original does not.
+            return f'({self._tree.torch}.accelerator.current_accelerator() or {self._tree.torch}.device("cpu"))'
         function, hidden = self._scope(site), self._hides(site)
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
         if not self._torch_level and takes_current and self._is_placed(site):
@@ -114,6 +121,15 @@ class Place:
             return self.current
         name = self.backend(site)
         return name if self._torch_level else f"{name}.device"
+
+    def _is_new_question(self, site: cst.CSTNode) -> bool:
+        """Return whether a site is evaluated on import, by a line that asks no device in the original."""
+        around = [site, *self._tree.parents(site)]
+        if self._scope(site) is not None or any(map(is_guard, around)):
+            return False
+        line = next(outer for outer in around if isinstance(outer, (cst.Decorator, cst.BaseStatement)))
+        tests = [outer.test for outer in around if isinstance(outer, cst.If)]
+        return not any(_ASKS.search(text_of(part)) for part in (line, *tests))
 
     def kind(self, site: cst.CSTNode) -> str:
         """Return the source of the device's type, a string. Raises as `device`."""

@@ -114,7 +114,7 @@ class _Apply(cst.CSTTransformer):
         is_plain = isinstance(holder, (cst.Assign, cst.AnnAssign, cst.Return)) or (
             isinstance(holder, cst.Arg) and not holder.star
         )
-        if is_plain and isinstance(made, cst.IfExp) and not getattr(node, "lpar", ()):
+        if is_plain and isinstance(made, (cst.IfExp, cst.BooleanOperation)) and not getattr(node, "lpar", ()):
             return made.with_changes(lpar=(), rpar=())
         return made
 

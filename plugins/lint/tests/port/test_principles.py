@@ -63,6 +63,24 @@ def test_a_module_that_others_import_chooses_no_device_on_import(form, tail):
     assert port_source(ported, Level.ROLES, known).source == ported
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "class F(torch.autograd.Function):\n    @staticmethod\n    @torch.cuda.amp.custom_fwd\n"
+        "    def forward(ctx, x):\n        return x\n",
+        "class F:\n    device = torch.device('cuda')\n",
+        "DEVICE = torch.device('cuda')\n\n\ndef f():\n    return DEVICE\n",
+        "def f(device='cuda', other=torch.device('cuda')):\n    return device\n",
+    ],
+)
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_module_asks_no_question_on_import_that_it_did_not_ask(lines, level):
+    ported = port_source(f"import torch\n\n\n{lines}", level).source
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cuda")) as asked:
+        imported(ported)
+    assert all(not call.args and not call.kwargs for call in asked.call_args_list)
+
+
 def test_a_script_leaves_defaults_that_are_set_when_others_import_it():
     source = (
         "import argparse\nimport torch\n\n\ndef predict(x, device=torch.device('cuda')):\n    return x.to(device)\n\n\n"
@@ -165,18 +183,43 @@ CONDITIONS = [
     "not not torch.cuda.is_available()",
     "torch.cuda.device_count() > 0",
     "torch.ones(1).is_cuda",
+    "device == 'cuda'",
+    "not device == 'cuda'",
+    "'cuda' == device or device == 'cuda'",
+    "device != 'cpu' and device == 'cuda'",
 ]
 
 
+class Moved:
+    """A tensor that says how it was moved."""
+
+    is_cuda = True
+    device = torch.device("cuda")
+    moved = False
+
+    def cuda(self, device=None):
+        self.moved = True
+        return self
+
+    to = cuda
+
+
+@pytest.mark.parametrize("accelerator", [None, torch.device("cuda")])
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_a_condition_that_is_false_on_the_cpu_stays_false_there(condition):
-    source = (
-        f"import torch\n\n\ndef taken(device, x):\n    if {condition}:\n        x = x.cuda()\n        return True\n"
-    )
+def test_a_condition_is_true_on_the_same_devices_as_before(condition, accelerator):
+    source = f"import torch\n\n\ndef taken(device, x):\n    if {condition}:\n        x.cuda()\n    return x.moved\n"
     was, now = imported(source), imported(port_source(source, Level.ROLES).source)
-    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=None):
-        for device in (torch.device("cpu"), "cpu"):
-            assert now.taken(device, torch.ones(1)) == was.taken(device, torch.ones(1))
+    count = 0 if accelerator is None else 2
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=accelerator),
+        mock.patch.object(torch.accelerator, "device_count", return_value=count),
+        mock.patch.object(torch.accelerator, "is_available", return_value=count > 0),
+        mock.patch.object(torch.cuda, "device_count", return_value=count),
+        mock.patch.object(torch.cuda, "is_available", return_value=count > 0),
+    ):
+        for name in ("cpu", "cuda", "cuda:1") if count else ("cpu",):
+            for device in (name, torch.device(name)):
+                assert now.taken(device, Moved()) is was.taken(device, Moved()), device
 
 
 @pytest.mark.parametrize(
@@ -325,6 +368,21 @@ def test_a_device_that_nothing_uses_any_more_is_not_asked_for():
         port_source(source, Level.ROLES).source
         == "import torch\n\n\ndef seed(n):\n    torch.manual_seed(n)\n    return n\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("between", "count"),
+    [
+        ("", 1),
+        ("random.seed(3)\nif args.cuda:\n    torch.backends.cudnn.deterministic = True\n", 1),
+        ("x = torch.randn(3, device='cuda')\n", 2),
+        ("net = build(args)\n", 2),
+        ("if build(args):\n    pass\n", 2),
+    ],
+)
+def test_a_seed_is_removed_if_nothing_can_have_drawn_before_it(between, count):
+    source = f"import torch\ntorch.manual_seed(3)\n{between}torch.cuda.manual_seed_all(3)\n"
+    assert port_source(source, Level.ROLES).source.count("manual_seed(3)") == count
 
 
 def test_seeds_that_are_given_twice_are_given_once():

@@ -151,8 +151,8 @@ CUSTOM = Rule(
         Example(
             Level.TORCH,
             "@torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)\ndef forward(ctx, x):\n    return x",
-            "@torch.amp.custom_fwd(device_type=device.type, cast_inputs=torch.float32)\n"
-            "def forward(ctx, x):\n    return x",
+            '@torch.amp.custom_fwd(device_type=(torch.accelerator.current_accelerator() or torch.device("cpu")).type, '
+            "cast_inputs=torch.float32)\ndef forward(ctx, x):\n    return x",
         ),
     ),
 )

@@ -17,6 +17,8 @@ from accelcore_lint.port.vendors import DEVICES
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
 _OPTIONS = re.compile(r"pin_memory|non_blocking|(\w+_)?fused")
 """Options that torch has for every accelerator."""
+_NAMES = re.compile(rf"([\"'])({'|'.join(DEVICES)}|cpu|mps|xpu)\1( if [^\"']* else ([\"'])(cpu|mps|xpu)\4)?")
+"""A choice between names of devices without an index."""
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 _SETTINGS = re.compile(
@@ -37,8 +39,7 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         is_text = is_text or is_device_name(text_of(left))
         operator = "!=" if isinstance(target.operator, cst.Equal) else "=="
         rewrite = whole(node, f'{text_of(left)} {operator} "cpu"')
-        is_option = isinstance(left, cst.Attribute) and left.attr.value in facts.options.names
-        if is_option and facts.place.can_choose(node):  # a user may give "cuda:1", which is another device
+        if not _is_type(left, facts):  # which may be "cuda:1", another device
             test = f'{text_of(left)} == {facts.place.kind(node)} != "cpu"'
             rewrite = whole(node, test if operator == "!=" else f"not ({test})")
         if not (isinstance(left, cst.Attribute) and left.attr.value == "type") and _falls_back(node, facts):
@@ -50,6 +51,16 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
     if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(_OF_DEVICE.sub("", text_of(right))):
         return Left(_SKIPS, node.children, retry=whole(node, f'"cpu" not in {text_of(right)}'))
     return _left(node) if _mentions(node) else None
+
+
+def _is_type(device: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an expression is the type of a device, or certainly a name without an index."""
+    if text_of(device).endswith("type"):
+        return True
+    values = facts.values(device)
+    heads = [outer.params for outer in facts.parents(device) if isinstance(outer, cst.FunctionDef)]
+    given = any(re.search(rf"\b{re.escape(text_of(device))}\b", text_of(head)) for head in heads)
+    return bool(values) and not given and all(_NAMES.fullmatch(text_of(value)) for value in values)
 
 
 def _is_vendors_device(node: cst.BaseExpression, facts: Facts) -> bool:

@@ -12,6 +12,12 @@ from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rules.statements import called
 from accelcore_lint.port.syntax import text_of
 
+_HARMLESS = re.compile(
+    r"\s*($|#|[\w.]*(seed(_all)?|cudnn\.\w+|use_deterministic_algorithms|print|info)\b *[(=]|os\.environ\["
+    r"|(if|elif|else|try|except)\b[^(]*:|(if|elif)\b.*\.(is_available|device_count)\(\).*:)"
+)
+"""Lines that draw no numbers on a device."""
+
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
     """Remove a seed of the device that `torch.manual_seed` gives it anyway, or seed the device alone."""
@@ -29,10 +35,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         and other.args
         and text_of(other.args[0].value) == seed
         and facts.function_of(other) is function
-        and (
-            (facts.line(other) < facts.line(call) and _runs_before(facts, other, node))
-            or _seeds_next(facts, node, other)
-        )
+        and ((_runs_before(facts, other, node) and _is_fresh(facts, other, call)) or _seeds_next(facts, node, other))
         for other in facts.seeds
     ):
         return Rewrite(removed, node.body)
@@ -76,6 +79,13 @@ def _runs_before(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
     """Return whether the block of another call is one of the blocks around a node."""
     blocks = [outer for outer in facts.parents(other) if isinstance(outer, (cst.IndentedBlock, cst.Module))]
     return blocks[0] in list(facts.parents(node))
+
+
+def _is_fresh(facts: Facts, other: cst.CSTNode, call: cst.CSTNode) -> bool:
+    """Return whether nothing between two calls can draw numbers on the device, which the later one would take back."""
+    first, last = facts.line(other), facts.line(call)
+    between = facts.code.splitlines()[first : last - 1]
+    return first <= last and all(_HARMLESS.match(line) for line in between)
 
 
 def _seeds_next(facts: Facts, node: cst.SimpleStatementLine, other: cst.Call) -> bool:
