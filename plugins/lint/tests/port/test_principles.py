@@ -66,8 +66,7 @@ def test_a_module_that_others_import_chooses_no_device_on_import(form, tail):
 @pytest.mark.parametrize(
     "lines",
     [
-        "class F(torch.autograd.Function):\n    @staticmethod\n    @torch.cuda.amp.custom_fwd\n"
-        "    def forward(ctx, x):\n        return x\n",
+        "@torch.cuda.amp.custom_fwd\ndef forward(ctx, x):\n    return x\n",
         "class F:\n    device = torch.device('cuda')\n",
         "DEVICE = torch.device('cuda')\n\n\ndef f():\n    return DEVICE\n",
         "def f(device='cuda', other=torch.device('cuda')):\n    return device\n",
