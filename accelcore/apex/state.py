@@ -22,8 +22,7 @@ from accelcore.devices.select import select
 from accelcore.errors import AmpError, CheckpointError
 from accelcore.precision.o1.autocast import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
-from accelcore.scaling.contract import LossScale, LossScaler
-from accelcore.scaling.streak import FindBad
+from accelcore.scaling.contract import FindBad, LossScale, LossScaler
 
 logger = logging.getLogger("accelcore")
 

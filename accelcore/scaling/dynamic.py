@@ -21,20 +21,20 @@ from accelcore.scaling.contract import (
     OF_APEX,
     VERSION,
     AnyRank,
+    FindBad,
     Given,
     LossScale,
     LossScaler,
     NoScaler,
+    OverflowStreak,
     StaticScaler,
     by_dtype,
     check_version,
     gradients_of,
-    is_finite,
     refuse_closure,
     refuse_fp16,
     step_in_kernel,
 )
-from accelcore.scaling.streak import FindBad, OverflowStreak
 from accelcore.util.text import is_number, is_whole
 
 __all__ = ["GradScaler", "Scalers"]
@@ -297,3 +297,9 @@ class Scalers:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"Scalers has no attribute {name!r}" + f": {_HOW}" * hasattr(LossScaler, name))
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all values are finite. Waits for the device."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.scaling.contract import is_finite
+from accelcore.scaling.dynamic import is_finite
 from accelcore.training.gradients import Gradients, by_slot
 from accelcore.training.plan import Plan
 
