@@ -25,6 +25,9 @@ __all__ = ["ExplainedRoute", "Optimizers"]
 
 Parameters = Iterable[Any]
 
+_DEFAULT_LR: Any = ...
+"""The learning rate of a call without one. None is a mistake: YAML reads an empty line as None."""
+
 logger = logging.getLogger("accelcore")
 
 
@@ -149,6 +152,7 @@ class Optimizers:
         self,
         name: str | type[torch.optim.Optimizer],
         params: Parameters,
+        lr: float | torch.Tensor = _DEFAULT_LR,
         *,
         route: str = "auto",
         **options: Any,
@@ -161,9 +165,9 @@ class Optimizers:
         Args:
             name: one of `names()`, in any letter case; or torch's class of that name.
             params: parameters, or parameter groups, as for `torch.optim`.
+            lr: learning rate; if it is left out, the optimizer's default. None is refused.
             route: `"auto"`, or the name of a route.
-            options: hyperparameters, named as in `torch.optim`, such as `lr=1e-3`. One that is left out has the
-                optimizer's default.
+            options: hyperparameters, named as in `torch.optim`.
 
         Raises:
             UnsupportedError: the optimizer is unknown, or no route supports the request; the message gives each reason.
@@ -178,6 +182,8 @@ class Optimizers:
                 why=str(error),
                 remedy="give model.parameters(), or groups: [{'params': model.parameters(), 'lr': 0.1}]",
             ) from error
+        if lr is not _DEFAULT_LR:
+            options["lr"] = lr
         for key, value in chain(options.items(), *(group.items() for group in groups)):
             if key == "betas" and not isinstance(value, list | tuple):
                 raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")

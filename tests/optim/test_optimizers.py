@@ -230,6 +230,7 @@ def test_complex_parameters_take_the_loop(accel, name):
 
 def test_a_learning_rate_is_passed_on_and_without_one_torchs_default_holds(accel):
     assert accel.optimizers.create("adamw", [parameter()], lr=0.25).param_groups[0]["lr"] == 0.25
+    assert accel.optimizers.create("adamw", [parameter()], 0.25).param_groups[0]["lr"] == 0.25  # as torch's take it
     assert accel.optimizers.create("adamw", [parameter()]).param_groups[0]["lr"] == 1e-3
     assert accel.optimizers.create("adamw", [parameter()], lr=0).param_groups[0]["lr"] == 0
 
