@@ -289,6 +289,15 @@ def test_a_state_is_loaded_to_the_device_where_another_branch_loads_it_to_the_cp
     assert "net.load_state_dict(torch.load(path, map_location=current_device))" in outcome.source
 
 
+def test_a_load_beside_one_to_another_accelerator_is_nobodys_business():
+    source = (
+        "import torch\nif args.gpu is None:\n    state = torch.load(path)\nelse:\n"
+        "    state = torch.load(path, map_location=location)\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.source, outcome.left) == (source, [])
+
+
 DEFAULTS = [
     "parser.add_argument('--device', default='cuda:3')",
     "device = os.environ.get('DEVICE', 'cuda:3')",

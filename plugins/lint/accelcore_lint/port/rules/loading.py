@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import cast
 
@@ -16,6 +17,7 @@ from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _TABLE = 'map_location of one vendor\'s devices: a device, or "cpu", moves all that is loaded'
+_TO_CPU = re.compile(r"map_location *= *([\"']cpu|torch\.device\([\"']cpu|lambda (\w+), *\w+: *\2(\.cpu\(|\b(?!\.)))")
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 
@@ -42,14 +44,12 @@ def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     """Name the device of what is loaded without one, where another branch does so for devices that are not CUDA's."""
     if facts.name(node.func) != "torch.load" or len(node.args) != 1 or node.args[0].star:
         return None
-    if not any("map_location" in text_of(other) for other in _other_branches(node, facts)):
+    if not any(_TO_CPU.search(text_of(other)) for other in _other_branches(node, facts)):
         return None
     holder = facts.parent(facts.parent(node) or node)
     is_state = isinstance(holder, cst.Call) and text_of(holder.func).endswith(".load_state_dict")
     if not is_state:
-        return Left(
-            "torch.load needs map_location where what was saved on another vendor's device is loaded", inner=True
-        )
+        return Left("torch.load without map_location only loads what was saved on a device that is here", inner=True)
     location = cst.Arg(
         cst.parse_expression(facts.place.device(node)),
         cst.Name("map_location"),
