@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +62,8 @@ def read_project(paths: Iterable[Path]) -> Project:
     given = {path.resolve() for path in paths}
     files = given | {path.resolve() for root in {_root(path) for path in given} for path in _scripts(root)}
     texts = {path: _text(path) for path in files}
-    imports = {path: set(_imported(path, text)) for path, text in texts.items()}
+    stems = {path.stem for path in given}
+    imports = {path: set(_imported(path, text, None if path in given else stems)) for path, text in texts.items()}
     for found in {found for path in given for found in imports[path]} - set(texts):
         texts[found] = _text(found)
     users = (found for path, all_ in imports.items() if not _TEST.fullmatch(path.name) for found in all_ - {path})
@@ -98,8 +99,8 @@ def _above(path: Path) -> list[Path]:
     return list(path.parents)[1:_ABOVE]
 
 
-def _imported(path: Path, text: str) -> Iterator[Path]:
-    """Yield the files that a file imports, looked for in its folder and in those above it."""
+def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[Path]:
+    """Yield the files that a file imports, looked for in its folder and in those above it; if given, of these stems."""
     for base, names, plain in _IMPORT.findall(text):
         members = [part.split()[0] for part in re.split(r"[,\s]*[,\n][,\s]*", names.strip("() \t\r\n")) if part.split()]
         modules = [base, *(f"{base.rstrip('.')}.{name}" for name in members)] if base else []
@@ -107,6 +108,8 @@ def _imported(path: Path, text: str) -> Iterator[Path]:
         for module in modules:
             dots = len(module) - len(module.lstrip("."))
             parts = [part for part in module.split(".") if part]
+            if stems is not None and (not parts or parts[-1] not in stems):
+                continue
             roots = [path.parents[dots - 1]] if 0 < dots <= len(path.parents) else [path.parent, *_above(path)]
             for root in roots if parts else ():
                 file = root.joinpath(*parts).with_suffix(".py")
@@ -115,8 +118,10 @@ def _imported(path: Path, text: str) -> Iterator[Path]:
                     break
 
 
-def _own_moves(texts: Iterable[str]) -> frozenset[str]:
+def _own_moves(texts: Collection[str]) -> frozenset[str]:
     """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects."""
+    if not any(map(_MOVES.search, texts)):
+        return frozenset()
     found: set[str] = set()
     from_: list[tuple[str, str]] = []  # a name, and another that makes its objects, or is its base
     for text in texts:
