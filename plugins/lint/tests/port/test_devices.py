@@ -91,7 +91,11 @@ def test_the_device_of_a_checkpoint_is_moved_as_before():
 
 @pytest.mark.parametrize(
     ("value", "new"),
-    [("self.device = device", "x.to(self.device)"), ("self.device = None", "x.cuda(self.device)")],
+    [
+        ("self.device = device", "x.to(self.device if self.device is not None else current_device)"),
+        ("self.device = torch.device(device)", "x.to(self.device)"),
+        ("self.device = None", "x.cuda(self.device)"),
+    ],
 )
 def test_an_attribute_with_a_device_is_one_unless_it_may_be_none(value, new):
     source = (

@@ -152,10 +152,11 @@ def test_an_own_method_of_the_project_is_still_the_one_that_is_called(tmp_path, 
         ("*, device=None", ""),
         ("given=None", "    device = given\n"),
         ("given=None", "    device = given if given else None\n"),
+        ("options=types.SimpleNamespace(device=None)", "    device = options.__dict__.get('device')\n"),
     ],
 )
 def test_a_move_to_none_goes_to_the_current_device(head, before):
-    source = f"import torch\n\n\ndef moved(x, {head}):\n{before}    return x.cuda(device)\n"
+    source = f"import types\nimport torch\n\n\ndef moved(x, {head}):\n{before}    return x.cuda(device)\n"
     ported = port_source(source, Level.ROLES).source
     module = imported(ported)
     assert "cuda" not in ported

@@ -70,18 +70,19 @@ def _is_own(moved: cst.BaseExpression, facts: Facts) -> bool:
 
 
 def _may_be_none(device: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
-    """Return whether the script may give None as a device, as by a parameter's default."""
+    """Return whether a device is not certainly one: a caller, a function or a parameter's default may give None."""
     text = text_of(device)
-    if text == "None" or not depth:
-        return True
     if isinstance(device, cst.IfExp):
         return any(_may_be_none(each, facts, depth) for each in (device.body, device.orelse))
-    if isinstance(device, cst.Name):
-        for outer in facts.parents(device):
-            for param in _parameters(outer):
-                if param.name.value == text and param.default is not None and text_of(param.default) == "None":
-                    return not _is_filled(text, outer)
-    return any(_may_be_none(value, facts, depth - 1) for value in facts.values(device) if text_of(value) != text)
+    if isinstance(device, (cst.SimpleString, cst.FormattedString)):
+        return False
+    if isinstance(device, cst.Call):
+        return facts.name(device.func) != "torch.device"
+    given = [outer for outer in facts.parents(device) if text in [param.name.value for param in _parameters(outer)]]
+    if given:
+        return not _is_filled(text, given[0])
+    values = [value for value in facts.values(device) if text_of(value) != text]
+    return not values or not depth or any(_may_be_none(value, facts, depth - 1) for value in values)
 
 
 def _parameters(node: cst.CSTNode) -> list[cst.Param]:
