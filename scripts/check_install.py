@@ -1,8 +1,8 @@
 """Type what README says under "Install" into a new virtual environment, and see that scripts still run in it.
 
 Run by `tox run -e readme` with the Python of the environment `install`, whose torch it borrows: no package index is
-asked. What the commands require, and is not there, is an error. The argument is a folder with other packages that the
-scripts import.
+asked, so the line that downloads torch-npu is left out. What the other commands require, and is not there, is an error.
+The argument is a folder with other packages that the scripts import.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 model = transformers.BertModel(transformers.BertConfig(**sizes))
 assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.shape == (1, 3, 8)
 """
+DOWNLOADS = re.compile(r"^python -m accelcore_npu_emulator\.install.*\n", re.M)
 KEPT = "python -m pip wheel --no-deps --wheel-dir kept tests/plugins_kept/wheel && pip install --no-deps kept/*.whl"
 AFTERWARDS = f"""
 {KEPT}
@@ -70,19 +71,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="accelcore-") as name:
         folder = Path(name)
         clone = folder / "clone"
+        environment = clone / ".venv"  # README's first command finds it, and keeps what is in it
         # A copy, because building leaves files beside the sources.
         shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "build", "dist", "outputs"))
-        venv.create(folder / "venv", with_pip=True)
-        borrow(folder / "venv", sys.argv[1])
+        venv.create(environment, with_pip=True)
+        borrow(environment, sys.argv[1])
         (clone / "train.py").write_text(SCRIPT)
         (clone / "transform.py").write_text(TRANSFORMERS)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "TORCH_"))}
-        programs = os.pathsep.join([str(folder / "venv" / "bin"), os.environ["PATH"]])
+        programs = os.pathsep.join([str(Path(sys.base_prefix) / "bin"), os.environ["PATH"]])
         # pip reads the last one as "build isolation: no".
         offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_QUIET": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-        for commands in (block("Install"), AFTERWARDS):
-            shell = ["bash", "-euxc", commands]
-            subprocess.run(shell, check=True, cwd=clone, env=kept | offline | {"PATH": programs})  # noqa: S603
+        commands, left_out = DOWNLOADS.subn("", block("Install"))
+        assert left_out == 1, "README downloads torch-npu by one line"
+        shell = ["bash", "-euxc", commands + AFTERWARDS]
+        subprocess.run(shell, check=True, cwd=clone, env=kept | offline | {"PATH": programs})  # noqa: S603
 
 
 if __name__ == "__main__":

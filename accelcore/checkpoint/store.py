@@ -78,8 +78,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def beneath(folder: Path) -> str:
-    """Return up to five folders in `folder` that have checkpoints, for a message."""
-    found = sorted(path for path in folder.glob("*/") if path.is_dir() and checkpoints(path))
+    """Return up to five folders in `folder`, or one below, that have checkpoints, for a message."""
+    inside = [*folder.glob("*/"), *folder.glob("*/*/")]
+    found = sorted(path for path in inside if path.is_dir() and checkpoints(path))
     return ", ".join(map(str, found[:5]))
 
 

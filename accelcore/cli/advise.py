@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import click
@@ -82,17 +84,18 @@ def advise(
         check_script(script)
     command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
+    numbers, start = count(1), perf_counter()
+
+    def show(trial: str) -> None:
+        click.echo(f"trial {next(numbers)}, after {perf_counter() - start:.0f} s: {trial}", err=True)
+
     advice = advise(
-        Script(command, steps, timeout), presets=presets, every=every, seeds=seeds, rounds=rounds, show=_show
+        Script(command, steps, timeout), presets=presets, every=every, seeds=seeds, rounds=rounds, show=show
     )
     _print(advice, as_json=as_json)
     if html is not None:  # last: an error here loses nothing
         report.write_page(advice, html)
     return advice.exit_code
-
-
-def _show(trial: str) -> None:
-    click.echo(f"trial: {trial}", err=True)
 
 
 def _print(advice: Advice, *, as_json: bool) -> None:

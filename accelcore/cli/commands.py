@@ -82,7 +82,7 @@ def _load(name: str) -> click.Command:
         raise ConfigurationError(
             f"the command {name!r} is not installed",
             why=f"accelcore-{extra} brings it",
-            remedy=f"pip install 'accelcore[{extra}]', or pip install ./plugins/{extra} in a clone of accelcore",
+            remedy=f"in a clone of accelcore: pip install ./plugins/{extra}",
         )
     if len(offers) > 1:
         raise PluginError(f"two distributions bring the command {name!r}: {labels}", remedy="uninstall one of them")

@@ -254,20 +254,22 @@ class Optimizers:
                 remedy=f"leave {switch}= out for the fastest route, or name the route",
             )
         choices: list[ExplainedRoute] = []
-        taken = False
+        chosen: str | None = None
         for route in self._routes[request.name]:
             if request.route not in ("auto", route.name):
                 choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
-            elif taken:
-                choices.append(ExplainedRoute(route.name, False, "a better route serves this request"))
+            elif chosen is not None:
+                choices.append(
+                    ExplainedRoute(route.name, False, f"{chosen!r} comes before it, and serves this request")
+                )
             else:
                 reason = route.supports(request)
                 if reason is None and route.memory == "flat":
                     reason = unfit(request.parameters) if request.flat else "it updates flat memory only"
                 if reason is None and request.sharded and not _takes_shards(request.name, route):
                     reason = "it needs whole parameters, and this rank has shards"
-                taken = reason is None
-                choices.append(ExplainedRoute(route.name, taken, reason or ""))
+                chosen = route.name if reason is None else None
+                choices.append(ExplainedRoute(route.name, reason is None, reason or ""))
         return _Explanation(choices)
 
 

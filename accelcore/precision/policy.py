@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -228,5 +228,7 @@ def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
     return ConfigurationError(
         f"there is no precision {precision!r}",
         available=", ".join(known),
-        remedy=_MEANT.get(str(precision).lower()) or did_you_mean(str(precision), (*known, *_ALIASES)),
+        remedy="name its parts: Policy(**options)"
+        if isinstance(precision, Mapping)
+        else _MEANT.get(str(precision).lower()) or did_you_mean(str(precision), (*known, *_ALIASES)),
     )

@@ -141,6 +141,8 @@ def test_a_backend_lives_in_a_config(accel):
         ({"recompute": nn.Linear}, "did you mean 'checkpoint'"),
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
+        ({"parallel": accelcore.FSDP}, r"make it: parallel=FSDP\(\)"),
+        ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
         ({"parallel": nn.parallel.DistributedDataParallel}, "did you mean parallel='ddp'"),
         ({"precision": "amp"}, "did you mean precision='fp16'"),
         ({"precision": "BF16"}, "did you mean 'bf16'"),
@@ -150,6 +152,12 @@ def test_words_of_other_libraries(accel, options, says):
     model = net()
     with pytest.raises(accelcore.AccelError, match=says):
         accel.trainer(model, sgd(model), **options)
+
+
+def test_a_share_is_asked_for_by_true_or_false(accel):
+    model = net()
+    with pytest.raises(ConfigurationError, match="shard='no'"):
+        accel.trainer(model, sgd(model)).batches([torch.ones(2, 4)], shard="no")
 
 
 @pytest.mark.parametrize("loss", [lambda batch: batch.sum(), lambda model, batch, weight: batch.sum()])

@@ -43,7 +43,9 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
             f"parallel={name!r} is not available",
             why=why,
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
-            remedy=did_you_mean(
+            remedy="make it: parallel=FSDP()"
+            if isinstance(name, type) and issubclass(name, FSDP)
+            else did_you_mean(
                 str(name), offered, "choose one of those, or leave parallel out for a job of one process"
             ),
         )

@@ -90,7 +90,7 @@ class Checkpoints(ABC):
         with a folder that all ranks share.
 
         Args:
-            folder: the folder of the run's checkpoints.
+            folder: the folder of the run's checkpoints, the same on all ranks.
             keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
                 one is never deleted.
             best: a metric of this checkpoint, the same on all ranks; `-accuracy` if more is better. The best checkpoint
@@ -110,10 +110,12 @@ class Checkpoints(ABC):
             return folder
         backend, agreement = _agreement(trainings)
         agreement.wait_for_ranks("trainer.save()")
-        if not agreement.all_equal(repr(metric)):
+        if not agreement.all_equal(repr((str(folder), metric))):
             raise ConfigurationError(
-                f"the ranks of this job give different metrics as best=: this one gives {metric}",
-                remedy="give all ranks the same: trainer.evaluate(loader).mean(...), or job.mean(...)",
+                f"the ranks of this job save in different folders, or with different metrics: this one in {folder}, "
+                f"with best={metric}",
+                remedy="give all ranks the folder that rank 0 names: job.gather_objects(folder)[0]; and a metric from "
+                "trainer.evaluate(loader).mean(...), or job.mean(...)",
             )
         rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
         trainers = {name: training.saver.steps for name, training in trainings.items()}
@@ -198,7 +200,9 @@ class Checkpoints(ABC):
                 remedy="give the folder of an earlier save, or leave must_exist out",
             )
         if rank == 0:
-            logger.warning("there is no checkpoint in %s: training starts at the beginning", folder.absolute())
+            below = store.beneath(folder)
+            hint = f" (did you mean one of these? {below})" if below else ""
+            logger.warning("there is no checkpoint in %s: training starts at the beginning%s", folder.absolute(), hint)
         return None
 
 

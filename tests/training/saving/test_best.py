@@ -97,16 +97,18 @@ with accel.distributed() as job:
     trainer = accel.trainer(model, optimizer, parallel="ddp", loss=lambda model, rows: model(rows).mean())
     trainer(torch.ones(2, 3))
     trainer.save(sys.argv[1], best=0.25)
-    for own in (float(job.rank), 1.0 if job.rank else None):
+    metrics = float(job.rank), 1.0 if job.rank else None
+    for folder, own in (*((sys.argv[1], metric) for metric in metrics), (f"{sys.argv[1]}-{job.rank}", None)):
         try:
-            trainer.save(sys.argv[1], best=own)
+            trainer.save(folder, best=own)
         except accelcore.ConfigurationError as error:
-            print("refused", "different metrics" in str(error), f"gives {own}" in str(error))
+            print("refused", "different" in str(error), f"in {folder}, with best={own}" in str(error))
 """
 
 
 def test_ranks_that_disagree_are_refused(fork_ranks, tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
     ended = [rank.finish() for rank in fork_ranks(tmp_path / "ranks.py", tmp_path / "run", size=2)]
-    assert [rank.stdout for rank in ended] == ["refused True True\n" * 2] * 2, ended[0].stderr
+    assert [rank.stdout for rank in ended] == ["refused True True\n" * 3] * 2, ended[0].stderr
     assert len(list((tmp_path / "run").iterdir())) == 1
+    assert not list(tmp_path.glob("run-*"))

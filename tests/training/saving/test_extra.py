@@ -93,18 +93,21 @@ def test_a_file_that_cannot_be_exported_to_is_refused_and_left(accel, tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept", "pipe"]
 
 
-def test_a_folder_of_folders_names_those_with_checkpoints(accel, tmp_path):
+@pytest.mark.parametrize("place", ["a", "b/a"])
+def test_a_folder_of_folders_names_those_with_checkpoints(accel, tmp_path, caplog, place):
     trainer = make(accel)
-    trainer.save(tmp_path / "a")
     (tmp_path / "b").mkdir()
+    trainer.save(tmp_path / place)
     for attempt in (
         lambda: export(tmp_path, "model.safetensors"),
         lambda: trainer.resume(tmp_path, must_exist=True),
     ):
         with pytest.raises(
-            CheckpointError, match=rf"no checkpoint in(.|\n)*available: {re.escape(str(tmp_path / 'a'))}\n"
+            CheckpointError, match=rf"no checkpoint in(.|\n)*available: {re.escape(str(tmp_path / place))}\n"
         ):
             attempt()
+    trainer.resume(tmp_path)
+    assert f"starts at the beginning (did you mean one of these? {tmp_path / place})" in caplog.text
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
