@@ -44,9 +44,14 @@ def whole(value):
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
 
+def weights(trainer):
+    """The model, put together; every rank has to ask."""
+    return {name: whole(value) for name, value in trainer.model.state_dict().items()}
+
+
 def state(trainer):
     """Model and optimizer, put together; every rank has to ask."""
-    model = {name: whole(value) for name, value in trainer.model.state_dict().items()}
+    model = weights(trainer)
     state = trainer.optimizer.state  # made when it is asked for
     held = {name: state[parameter] for name, parameter in trainer.model.named_parameters()}
     moments = {
@@ -82,7 +87,7 @@ def resume(accel, folder, rank, parallel, *runs):
         trainer.resume(folder / run)
         found[run] = state(trainer)
         trainer(batch_of("transformer", rank, 3))
-        found[run]["after"] = state(trainer)["model"]
+        found[run]["after"] = weights(trainer)
     return found
 
 
