@@ -410,11 +410,15 @@ def test_seeds_that_are_given_twice_are_given_once():
         ("FloatTensor(n, 1).normal_()", "torch.empty(n, 1, device=accel.device).normal_()"),
         ("LongTensor(x.size(0))", "torch.empty(x.size(0), dtype=torch.int64, device=accel.device)"),
         ("FloatTensor([1.0])", "torch.FloatTensor([1.0]).to(accel.device)"),
+        ("FloatTensor(data)", "torch.FloatTensor(data).to(accel.device)"),
+        ("FloatTensor(self.data)", "torch.FloatTensor(self.data).to(accel.device)"),
+        ("FloatTensor(numpy.ones(2))", "torch.FloatTensor(numpy.ones(2)).to(accel.device)"),
         ("FloatTensor((2, 3))", "torch.FloatTensor((2, 3)).to(accel.device)"),
     ],
 )
 def test_a_tensor_of_a_size_is_made_on_the_device(made, ported):
-    assert f"y = {ported}\n" in port_source(f"import torch\ny = torch.cuda.{made}\n", Level.ROLES).source
+    head = "import numpy\nimport torch\ndata = self.data = numpy.ones(3)\n"
+    assert f"y = {ported}\n" in port_source(f"{head}y = torch.cuda.{made}\n", Level.ROLES).source
 
 
 def test_tabs_and_spaces_that_python_reads_are_an_error_that_says_what_to_do(tmp_path):

@@ -45,12 +45,13 @@ def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
 def _is_sized(call: cst.Call, facts: Facts) -> bool:
     """Return whether all arguments are certainly sizes, and not data."""
     plain = [arg.value for arg in call.args if not arg.star]
-    single = plain[0] if len(plain) == 1 and len(call.args) == 1 else None
-    is_data = isinstance(single, (cst.List, cst.Tuple, cst.ListComp, cst.Name))
-    is_data = is_data or (
-        isinstance(single, cst.Call) and text_of(single.func).split(".")[-1] not in ("size", "len", "int")
-    )
-    return len(plain) > 1 or (single is not None and not is_data)
+    if len(plain) != 1 or len(call.args) != 1:
+        return len(plain) > 1
+    (only,) = plain
+    if isinstance(only, cst.Call):
+        return text_of(only.func).split(".")[-1] in ("size", "len", "int")
+    is_length = isinstance(only, cst.Subscript) and text_of(only.value).endswith(".shape")
+    return isinstance(only, cst.Integer) or is_length
 
 
 def _empty(node: cst.Call, kind: str, facts: Facts) -> Rewrite:
