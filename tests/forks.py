@@ -2,7 +2,8 @@
 
 They are forked from a server that has imported torch and run none of it: a pool of threads that exists would be lost
 in the fork, and waited for. What forks share and processes do not (the seed of hashes, what an import does, how an
-interpreter ends) is for the tests that start real ones: of the command line, the examples, the suite's job of two.
+interpreter ends) is for the tests that start real ones: of the command line, of launchers in docs, of the backend that
+`accelcore new-backend` writes.
 
 Where torch_npu is installed, `import torch` loads it, and it touches no device.
 """
