@@ -186,7 +186,7 @@ class Imports:
         return self._kept(statement, f"{module}: one vendor's module")
 
     def _is_strange(self, module: str) -> bool:
-        return any(name.startswith(f"{module}.") for name in self.strange)
+        return any(f"{name}.".startswith(f"{module}.") for name in self.strange)
 
     def _is_needed(self, alias: cst.ImportAlias, *, vendor: bool) -> bool:
         bound = text_of(alias.asname.name) if alias.asname else dotted(alias.name).split(".")[0]

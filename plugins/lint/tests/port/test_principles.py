@@ -342,9 +342,14 @@ def test_a_setting_is_kept_that_takes_back_what_another_file_sets(tmp_path):
     "helper", ["from timm.utils import (\n    ApexScaler,\n)", "from mmcv.runner import build_optimizer"]
 )
 def test_apex_stays_beside_what_another_package_drives_it_by(helper):
-    source = "from apex import amp\n{}\nmodel, optimizer = amp.initialize(model, optimizer)\n"
+    source = (
+        "from apex import amp\nfrom apex.parallel import DistributedDataParallel as DDP\n{}\n"
+        "model, optimizer = amp.initialize(model, optimizer)\nmodel = DDP(model)\n"
+    )
     outcome = port_source("import torch\n" + source.format(helper), Level.ROLES)
     assert "\nfrom apex import amp\n" in outcome.source
+    assert "accelcore.apex import" not in outcome.source
+    assert "\nfrom apex.parallel import DistributedDataParallel as DDP\n" in outcome.source
     assert outcome.left
     assert (
         "from accelcore.apex import amp"
