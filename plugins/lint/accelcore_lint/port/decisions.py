@@ -18,6 +18,8 @@ from accelcore_lint.port.syntax import is_import, reasons_above, text_of
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
 _CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
 _Guard = cst.If | cst.IfExp
+_FOREIGN = re.compile(r"\bCUDA_HOME\b|CUDAExtension|\bnvcc\b|WITH_CUDA|tensorrt|pycuda|pynvml|nvidia", re.IGNORECASE)
+"""Words of a vendor's tools beside torch, which no other device has."""
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -89,8 +91,8 @@ class Decisions(cst.CSTVisitor):
             opens = (some or whole) if decision.some else (some and whole)
             if original_node is not guard:
                 opens = whole  # what follows an early return
-            if self._unset & _names_in(guard):
-                opens = False  # it uses what a condition that was left sets
+            if self._unset & _names_in(guard) or _FOREIGN.search(text_of(guard.test) + text_of(guard.body)):
+                opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:

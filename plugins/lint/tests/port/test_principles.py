@@ -261,6 +261,16 @@ def test_a_question_stays_if_nothing_it_guards_is_rewritten(line):
     assert "if not torch.cuda.is_available():" in port_source(turned, Level.ROLES).source
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["extension = CUDAExtension\n    x = x.cuda()", "import pynvml", "engine = tensorrt.Runtime()\n    x = x.cuda()"],
+)
+def test_a_question_about_a_vendors_other_tools_stays(body):
+    outcome = port_source(f"import torch\nif torch.cuda.is_available():\n    {body}\n", Level.ROLES)
+    assert "if torch.cuda.is_available():" in outcome.source
+    assert outcome.left
+
+
 @pytest.mark.parametrize("line", LEFT[:3])
 def test_a_question_stays_if_it_returns_before_something_that_is_left(line):
     source = (
