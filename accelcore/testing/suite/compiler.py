@@ -72,7 +72,7 @@ class TestCompiler:
                 ((rows, _),) = batches(1, count)
                 rows = rows.to(getattr(torch, name))
                 for each in (module.train(training), reference.train(training)):
-                    torch.nn.init.constant_(each.norm.weight, count)
+                    torch.nn.init.constant_(each.norm.weight, count + number)
                 with torch.set_grad_enabled(graph):
                     found = compiled.module(rows.to(accel.device), shift=2 * graph)
                 expected = reference(rows, shift=2 * graph)
@@ -99,6 +99,11 @@ class TestCompiler:
             assert found is not None
             assert expected is not None
             assert error(found, expected) < 1e-4, "backward was compiled as if it ran under autocast"
+            compiled = accel.compiler.compile(torch.nn.Linear(rows.shape[1], 2).to(accel.device), {})
+            for name in known.autocast_dtypes:
+                with accel.autocast(name), torch.no_grad():
+                    kind = compiled.module(rows.to(accel.device)).dtype
+                assert str(kind) == f"torch.{name}", f"under autocast to {name} a compiled module computes in {kind}"
 
     @pytest.mark.parametrize(("precision", "dtype"), _AUTOCAST)
     def test_training_is_eager(self, accel: Backend, precision: str, dtype: str) -> None:

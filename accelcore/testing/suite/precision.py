@@ -149,7 +149,7 @@ class TestPrecision(OpTables, ContextTests):
     def test_autocast_is_entered_again(self, accel: Backend) -> None:
         """One context serves many steps: it can be entered again, also after an error."""
         with declared(bool(accel.capabilities.autocast_dtypes), "autocast"):
-            matrix, context = torch.ones(2, 2, device=accel.device), accel.autocast()
+            matrix, context = torch.ones(2, 2, device=accel.device), accel.precision.autocast()
             with pytest.raises(ZeroDivisionError), context:
                 raise ZeroDivisionError
             try:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
 from accelcore.testing.support.oracles import eps, error, overflow, spoil, weights
+from accelcore.util.text import first_line
 
 Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
 
@@ -131,6 +133,24 @@ class TestScaler:
             assert parameter.grad is not None
             assert parameter.grad.tolist() == [0.25] * 3, f"a gradient in {parameter.dtype} was not unscaled"
 
+    def test_sparse_gradients(self, accel: Backend) -> None:
+        """Rows that come twice in a sparse gradient add up; it is unscaled, and an overflow in it skips the step."""
+        weight = nn.Parameter(torch.ones(4, 2, device=accel.device))
+        optimizer, scaler = _plain(accel, [weight]), accel.scaler.create(init=64.0)
+        try:
+            for factor in (1.0, math.inf):
+                optimizer.zero_grad()
+                rows = functional.embedding(torch.tensor([1, 1, 2], device=accel.device), weight, sparse=True)
+                torch.autograd.backward(scaler.scale(rows.sum() * factor))
+                assert weight.grad is not None
+                found = weight.grad.coalesce().to_dense()[:, 0]
+                assert found.tolist() == [0.0, 128 * factor, 64 * factor, 0.0], "rows that come twice do not add up"
+                _update(scaler, optimizer)
+                assert weight[:, 0].tolist() == [1.0, 0.0, 0.5, 1.0], f"a sparse gradient of {factor} is not unscaled"
+        except (NotImplementedError, RuntimeError) as error_:
+            pytest.skip(f"refused: sparse gradients: {first_line(error_)}")
+        assert scaler.skipped == 1
+
     def test_large_gradients_are_no_overflow(self, accel: Backend) -> None:
         """Finite gradients do not count as overflow, even if their sum or their squares do."""
         parameters = _parameters(accel, 64, 64)
@@ -184,8 +204,8 @@ class TestScaler:
         assert scaled.item() == 128 * 100_003.0, "the scale is not the one that was asked for"
         for name in accel.capabilities.model_dtypes:
             exact = torch.tensor(1 + eps(getattr(torch, name)), dtype=getattr(torch, name), device=accel.device)
-            scaled = accel.scaler.create(init=128.0).scale(exact)
-            assert scaled.cpu().double() == 128 * exact.cpu().double(), f"the scale rounds a loss in {name}"
+            scaled = accel.scaler.create(init=2.0**17).scale(exact)  # more than fp16 holds
+            assert scaled.cpu().double() == 2**17 * exact.cpu().double(), f"the scale rounds a loss in {name}"
 
     def test_overflow_flag(self, accel: Backend) -> None:
         """An overflow that no gradient shows skips the step if the device reports it by a flag, and only then."""

@@ -13,7 +13,7 @@ LAYOUTS = ("", "strided", "transposed", "channels last")
 channels last."""
 
 BEHIND = "behind other elements"
-"""Layout of the sample, in memory that begins with an element of another tensor."""
+"""Layout of the sample, in memory that begins and ends with an element of another tensor."""
 
 _MANY, _MOST = (70_001, 4099, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
@@ -33,18 +33,28 @@ def placed(arguments: Any, device: torch.device, layout: str, *, graph: bool = F
             return device
         if not isinstance(value, Tensor):
             return value
-        moved = _laid_out(value.detach(), device, layout)
+        moved = laid_out(value.detach(), device, layout)
         return moved.requires_grad_(value.requires_grad and graph)
 
     return pytree.tree_map(move, arguments)
 
 
-def _laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
+def beside(tensor: Tensor) -> Tensor:
+    """Return a copy of the elements around a tensor's own in the memory of which it is a view, on the host."""
+    if tensor._base is None:
+        return tensor.new_empty(0).cpu()
+    others = torch.ones(tensor._base.shape, dtype=torch.bool)
+    others.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+    return tensor._base.detach().cpu()[others]
+
+
+def laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
+    """Return a copy of a tensor on a device, in one of `LAYOUTS` or `BEHIND`."""
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
         return value.to(device, copy=True)
-    beside = 3.5 if value.dtype.is_floating_point else 1
+    other = 3.5 if value.dtype.is_floating_point else 1
     if layout == "strided" and value.dim():
-        return torch.stack([torch.full_like(value, beside), value], -1).to(device)[..., 1]
+        return torch.stack([torch.full_like(value, other), value], -1).to(device)[..., 1]
     if layout:
         order = list(range(value.dim()))
         if layout == "transposed":
@@ -53,8 +63,9 @@ def _laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
             order.append(order.pop(1))
         dense = value.permute(order)
         begin = 0 if value.dim() > 1 and layout != BEHIND else 1
-        memory = torch.cat([value.new_full((begin,), beside), dense.reshape(-1)]).to(device)
-        return memory[begin:].view(dense.shape).permute(sorted(range(value.dim()), key=order.__getitem__))
+        margins = (value.new_full((count,), other) for count in (begin, 1))
+        memory = torch.cat([next(margins), dense.reshape(-1), next(margins)]).to(device)
+        return memory[begin:-1].view(dense.shape).permute(sorted(range(value.dim()), key=order.__getitem__))
     count = value.untyped_storage().nbytes() // value.element_size()
     memory = value.as_strided((count,), (1,), 0).to(device, copy=True)
     return memory.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -142,6 +153,36 @@ def repeated(arguments: Any) -> Any:
         return flat.reshape(value.shape)
 
     return _changed(arguments, repeat)
+
+
+def without_indices(arguments: Any) -> Any:
+    """Return the arguments without indices, and without what belongs to each index; None if there are none."""
+    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()]
+    counts = {leaf.shape[0] for leaf in given[1:] if leaf.dtype in _WHOLE}
+    if not counts:
+        return None
+
+    def shorten(value: Tensor, _: int) -> Tensor:
+        belongs = value.data_ptr() != given[0].data_ptr() and value.dim() and value.shape[0] in counts
+        return value[:0] if belongs else value
+
+    return _changed(arguments, shorten)
+
+
+def of_images(arguments: Any) -> Any:
+    """Return the arguments with a fourth dimension of the first tensor if it has three; None if it has not."""
+    (first, *others), options = arguments
+    if not isinstance(first, Tensor) or first.dim() != 3 or not first.is_floating_point():
+        return None
+    image = torch.stack([first.detach(), first.detach() / 2], -1)
+    return (image.requires_grad_(first.requires_grad), *others), options
+
+
+def of_points(arguments: Any) -> Any:
+    """Return the arguments of a convolution with a kernel of one point."""
+    (first, weight, *others), options = arguments
+    point = (..., *[slice(1)] * (weight.dim() - 2))
+    return (first, weight[point], *others), options
 
 
 def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool, by_index: bool = False) -> Any:

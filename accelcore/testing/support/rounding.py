@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cache, lru_cache
 from typing import Any
@@ -58,7 +59,8 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         if value._is_zerotensor():  # torch's zeros without memory, which it adds in backward
             return value
-        if self._largest and not self.overflows and not float(value.abs().amax()) <= self._largest:
+        unknown = self._largest and not self.overflows
+        if unknown and not float(torch.linalg.vector_norm(value, math.inf)) <= self._largest:
             self.overflows = bool((value.isfinite() & (value.abs() > self._largest)).any())
         count = value.numel()
         if count > _NOISE // 2:

@@ -16,12 +16,15 @@ from accelcore.testing.support.layouts import (
     enlarged,
     expanded,
     lengthened,
+    of_images,
+    of_points,
     others_of,
     placed,
     repeated,
     scalars,
     with_nan,
     with_whole_numbers,
+    without_indices,
 )
 from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, samples
 
@@ -62,6 +65,9 @@ def compare(
         ]
         if dtype == torch.float32 and name in SAMPLED:
             cases += [case for sample in _of_other_options(every, chosen) for case in _cases(sample, resized=False)]
+            for change in () if elementwise else (without_indices, of_images, *([of_points] if "conv" in name else [])):
+                changed = (change(_arguments(sample)) for sample in every)
+                cases += [(each, "") for each in islice(filter(None, changed), count)]
         if name in REPEATABLE:
             changed = (repeated(_arguments(sample)) for sample in every)
             cases += [(each, "of repeated indices") for each in changed if each is not None][:count]
