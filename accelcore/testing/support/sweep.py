@@ -22,6 +22,7 @@ from accelcore.testing.support.layouts import (
     placed,
     repeated,
     scalars,
+    with_large_numbers,
     with_nan,
     with_whole_numbers,
     without_indices,
@@ -76,6 +77,10 @@ def compare(
             Case(found, device, name, info, dtype, arguments, what, elementwise, aside).run()
             if len(found.wrong) > 4:
                 return found
+        if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
+            plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
+            if (changed := with_large_numbers(_arguments(plain))) is not None:
+                Case(found, device, name, info, dtype, changed, "with large numbers", elementwise).run()
         if dtype == torch.float32:
             if name in SAMPLED and name not in ROUGH:
                 for arguments in _of_many(name, info, every, elementwise):
