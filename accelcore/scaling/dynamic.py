@@ -169,8 +169,13 @@ class GradScaler(LossScaler):
         alike = by_dtype(gradients)
         if not self.takes_fp16:
             refuse_fp16(alike)
-        for members in alike.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(list(members), found, multiplier)
+        for dtype, members in alike.items():
+            if dtype is torch.bfloat16:  # torch's kernel for CUDA does not take it
+                finite = torch.stack([member.isfinite().all() for member in members]).all()
+                found = torch.maximum(found, finite.logical_not().float())
+                torch._foreach_mul_(list(members), multiplier)
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_(list(members), found, multiplier)
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -338,7 +338,7 @@ class Clipping:
     """Clip the norm of all gradients together, in a few kernel launches.
 
     If a device has no kernel for many tensors, torch multiplies them one by one. The kernel of loss scaling takes many
-    tensors on every device.
+    fp32 tensors on every device.
 
     For one tensor a parameter the result is that of torch's `clip_grad_norm_`, to the last bit. In flat memory the
     norm is summed in another order and may differ in its last bit. `flagged`: whether the device's kernel for unscaling
@@ -354,7 +354,7 @@ class Clipping:
         norm = whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         factor = (self._max_norm / (norm + 1e-6)).clamp_(max=1.0)
         kinds = {(type(gradient), gradient.dtype) for gradient in gradients}
-        if not self._flagged and len(kinds) == 1 and kinds <= {(Tensor, torch.float32), (Tensor, torch.bfloat16)}:
+        if not self._flagged and kinds == {(Tensor, torch.float32)}:
             if self._overflow is None:
                 self._overflow = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._overflow, factor.float())

@@ -20,6 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelcore
+from accelcore.errors import AccelError
 from benchmarks.gpu import loops, stage_gpt, stage_step
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.experiments_ranks import one_rank_of_nccl, two_ranks_on_one_gpu
@@ -45,7 +46,10 @@ def stale_gradient_accumulators(device: Device) -> Found:
     model, batch = _network(device), _batch(device)
     kept = mse_loss(model(batch[0]), batch[1])
     trainer = _trainer(device, model, graph=device.accel.capabilities.graphs)
-    losses = [float(trainer(batch)) for _ in range(6)]
+    try:
+        losses = [float(trainer(batch)) for _ in range(6)]
+    except AccelError as error:
+        return {"refused": error.what, "remedy": error.remedy}
     return {"losses": losses, "kept": float(kept.detach())}
 
 

@@ -39,6 +39,8 @@ _WARNINGS = (
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
     # What torch says where the first thing that a thread of autograd's does is a matrix product.
     "ignore:Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
+    # What torch 2.11 says of the empty graph that mode="reduce-overhead" begins with.
+    "ignore:The CUDA Graph is empty:UserWarning",
 )
 
 
