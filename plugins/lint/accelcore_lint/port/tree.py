@@ -97,7 +97,7 @@ class Tree:
     @property
     def needs_torch(self) -> tuple[str, ...]:
         """Return the statement that a line with `torch` needs, unless the file already has it."""
-        return () if self.has_torch_name or self.is_library else ("import torch",)
+        return () if self.has_torch_name else ("import torch",)
 
     def name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain."""

@@ -442,3 +442,12 @@ def test_tabs_and_spaces_that_python_reads_are_an_error_that_says_what_to_do(tmp
     result = CliRunner().invoke(port, [str(script)], standalone_mode=False)
     assert result.return_value == 2
     assert "tabs and spaces" in result.output
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_module_that_has_only_a_part_of_torch_imports_torch(level):
+    source = (
+        "from torch.utils.data import DataLoader\n\n\ndef make(data):\n    return DataLoader(data, pin_memory=True)\n"
+    )
+    loader = imported(port_source(source, level=level).source).make([torch.ones(2)])
+    assert loader.pin_memory == torch.accelerator.is_available()
