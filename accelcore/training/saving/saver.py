@@ -200,8 +200,7 @@ class Checkpoints(ABC):
                 remedy="give the folder of an earlier save, or leave must_exist out",
             )
         if rank == 0:
-            below = store.beneath(folder)
-            hint = f" (did you mean one of these? {below})" if below else ""
+            hint = f" (did you mean one of these? {below})" if (below := store.beneath(folder)) else ""
             logger.warning("there is no checkpoint in %s: training starts at the beginning%s", folder.absolute(), hint)
         return None
 
