@@ -12,15 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 _CALL = "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); from {module} import main; sys.exit(main())"
 
-_LOOK = 0.2  # seconds between looks at a file that shows progress
+_LOOK = 0.2  # seconds between looks at a child
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,20 +71,45 @@ def command(module: str, *arguments: str) -> list[str]:
     return [*calling, "\n".join(sys.path), *arguments]
 
 
-def run(
+def run(program: Sequence[str], *, environ: Mapping[str, str], limit: float, progress: Path | None = None) -> Ended:
+    """Run a program for at most `limit` seconds, as `watch` counts them."""
+    (ended,) = run_together([watch(program, environ=environ, limit=limit, progress=progress)])
+    return ended
+
+
+def run_together(watched: Sequence[Generator[None, None, T]], on_look: Callable[[], None] = lambda: None) -> list[T]:
+    """Run generators like `watch` in turn, and `on_look` after each turn; return what the generators return.
+
+    If one raises, and at Ctrl-C, all of them are closed.
+    """
+    raise_on_signals()
+    returned: dict[int, T] = {}
+    with ExitStack() as stack:
+        for generator in watched:
+            stack.enter_context(closing(generator))
+        while len(returned) < len(watched):
+            for number, generator in enumerate(watched):
+                if number not in returned:
+                    try:
+                        next(generator)
+                    except StopIteration as end:
+                        returned[number] = end.value
+            on_look()
+    return [returned[number] for number in range(len(watched))]
+
+
+def watch(
     program: Sequence[str],
     *,
     environ: Mapping[str, str],
     limit: float,
     folder: Path | None = None,
     progress: Path | None = None,
-    on_progress: Callable[[], None] = lambda: None,
-) -> Ended:
-    """Run a program for at most `limit` seconds, then kill its process group. Ctrl-C kills it, too.
+) -> Generator[None, None, Ended]:
+    """Start a program, and yield a few times a second until it ends; then, or if closed, kill its process group.
 
-    Whenever the file `progress` has grown, `on_progress` is called, and the child has `limit` seconds more.
+    Whenever the file `progress` has grown, the child has `limit` seconds more.
     """
-    raise_on_signals()
     start = time.perf_counter()
     # Files, not pipes: a process that the child leaves behind would keep a pipe open, and this process waiting.
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -90,7 +118,7 @@ def run(
             start_new_session=True,  # a new process group, which can be killed as a whole
         )  # fmt: skip
         try:
-            status = _wait(child, limit, progress, on_progress)
+            status = yield from _wait(child, limit, progress)
         finally:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of a group that has ended
                 os.killpg(child.pid, signal.SIGKILL)
@@ -102,20 +130,15 @@ def run(
         return Ended(status, limit, seconds, *texts)
 
 
-def _wait(
-    child: subprocess.Popen[bytes], limit: float, progress: Path | None, on_progress: Callable[[], None]
-) -> int | None:
-    size, since = -1, time.monotonic()
-    while True:
-        left = since + limit - time.monotonic()
-        try:
-            return child.wait(left if progress is None else min(left, _LOOK))
-        except subprocess.TimeoutExpired:
-            if progress is not None and progress.stat().st_size != size:
-                size, since = progress.stat().st_size, time.monotonic()
-                on_progress()
-            elif time.monotonic() - since >= limit:
-                return None
+def _wait(child: subprocess.Popen[bytes], limit: float, progress: Path | None) -> Generator[None, None, int | None]:
+    size, since = 0, time.monotonic()
+    while (left := since + limit - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(min(left, _LOOK))
+        if progress is not None and progress.stat().st_size != size:
+            size, since = progress.stat().st_size, time.monotonic()
+        yield
+    return None
 
 
 def raise_on_signals() -> None:

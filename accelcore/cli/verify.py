@@ -1,6 +1,7 @@
-"""`accelcore verify backend NAME`: run the conformance suite in a child process, and print its scorecard.
+"""`accelcore verify backend NAME`: run the conformance suite in child processes, and print its scorecard.
 
-If the process crashes or hangs, the test in which it did has failed, and another process runs the tests after it.
+The operators, which take half of the time, have a process of their own. If a process crashes or hangs, the test in
+which it did has failed, and another process runs the tests after it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -150,43 +152,57 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: 
                 f"the conformance suite needs {package}, which is not installed",
                 remedy="pip install 'accelcore[testing]'",
             )
-    classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles] or [_SUITE]
-    if deep and (not roles or "operators" in roles):
-        classes.append(_DEEP)
-    shown_role = ""
-
-    def show_progress() -> None:
-        nonlocal shown_role
-        report.read()
-        verdicts = list(report.verdicts.values())
-        if verdicts and verdicts[-1].role != shown_role:
-            shown_role = verdicts[-1].role
-            done = sum(bool(verdict.outcome) for verdict in verdicts)
-            click.echo(f"{done} of {report.count} tests  {shown_role}", err=True)
-
+    wanted = roles or ROLES
+    shares = [[role for role in wanted if (role == "operators") == alone] for alone in (False, True)]
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
-        report = _Report(Path(folder, "report"))
-        report.file.touch()
-        while True:
-            known = len(report.verdicts)
-            ended, last_words = _run(name, classes, report.file, timeout, show_progress)
-            report.read()
-            why = f"{_fate(ended)}\n{last_words}"
-            if report.done:
-                verdicts = list(report.verdicts.values())
-                assert len(verdicts) == report.count, "a test has no outcome"
-                if ended.status not in _DONE:
-                    verdicts.append(Verdict("backend", "end", "", _ENDS, "failed", why))
-                return Scorecard(report.backend, verdicts)
-            crashed = next((test for test, verdict in report.verdicts.items() if not verdict.outcome), None)
-            if crashed is None or len(report.verdicts) == known:
-                raise PluginError(
-                    f"the suite could not be run on {name}",
-                    why=why,
-                    remedy="read that output; accelcore doctor --deep tries the backend alone",
-                )
-            with report.file.open("a", encoding="utf-8") as file:
-                file.write(f"\n{json.dumps({'event': 'end', 'id': crashed, 'outcome': 'failed', 'why': why})}\n")
+        tested = [(share, _Report(Path(folder, share[0]))) for share in shares if share]
+        reports = [report for _, report in tested]
+        child.run_together(
+            [_test(name, share, report, timeout, deep=deep) for share, report in tested],
+            on_look=partial(_show_progress, reports, set()),
+        )
+    verdicts = [verdict for report in reports for verdict in report.verdicts.values()]
+    return Scorecard(reports[0].backend, sorted(verdicts, key=lambda verdict: ROLES.index(verdict.role)))
+
+
+def _test(
+    name: str, roles: Sequence[str], report: _Report, timeout: float, *, deep: bool
+) -> Generator[None, None, None]:
+    """Run processes until each test of these roles has an outcome."""
+    classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles]
+    if deep and "operators" in roles:
+        classes.append(_DEEP)
+    report.file.touch()
+    while True:
+        known = len(report.verdicts)
+        ended, last_words = yield from _run(name, classes, report.file, timeout)
+        report.read()
+        why = f"{_fate(ended)}\n{last_words}"
+        if report.done:
+            assert len(report.verdicts) == report.count, "a test has no outcome"
+            if ended.status not in _DONE:
+                report.verdicts["end"] = Verdict("backend", "end", "", _ENDS, "failed", why)
+            return
+        crashed = next((test for test, verdict in report.verdicts.items() if not verdict.outcome), None)
+        if crashed is None or len(report.verdicts) == known:
+            raise PluginError(
+                f"the suite could not be run on {name}",
+                why=why,
+                remedy="read that output; accelcore doctor --deep tries the backend alone",
+            )
+        with report.file.open("a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps({'event': 'end', 'id': crashed, 'outcome': 'failed', 'why': why})}\n")
+
+
+def _show_progress(reports: Sequence[_Report], shown: set[str]) -> None:
+    for report in reports:
+        report.read()
+    for report in reports if all(report.count for report in reports) else ():
+        begun = {verdict.role for verdict in report.verdicts.values()}
+        for role in sorted(begun - shown, key=ROLES.index):
+            shown.add(role)
+            ended = sum(bool(verdict.outcome) for each in reports for verdict in each.verdicts.values())
+            click.echo(f"{ended} of {sum(each.count for each in reports)} tests  {role}", err=True)
 
 
 def show(card: Scorecard, *, tracebacks: bool = False) -> None:
@@ -236,9 +252,7 @@ def _case(verdict: Verdict) -> str:
     return f" [{verdict.case}]" if verdict.case else ""
 
 
-def _run(
-    name: str, classes: Sequence[str], report: Path, timeout: float, on_progress: Callable[[], None]
-) -> tuple[Ended, str]:
+def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> Generator[None, None, tuple[Ended, str]]:
     """Run one process of pytest, for `timeout` seconds a test; return its end and its last output."""
     command = [
         sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *classes,
@@ -250,9 +264,7 @@ def _run(
     environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait by spinning slow other processes
-    ended = child.run(
-        command, environ=environ, limit=timeout, folder=report.parent, progress=report, on_progress=on_progress
-    )
+    ended = yield from child.watch(command, environ=environ, limit=timeout, folder=report.parent, progress=report)
     text = (ended.stdout + ended.stderr).strip()
     crash = text.find(_CRASH)
     return ended, text[-_TAIL:] if crash < 0 else text[max(0, crash - _BEFORE) :][:_TAIL]
