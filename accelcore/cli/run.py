@@ -74,11 +74,6 @@ def _several_machines(command: F) -> F:
     "--max-restarts", "K", 0, "How often torch's elastic launcher starts all ranks again after one has died.", least=0
 )
 @_several_machines
-@click.option(
-    "--check-collectives",
-    is_flag=True,
-    help="Compare each collective over all ranks before it runs, which is slow, and raise if they do not match.",
-)
 @device_option(
     "--emulate", "NAME", "Run on an emulation of the backend NAME, on this host; its emulator must be installed."
 )
@@ -95,7 +90,6 @@ def run(
     device: str | None,
     nproc: int,
     max_restarts: int,
-    check_collectives: bool,
     emulate: str | None,
     apex: bool,
     **options: str | None,
@@ -139,10 +133,6 @@ def run(
         )
     if not module and not stdin and not Path(script, "__main__.py").exists():  # Python runs a folder with that
         check_script(script)
-    if check_collectives:
-        if nproc == 1 and not machines:
-            raise ConfigurationError("--check-collectives needs a job of several ranks", remedy="add --nproc 2")
-        environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     hidden = ""
     if emulate is not None:
         environ.update(_emulation(emulate, nproc))

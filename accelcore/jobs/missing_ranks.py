@@ -223,7 +223,7 @@ class MissingRanks:
         return DistributedError(
             "a collective failed, and no rank of this job is missing",
             why=f"{places}; {why}",
-            remedy="check whether all ranks call the same collectives: accelcore run --check-collectives",
+            remedy="call the same collectives on all ranks; under TORCH_DISTRIBUTED_DEBUG=DETAIL, torch compares them",
         )
 
     def _others_failed(

@@ -113,15 +113,13 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
 def test_torchruns_options_for_several_machines_are_handed_on(machine):
     machine.write("script.py", "")
     options = ["--nproc", "4", "--rdzv-endpoint", "node0:29400", "--node-rank", "2", "--nnodes", "3"]
-    options += ["--check-collectives"]
     done = machine.python("-c", PLANNED.format(arguments=["run", *options, "script.py", "--nnodes", "9"]))
     assert done.returncode == 0, done.stderr
-    _, command, environ = json.loads(done.stdout)
+    _, command, _ = json.loads(done.stdout)
     text = " ".join(command)
     assert "launcher --nnodes 3 --node-rank 2 --rdzv-endpoint node0:29400 --nproc-per-node 4 --max-restarts 0 " in text
     assert "--standalone" not in text
     assert command[-3:] == ["script.py", "--nnodes", "9"]
-    assert environ["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
 
 
 def test_what_the_user_says_of_the_launchers_stores_stands(machine):
@@ -175,7 +173,6 @@ def here(machine, monkeypatch):
         (["run", "--nproc", "two", "script.py"], "'two' is not a valid whole number"),
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
-        (["run", "--check-collectives", "script.py"], "--check-collectives needs a job of several ranks"),
         (["run", "--nnodes", "2", "script.py"], "--nnodes cannot be used without --rdzv-endpoint or --master-addr"),
         (["run", "--rdzv-endpoint", "a:1", "script.py"], "--rdzv-endpoint cannot be used without --nnodes"),
         (["run", "--nnodes", "2", "--master-addr", "a", "script.py"], "without --node-rank"),
