@@ -66,14 +66,14 @@ class Addresses:
     """Addresses of the tensors that one kernel updates.
 
     Args:
-        kind: the kernel's number.
+        kernel: the kernel's name.
         members: the tensors, in the order of the groups.
         entries: all state of the optimizer.
         by_row: whether the kernel looks at each row of a matrix.
     """
 
     def __init__(
-        self, kind: int, members: Sequence[Member], entries: Sequence[dict[str, Any]], *, by_row: bool
+        self, kernel: str, members: Sequence[Member], entries: Sequence[dict[str, Any]], *, by_row: bool
     ) -> None:
         self.members = members
         values = [member.value for member in members]
@@ -88,7 +88,8 @@ class Addresses:
         objects = _objects(values, self._kept)
         waits = bytes(member.waits for member in members)
         self._library = load()
-        self._plan = self._made("plan", kind, _fork(), _memory(sources), len(members), _memory(parts), len(parts) // 4)
+        tables = _memory(sources), len(members), _memory(parts), len(parts) // 4
+        self._plan = self._made("plan", kernel.encode(), _fork(), *tables)
         self._pack = Struct(f"{len(objects)}P").pack  # an array takes twice as long
         self._tensors = self._made("tensors", self._pack(*objects), len(objects), waits, len(waits))
         self._count = len(objects)

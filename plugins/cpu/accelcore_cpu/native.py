@@ -26,14 +26,12 @@ class Native(Formula):
     torch's fused kernels do.
 
     Attributes:
-        kernel: its name.
-        number: its place in `enum Kind` of kernels/kernels.cpp.
+        kernel: its name in kernels/kernels.cpp, which is the registry's.
         states: the names of the elementwise state, in the order of kernels/elementwise.h and kernels/normed.h.
         by_row: whether it looks at each row of a matrix.
     """
 
     kernel: ClassVar[str]
-    number: ClassVar[int]
     states: ClassVar[tuple[str, ...]]
     by_row: ClassVar[bool] = False
     _step_supports_amp_scaling = True
@@ -115,7 +113,7 @@ class Native(Formula):
                 states = [entry.get(name) for name in self.states]
                 parts = _parts(value, None if self.by_element else runs.get(id(value)))
                 members.append(Member(number, value, dtype, entry, states, parts, waits))
-        self._addresses = Addresses(self.number, members, list(self.state.values()), by_row=self.by_row)
+        self._addresses = Addresses(self.kernel, members, list(self.state.values()), by_row=self.by_row)
         return self._addresses
 
     def _fitted(self, group: dict[str, Any], value: Tensor) -> dict[str, Any]:

@@ -36,14 +36,14 @@ Numbers = tuple[float, ...]
 class NativeAdadelta(Native, Adadelta):
     """`Adadelta` by its kernel."""
 
-    kernel, number, states = "adadelta", 0, ("square_avg", "acc_delta")
+    kernel, states = "adadelta", ("square_avg", "acc_delta")
 
     def numbers(self, group: Group) -> Numbers:
         return group["lr"], group["weight_decay"], group["maximize"], group["rho"], group["eps"]
 
 
 class _Adam(Native):
-    kernel, number, states = "adam", 1, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    kernel, states = "adam", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def numbers(self, group: Group) -> Numbers:
         shared = group["lr"], group["weight_decay"], group["maximize"], *group["betas"], group["eps"]
@@ -63,7 +63,7 @@ class NativeAdamW(_Adam, AdamW):
 class NativeAdamP(Native, AdamP):
     """`AdamP` by its kernel."""
 
-    kernel, number, states, by_row = "adamp", 2, ("exp_avg", "exp_avg_sq"), True
+    kernel, states, by_row = "adamp", ("exp_avg", "exp_avg_sq"), True
 
     def numbers(self, group: Group) -> Numbers:
         adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
@@ -73,7 +73,7 @@ class NativeAdamP(Native, AdamP):
 class NativeBertAdam(Native, BertAdam):
     """`BertAdam` by its kernel."""
 
-    kernel, number, states = "bertadam", 3, ("exp_avg", "exp_avg_sq")
+    kernel, states = "bertadam", ("exp_avg", "exp_avg_sq")
 
     def numbers(self, group: Group) -> Numbers:
         adams = group["lr"], group["weight_decay"], group["b1"], group["b2"], group["e"], group["max_grad_norm"]
@@ -83,7 +83,7 @@ class NativeBertAdam(Native, BertAdam):
 class NativeLamb(Native, Lamb):
     """`Lamb` by its kernel."""
 
-    kernel, number, states = "lamb", 4, ("exp_avg", "exp_avg_sq")
+    kernel, states = "lamb", ("exp_avg", "exp_avg_sq")
 
     def numbers(self, group: Group) -> Numbers:
         adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
@@ -102,19 +102,19 @@ class _RMSprop(Native):
 class NativeRMSprop(_RMSprop, RMSprop):
     """`RMSprop` by its kernel."""
 
-    kernel, number = "rmsprop", 5
+    kernel = "rmsprop"
 
 
 class NativeRMSpropTF(_RMSprop, RMSpropTF):
     """`RMSpropTF` by its kernel."""
 
-    kernel, number = "rmsproptf", 6
+    kernel = "rmsproptf"
 
 
 class NativeSGD(Native, SGD):
     """`SGD` by its kernel."""
 
-    kernel, number, states = "sgd", 7, ("momentum_buffer",)
+    kernel, states = "sgd", ("momentum_buffer",)
 
     def numbers(self, group: Group) -> Numbers:
         shared = group["lr"], group["weight_decay"], group["maximize"]

@@ -1,6 +1,7 @@
 // A step of an optimizer over many tensors, in one call: passes over pieces of them, on several threads.
 #include <map>
 #include <memory>
+#include <string>
 
 #include "elementwise.h"
 #include "normed.h"
@@ -11,21 +12,20 @@ namespace {
 
 constexpr long BEGINNING = 512;  // bytes of the next piece that are asked for
 
-enum Kind { ADADELTA, ADAM, ADAMP, BERTADAM, LAMB, RMSPROP, RMSPROPTF, SGD_ };
+using MakeRule = Rule* (*)(Options, double step);
 
-Rule* make_rule(int kind, const double* options, double step) {
-  const Options next{options};
-  switch (kind) {
-    case ADADELTA: return new Adadelta(next);
-    case ADAM: return new Adam(next, step);
-    case ADAMP: return new AdamP(next, step);
-    case BERTADAM: return new BertAdam(next, step);
-    case LAMB: return new Lamb(next);
-    case RMSPROP: return new RMSprop(next, false);
-    case RMSPROPTF: return new RMSprop(next, true);
-    default: return new SGD(next);
-  }
-}
+// By the registry's names of the optimizers.
+const std::map<std::string, MakeRule> RULES = {
+    {"adadelta", [](Options next, double) -> Rule* { return new Adadelta(next); }},
+    {"adam", [](Options next, double step) -> Rule* { return new Adam(next, step); }},
+    {"adamp", [](Options next, double step) -> Rule* { return new AdamP(next, step); }},
+    {"adamw", [](Options next, double step) -> Rule* { return new Adam(next, step); }},
+    {"bertadam", [](Options next, double step) -> Rule* { return new BertAdam(next, step); }},
+    {"lamb", [](Options next, double) -> Rule* { return new Lamb(next); }},
+    {"rmsprop", [](Options next, double) -> Rule* { return new RMSprop(next, false); }},
+    {"rmsproptf", [](Options next, double) -> Rule* { return new RMSprop(next, true); }},
+    {"sgd", [](Options next, double) -> Rule* { return new SGD(next); }},
+};
 
 // What of a piece a pass touches.
 struct Access {
@@ -35,7 +35,8 @@ constexpr Access EVERYTHING{true, true, true, true}, GRADIENTS{true, false, fals
 
 class Plan {
  public:
-  Plan(int kind, Fork fork, Tables&& given) : kind(kind), fork(fork), tables(std::move(given)) {
+  Plan(const char* name, Fork fork, Tables&& given)
+      : make_rule(RULES.at(name)), fork(fork), tables(std::move(given)) {
     rules.resize(tables.sources.size());
     factors.resize(tables.sources.size());
     numbers.resize(tables.first_row.back());
@@ -52,7 +53,7 @@ class Plan {
       if (!gradients[n]) continue;
       const float count = source.step ? *source.step += 1 : 0;
       auto& rule = made[{source.group, count}];
-      if (!rule) rule.reset(make_rule(kind, options + source.group * stride, count));
+      if (!rule) rule.reset(make_rule(Options{options + source.group * stride}, count));
       rules[n] = rule.get();
       clips = clips || rule->clip > 0;
       needed = rule->sums;
@@ -67,7 +68,7 @@ class Plan {
   }
 
  private:
-  const int kind;
+  const MakeRule make_rule;
   const Fork fork;
   const Tables tables;
   std::map<std::pair<long, float>, std::unique_ptr<Rule>> made;  // by group and number of steps
@@ -274,9 +275,9 @@ class Plan {
 extern "C" {
 
 // Null where there is not enough memory.
-void* plan_new(int kind, Fork fork, const int64_t* sources, long source_count, const int64_t* tensors,
+void* plan_new(const char* name, Fork fork, const int64_t* sources, long source_count, const int64_t* tensors,
                long tensor_count) noexcept try {
-  return new Plan(kind, fork, Tables(sources, source_count, tensors, tensor_count));
+  return new Plan(name, fork, Tables(sources, source_count, tensors, tensor_count));
 } catch (...) {
   return nullptr;
 }

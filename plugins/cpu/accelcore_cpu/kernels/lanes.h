@@ -9,7 +9,7 @@
 
 #include "memory.h"
 
-inline long ahead = 512;   // bytes: how far before its use memory is asked for; 0: never. ahead.cpp measures what is best
+inline long ahead = 512;   // bytes: how far before its use memory is asked for; 0: never. prefetch.cpp measures what is best
 constexpr long STRIP = 8;  // lines that are summed in the precision of their type
 
 // Bytes of a vector: as wide as a register, because g++ computes with wider ones in memory.

@@ -18,7 +18,7 @@ from accelcore_cpu.kernels import compiler, store
 logger = logging.getLogger("accelcore")
 
 _SOURCES = Path(__file__).parent
-_ADAM, _SECONDS = 1, 0.5  # as in kernels.cpp; that the measurement takes
+_SECONDS = 0.5  # that the measurement of the prefetch takes
 _lock = threading.Lock()
 _loaded: list[ctypes.CDLL] = []
 _failed: list[str] = []
@@ -82,8 +82,8 @@ def _built(folder: Path) -> tuple[Path, int]:
     path, began = folder / "kernels.so", time.perf_counter()
     compiler.compile_to(sorted(_SOURCES.glob("*.cpp")), path)
     library = ctypes.CDLL(str(path))
-    library.ahead_quickest.restype, library.ahead_quickest.argtypes = ctypes.c_long, [ctypes.c_int, ctypes.c_double]
-    ahead: int = library.ahead_quickest(_ADAM, _SECONDS)
+    library.prefetch_quickest.restype, library.prefetch_quickest.argtypes = ctypes.c_long, [ctypes.c_double]
+    ahead: int = library.prefetch_quickest(_SECONDS)
     seconds = time.perf_counter() - began
     logger.info("built the optimizers' kernels in %.1f seconds", seconds)
     return path, ahead
@@ -109,13 +109,13 @@ def _typed(path: Path, ahead: int) -> ctypes.CDLL:
         ("tensors_find", number, [pointer, pointer, pointer]),
         ("tensors_bump_versions", None, [pointer, pointer]),
         ("tensors_release", None, [pointer]),
-        ("ahead_set", None, [long]),
-        ("plan_new", pointer, [number, pointer, pointer, long, pointer, long]),
+        ("prefetch_set", None, [long]),
+        ("plan_new", pointer, [ctypes.c_char_p, pointer, pointer, long, pointer, long]),
         ("plan_free", None, [pointer]),
         ("plan_step", ctypes.c_bool, [pointer, pointer, pointer, long, real, number]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    library.ahead_set(ahead)
+    library.prefetch_set(ahead)
     logger.info("the optimizers' kernels prefetch %d bytes ahead, which is quickest on this CPU", ahead)
     return library

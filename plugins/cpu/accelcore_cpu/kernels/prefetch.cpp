@@ -12,17 +12,17 @@ constexpr double CLEARLY = 0.96;
 
 extern "C" {
 
-void* plan_new(int kind, Fork fork, const int64_t* sources, long source_count, const int64_t* tensors,
+void* plan_new(const char* name, Fork fork, const int64_t* sources, long source_count, const int64_t* tensors,
                long tensor_count) noexcept;
 void plan_free(void* plan) noexcept;
 bool plan_step(void* plan, void* const* gradients, const double* options, long stride, double grad_scale,
                int threads) noexcept;
 
-void ahead_set(long bytes) noexcept { ahead = bytes; }
+void prefetch_set(long bytes) noexcept { ahead = bytes; }
 
-// The quickest of a few distances for steps of Adam (`kind`): the first, unless another is clearly quicker. Each step is
+// The quickest of a few distances for steps of Adam: the first, unless another is clearly quicker. Each step is
 // on the next part of memory that no cache has room for, and short: the least time is one that nothing else disturbed.
-long ahead_quickest(int kind, double seconds) noexcept try {
+long prefetch_quickest(double seconds) noexcept try {
   using Clock = std::chrono::steady_clock;
   constexpr long candidates[] = {512, 0, 256, 2048}, elements = 1 << 22, parts = 16, size = elements / parts;
   std::vector<float> value(elements, 1), gradient(value), mean(value), square(value);
@@ -34,7 +34,7 @@ long ahead_quickest(int kind, double seconds) noexcept try {
   std::vector<void*> plans;
   for (long first = 0; first < elements; first += size) {
     const Source source{&value[first], {&mean[first], &square[first]}, &step, FLOAT, FLOAT, FLOAT, 0, 0};
-    plans.push_back(plan_new(kind, nullptr, reinterpret_cast<const int64_t*>(&source), 1,
+    plans.push_back(plan_new("adam", nullptr, reinterpret_cast<const int64_t*>(&source), 1,
                              reinterpret_cast<const int64_t*>(&tensor), 1));
   }
   const long before = ahead;
