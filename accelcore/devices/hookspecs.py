@@ -1,15 +1,17 @@
-"""Hooks that a backend's package implements, and `Probe`, the answer of the first.
+"""Hooks that a backend's package implements, and `Probe`, the answer of `accelcore_probe`.
 
 This module imports no torch, and no hook runs in a training loop.
 
-A backend package has a light entry module that implements the first two hooks, and names it in its metadata::
+A backend package has a light entry module that implements `accelcore_probe` and `accelcore_create_backend`. The
+package's metadata names that module::
 
     [project.entry-points."accelcore.backends"]
     mydevice = "accelcore_mydevice"
 
-A package that only adds optimizers to another backend implements the third hook, in the group `accelcore.extensions`.
-A package that emulates a backend's device on the host implements the fourth, in the group `accelcore.emulators` with
-the backend's name. The fifth is for backends that know bugs of the kernels below them.
+A backend may also implement `accelcore_register_optimizers` and `accelcore_known_faults`. A package that only adds
+optimizers to other backends implements `accelcore_register_optimizers`, in the group `accelcore.extensions`. A package
+that emulates a backend's device on the host implements `accelcore_emulate`, in the group `accelcore.emulators` with the
+backend's name.
 """
 
 from __future__ import annotations

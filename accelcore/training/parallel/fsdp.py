@@ -52,7 +52,8 @@ class FullySharded(Strategy):
       `Replicate` broadcasts buffers only.
     - Steps: `before_backward` and `after_backward` at each backward pass; at the end of a window `reduce`, and `agree`
       and `norm`, which all-reduce what a rank knows of its shards.
-    - Checkpoints: each rank saves its own rows.
+    - Evaluation: ranks with another number of batches raise.
+    - Checkpoints: each rank saves and reads its own rows.
     """
 
     layout = "shards"

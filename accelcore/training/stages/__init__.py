@@ -1,6 +1,7 @@
 """Stages: changes of the model and the optimizer before the training, and the order in which they are made.
 
-All stages are checked before one is applied. A file has the stages of one subject.
+All stages are checked before one is applied. A file has the stages of one subject. What a stage adds to the plan, such
+as a strategy or gradients, has a place of its own in `training`.
 """
 
 from __future__ import annotations

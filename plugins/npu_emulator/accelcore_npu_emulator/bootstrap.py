@@ -1,8 +1,8 @@
 """Emulate the NPU in this process and its children.
 
 As with a real CANN, the environment is enough. The loader finds the emulated libraries in LD_LIBRARY_PATH. torch_npu
-calls `aclInit` before it uses a device, and `aclInit` calls `start` here to register the host kernels. Without import
-hooks or sitecustomize, emulation reaches every child that inherits the environment.
+calls `aclInit` before it uses a device. It calls `start` here (by `cann/interpreter.cpp`) to register the host kernels.
+Without import hooks or sitecustomize, emulation reaches every child that inherits the environment.
 """
 
 from __future__ import annotations
