@@ -15,17 +15,23 @@ _WIDEST = 160  # characters of a line that are shown
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Print findings. Nothing in them is read as markup."""
+    """Print findings, the sentences of a message once. Nothing in them is read as markup."""
+    first: dict[tuple[str, ...], str] = {}
     for finding in findings:
-        for line in _lines(finding):
+        message = (finding.code, finding.why, finding.write)
+        for line in _lines(finding, first.get(message, "")):
             console.print(line, soft_wrap=True)
+        first.setdefault(message, finding.place)
 
 
-def _lines(finding: Finding) -> list[Text]:
+def _lines(finding: Finding, before: str) -> list[Text]:
+    """Return the lines of a finding; `before` is the place of an earlier one with the same message."""
     rule = RULES.get(finding.code)
     name = f" {rule.name}" if rule else ""
     head = Text.assemble((shown(finding.place), "bold"), " ", (finding.code, "bold red"), (name, "red"))
     lines = [head, *_excerpt(finding)]
+    if before:
+        return [*lines, Text.assemble("  ", ("as: ", "bold"), shown(before)), Text()]
     for label, text in (("why", finding.why), ("write", finding.write)):
         lines.append(Text.assemble("  ", (f"{label}: ", "bold"), shown(text)))
     if rule:

@@ -41,6 +41,8 @@ class Decisions(cst.CSTVisitor):
         self._waiting: dict[cst.CSTNode, list[tuple[_Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._named: dict[cst.CSTNode, list[tuple[str, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._guarded: list[tuple[cst.CSTNode, str, int, int]] = []
+        self._left_lines: list[tuple[cst.CSTNode, set[str]]] = []
+        self._scopes: set[cst.CSTNode] = set()
         self._unset: set[str] = set()
         self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
         self.rewrites: dict[cst.CSTNode, Rewrite] = {}
@@ -70,7 +72,10 @@ class Decisions(cst.CSTVisitor):
                 return True
             guard = self._guard_of(node) if decision.retry is not None else None
             if guard is None and decision.some and decision.retry is not None:
-                self._named[self._scope_of(node)].append((self._name_of(node), rule, node, decision))
+                name = self._name_of(node)
+                # Other methods ask an attribute, too.
+                scope = self._facts.module if "." in name else self._scope_of(node)
+                self._named[scope].append((name, rule, node, decision))
             elif guard is None:
                 self._leave(rule, node, decision)
             else:
@@ -110,23 +115,31 @@ class Decisions(cst.CSTVisitor):
                 self._leave(rule, node, decision)
 
     def _scope_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        return self._facts.function_of(node) or self._facts.module
+        scope = self._facts.function_of(node) or self._facts.module
+        self._scopes.add(scope)
+        return scope
 
     def _name_of(self, node: cst.CSTNode) -> str:
         """Return the name to which a condition is assigned; "" if it is not assigned to one."""
         for outer in self._facts.parents(node):
             if isinstance(outer, cst.Assign):
                 return text_of(outer.targets[0].target) if len(outer.targets) == 1 else ""
-            if not isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)):
+            if not isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) or isinstance(outer, cst.Call):
                 return ""
         return ""
 
     def _opens(self, name: str, scope: cst.CSTNode) -> bool:
-        """Return whether something is rewritten, or nothing left, under the conditions that ask a name in its scope."""
+        """Return whether something is rewritten, or nothing left, under the conditions that ask a name in its scope.
+
+        A line that is left and that has the name itself keeps it as it is.
+        """
+        if not name:
+            return True
         asks = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
-        found = (
-            [counts for place, test, *counts in self._guarded if place is scope and asks.search(test)] if name else []
-        )
+        places = {scope, *([] if scope is not self._facts.module else self._scopes)}
+        if any(place in places and name in names for place, names in self._left_lines):
+            return False
+        found = [counts for place, test, *counts in self._guarded if place in places and asks.search(test)]
         return any(actions for actions, _ in found) or not any(left for _, left in found)
 
     def _end_of(self, guard: _Guard) -> cst.CSTNode:
@@ -170,9 +183,15 @@ class Decisions(cst.CSTVisitor):
             self.harmless.append(note)
             return
         self.left.append(note)
-        comments = self.comments[self._statement(node)]
+        statement = self._statement(node)
+        if isinstance(statement, cst.SimpleStatementLine):
+            self._left_lines.append((self._scope_of(node), self._all_names(statement)))
+        comments = self.comments[statement]
         if decision.reason not in comments:
             comments.append(decision.reason)
+
+    def _all_names(self, line: cst.CSTNode) -> set[str]:
+        return self._facts.names_in(line) | set(map(text_of, matchers.findall(line, matchers.Attribute())))
 
     def _decide(self, rule: Rule, node: cst.CSTNode) -> Rewrite | Left | None:
         try:

@@ -17,6 +17,7 @@ from accelcore_lint.port.project import Known
 from accelcore_lint.port.ranks import Ranks
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.tree import is_guard
+from accelcore_lint.port.uses import drives_apex, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 
 _CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
@@ -34,8 +35,8 @@ _SPELLED = re.compile(
 )
 _DEVICE_CALLS = (*DEVICES, "to", "device", "set_device", "load")
 """Calls whose device is certainly used; that of others, such as `os.getenv("DEVICE", "cuda:1")`, may be a default."""
-_DRIVES_APEX = re.compile(r"(?s)^from (?!apex\b|accelcore\b)[\w.]+ import\b.*[aA]pex|^from mm(cv|engine)\b")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
+_OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
 
 _ENGINES = (
     "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai|horovod|byteps"
@@ -78,13 +79,14 @@ class Facts(Ranks):
             if call.args
         )
         elsewhere = "rank" in self.options.names or launched or self._is_set_up_elsewhere
-        return bool(unknown) or contexts or (not self.spawns and elsewhere)
+        return bool(unknown) or contexts or self.engine is not None or (not self.spawns and elsewhere)
 
     @cached_property
     def _is_set_up_elsewhere(self) -> bool:
         """Return whether a function of another file may choose the device, such as DeiT's `init_distributed_mode`."""
         names = [self.name(call.func) or "" for call in self.calls]
         helpers = any(_SETS_UP.search(name) and not name.startswith(("torch.", "accelcore.")) for name in names)
+        helpers = helpers or bool(self.others(self.known.choosers))
         lists = [argument(call, "device_ids") for call in self.calls]
         lists = [ids.body if isinstance(ids, cst.IfExp) else ids for ids in lists]
         given = [each.value for ids in lists if isinstance(ids, (cst.List, cst.Tuple)) for each in ids.elements]
@@ -141,16 +143,27 @@ class Facts(Ranks):
 
     @cached_property
     def strange_apex(self) -> frozenset[str]:
-        """Return the functions of apex that the file calls and that have to stay apex's.
+        """Return the functions of apex that the file calls and that have to stay apex's: accelcore.apex has none.
 
-        accelcore.apex does not have them, or what another package brings drives apex, too, such as timm's `ApexScaler`.
+        `"apex"` stands for all. The project needs apex's private state then, or what another package brings drives
+        apex, too, such as timm's `ApexScaler`.
         """
+        if "apex" in self.uses_of or drives_apex(self.code, self.known.modules):
+            return frozenset({"apex"})
         called = [(self.name(call.func) or "", text_of(call.func)) for call in self.calls]
-        if any(_DRIVES_APEX.search(text_of(node)) for node in self.imports):
-            return frozenset(name for name, _ in called if name.startswith("apex."))
         return frozenset(
             name for name, text in called if name.startswith("apex.") and "." in text and not is_known_apex(name)
         )
+
+    @cached_property
+    def uses_of(self) -> frozenset[str]:
+        """Return the kinds of objects of which the file, or its project, needs what only the original's have."""
+        return self.known.uses | frozenset(uses_in(self.code))
+
+    @cached_property
+    def names_others(self) -> bool:
+        """Return whether the file speaks of accelerators beside those that it is ported from, such as `"mps"`."""
+        return _OTHERS.search(self.code) is not None
 
     @cached_property
     def own_options(self) -> set[str]:
@@ -270,9 +283,10 @@ class Facts(Ranks):
         return following[0] if runs and following else None
 
     @cached_property
-    def has_engine(self) -> bool:
-        """Return whether the script trains by another library, which wraps optimizers and seeds in its own way."""
-        return any(re.search(rf"\b({_ENGINES})\b", text_of(node)) for node in self.imports)
+    def engine(self) -> tuple[str, int] | None:
+        """Return the library by which the script trains, which wraps optimizers in its own way, and the line."""
+        found = ((re.search(rf"\b({_ENGINES})\b", text_of(node)), node) for node in self.imports)
+        return next(((match[1], self.line(node)) for match, node in found if match), None)
 
     def is_local_rank(self, node: cst.BaseExpression) -> bool:
         """Return whether accelcore chooses the device by a number: this rank's on its host, or an option."""

@@ -36,7 +36,7 @@ APEX: Mapping[str, frozenset[str]] = {
 }
 """What `accelcore.apex` has. NpuFusedBertAdam and NpuFusedRMSpropTF of Ascend's apex compute something else there."""
 
-_UNKNOWN_APEX = "apex: accelcore.apex does not have this, or another package drives apex, too"
+_UNKNOWN_APEX = "apex: accelcore.apex does not have this, or the project or another package needs apex's own state"
 _VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
 _WRAPPER = "FP16_Optimizer"
 _IMPOSTOR = "transfer_to_npu"
@@ -98,7 +98,8 @@ class Imports:
         after: names that it uses now.
         lines: numbers of the lines of the import statements in the source, by their text.
         complete: whether no vendor's word was left.
-        strange: names in apex that the file uses and accelcore.apex does not have.
+        strange: names in apex that the file uses and accelcore.apex does not have; `"apex"` is all of them.
+        taken: names that other files take from this one.
         rewritten, left: notes for the report.
     """
 
@@ -108,6 +109,7 @@ class Imports:
     lines: Mapping[str, int]
     complete: bool
     strange: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
     rewritten: list[Note] = field(default_factory=list)
     left: list[Note] = field(default_factory=list)
     _present: Sequence[str] = ()
@@ -186,11 +188,11 @@ class Imports:
         return self._kept(statement, f"{module}: one vendor's module")
 
     def _is_strange(self, module: str) -> bool:
-        return any(f"{name}.".startswith(f"{module}.") for name in self.strange)
+        return "apex" in self.strange or any(f"{name}.".startswith(f"{module}.") for name in self.strange)
 
     def _is_needed(self, alias: cst.ImportAlias, *, vendor: bool) -> bool:
         bound = text_of(alias.asname.name) if alias.asname else dotted(alias.name).split(".")[0]
-        return self.after[bound] > 0 or (not vendor and self.before[bound] <= 0)
+        return self.after[bound] > 0 or bound in self.taken or (not vendor and self.before[bound] <= 0)
 
     def _gone(self, statement: cst.SimpleStatementLine) -> cst.BaseStatement:
         self._note(self.rewritten, statement, text_of(statement.body[0]))

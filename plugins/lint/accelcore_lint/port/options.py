@@ -9,7 +9,6 @@ import libcst as cst
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.tree import Tree
 
-_SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
 _READS = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
 
 
@@ -36,7 +35,7 @@ class Options:
         """
         tree = self._tree
         function = tree.function_of(declared)
-        if (tree.is_library and function is None) or any(_SUBMITS.search(text_of(node)) for node in tree.imports):
+        if (tree.is_library and function is None) or tree.submits:
             return False
         reads = [call for call in tree.calls if _method(call) in _READS]
         return any(function is None or tree.function_of(call) is function for call in reads)

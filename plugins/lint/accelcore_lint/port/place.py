@@ -21,12 +21,11 @@ _CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for
 DEFAULT = "a default is set when this module is imported, before a script chooses a device: choose it in the function"
 """Reason to leave the default of a parameter."""
 
-_STARTS = re.compile(r"set_start_method|get_context|multiprocessing_context")
-"""Starts of processes that may use a device: each selects for itself."""
-
-
 _ASKS = re.compile(r"is_available\(|autocast\(|device_count\(|current_device\(|\.(cuda|npu)\(|seed|memory")
 """Words of lines that ask CUDA which devices there are."""
+
+
+_SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
 
 
 class UnplacedError(Exception):
@@ -94,9 +93,11 @@ class Place:
         Raises:
             UnplacedError: the device cannot be chosen before this expression.
         """
+        if any(_SCRIPTED.search(text_of(made)) for made in self._decorators(site)):
+            raise UnplacedError("a function that torch.jit compiles, which asks for no device")
         if self._in_context(site):
             raise UnplacedError("the device of the context around this line, which is one vendor's")
-        if self._tree.is_library and not self._tree.has_torch_name:
+        if self._tree.is_library and not self._tree.imports_torch:
             raise UnplacedError("the file imports torch in functions only: choose the device there")
         if (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site):
             raise UnplacedError(DEFAULT)
@@ -121,6 +122,14 @@ class Place:
             return self.current
         name = self.backend(site)
         return name if self._torch_level else f"{name}.device"
+
+    def _decorators(self, site: cst.CSTNode) -> list[cst.Decorator]:
+        return [
+            made
+            for outer in self._tree.parents(site)
+            if isinstance(outer, cst.FunctionDef)
+            for made in outer.decorators
+        ]
 
     def _is_new_question(self, site: cst.CSTNode) -> bool:
         """Return whether a site is evaluated on import, by a line that asks no device in the original."""
@@ -284,12 +293,20 @@ class Place:
     def _is_for_functions(self) -> bool:
         """Return whether a module with a guard needs the backend in functions only, and not to import the module.
 
-        A process that is spawned, as by a DataLoader with workers, imports the script again, as `__mp_main__`.
+        A process that is spawned, as by a DataLoader with workers, imports the script again, as `__mp_main__`. If it
+        runs a function that needs the backend, it selects for itself.
         """
         guards = [each for each in self._tree.module.body if is_guard(each)]
         around = [list(self._tree.parents(site)) for site in self._sites if self._scope(site) is None]
         inside = all(any(guard in outer for guard in guards) for outer in around)
-        return bool(guards) and inside and not _STARTS.search(self._tree.code)
+        tops = {line for site in self._sites for line in (site, *self._tree.parents(site)) if self._is_at_top(line)}
+        return bool(guards) and inside and not any(self._runs_in_workers(line) for line in tops)
+
+    def _is_at_top(self, line: cst.CSTNode) -> bool:
+        return self._tree.parent(line) is self._tree.module
+
+    def _runs_in_workers(self, line: cst.CSTNode) -> bool:
+        return isinstance(line, (cst.FunctionDef, cst.ClassDef)) and line.name.value in self._tree.in_workers
 
     def _rank(self, function: cst.FunctionDef) -> str:
         """Return the source of the rank of a function that the script starts; -1 means a single process there."""

@@ -1,14 +1,16 @@
-"""What the other files of a project say about one: whether they import it, and which objects have their own `cuda`."""
+"""What the other files of a project say about one: whether they import it, and what they do with its objects."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelcore_lint.port.files import find_scripts
+from accelcore_lint.port.uses import drives_apex, functions_with, uses_in
 from accelcore_lint.port.vendors import DEVICES
 
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
@@ -16,6 +18,9 @@ _CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)
 _MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
 _MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
 _SETTING = re.compile(r"\bcudnn\.(\w+)[ \t]*=[ \t]*([^\s=#;]+)")
+_HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
+_CHOOSES = re.compile(r"\b(set_device|set_device_index)\(")
+_WORD = re.compile(r"\w+")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt", "README.md")
 _ABOVE = 4
@@ -32,11 +37,21 @@ class Known:
         imported: whether another file imports it, so that what it does at the top also happens in that program.
         own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
         settings: settings of cuDNN in all files, such as `("benchmark", "True")`.
+        taken: names that other files may take from it, as by `from module import name`.
+        modules: the project's own modules and packages, by the first part of their names.
+        hiders: functions and methods of the project that hide devices by an environment variable.
+        choosers: those that make a device current.
+        uses: what the project needs of the original's objects; the words are those of `uses_in`.
     """
 
     imported: bool = False
     own_moves: frozenset[str] = frozenset()
     settings: frozenset[tuple[str, str]] = frozenset()
+    taken: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
+    hiders: frozenset[str] = frozenset()
+    choosers: frozenset[str] = frozenset()
+    uses: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -44,17 +59,17 @@ class Project:
     """Files that are ported, and those beside them.
 
     Attributes:
-        imported: the files that another one imports.
-        own_moves, settings: as in `Known`.
+        taken: the files that another one imports, with the names that those may take from it.
+        all: what is the same for all files.
     """
 
-    imported: frozenset[Path]
-    own_moves: frozenset[str]
-    settings: frozenset[tuple[str, str]]
+    taken: Mapping[Path, frozenset[str]]
+    all: Known
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
-        return Known(path.resolve() in self.imported, self.own_moves, self.settings)
+        names = self.taken.get(path.resolve())
+        return self.all if names is None else replace(self.all, imported=True, taken=names)
 
 
 def read_project(paths: Iterable[Path]) -> Project:
@@ -63,12 +78,32 @@ def read_project(paths: Iterable[Path]) -> Project:
     files = given | {path.resolve() for root in {_root(path) for path in given} for path in _scripts(root)}
     texts = {path: _text(path) for path in files}
     stems = {path.stem for path in given}
-    imports = {path: set(_imported(path, text, None if path in given else stems)) for path, text in texts.items()}
-    for found in {found for path in given for found in imports[path]} - set(texts):
+    imports = {path: list(_imported(path, text, None if path in given else stems)) for path, text in texts.items()}
+    for found in {found for path in given for found, _ in imports[path]} - set(texts):
         texts[found] = _text(found)
-    users = (found for path, all_ in imports.items() if not _TEST.fullmatch(path.name) for found in all_ - {path})
-    settings = frozenset(found for text in texts.values() for found in _SETTING.findall(text))
-    return Project(frozenset(users) & frozenset(given), _own_moves(texts.values()), settings)
+    taken: dict[Path, set[str]] = defaultdict(set)
+    for user, all_ in imports.items():
+        for path, name in all_:
+            if path in given - {user} and not _TEST.fullmatch(user.name):
+                taken[path] |= _taken(name, texts[user])
+    modules = {part for path in files for part in (path.stem, path.parent.name)}
+    known = Known(
+        own_moves=_own_moves(texts.values()),
+        settings=frozenset(found for text in texts.values() for found in _SETTING.findall(text)),
+        modules=frozenset(modules),
+        hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
+        choosers=frozenset(name for text in texts.values() for name in functions_with(_CHOOSES, text)),
+        uses=frozenset(word for text in texts.values() for word in uses_in(text))
+        | ({"apex"} if any(drives_apex(text, modules) for text in texts.values()) else set()),
+    )
+    return Project({path: frozenset(names) for path, names in taken.items()}, known)
+
+
+def _taken(name: str, text: str) -> set[str]:
+    """Return what a file may take from a module by one of its names: that one, or its attributes; "*" is all."""
+    if name == "*":
+        return set(_WORD.findall(text))
+    return {name, *re.findall(rf"(?<![\w.]){re.escape(name)}\.(\w+)", text)}
 
 
 def _root(path: Path) -> tuple[Path, bool]:
@@ -99,13 +134,17 @@ def _above(path: Path) -> list[Path]:
     return list(path.parents)[1:_ABOVE]
 
 
-def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[Path]:
-    """Yield the files that a file imports, looked for in its folder and in those above it; if given, of these stems."""
+def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[Path, str]]:
+    """Yield the files that a file imports, looked for in its folder and in those above it; if given, of these stems.
+
+    Each with a name that the file takes from it, or by which it knows the module; `"*"` is all names.
+    """
     for base, names, plain in _IMPORT.findall(text):
-        members = [part.split()[0] for part in re.split(r"[,\s]*[,\n][,\s]*", names.strip("() \t\r\n")) if part.split()]
-        modules = [base, *(f"{base.rstrip('.')}.{name}" for name in members)] if base else []
-        modules += [part.split()[0] for part in plain.split(",") if part.split()]
-        for module in modules:
+        members = [part.split() for part in re.split(r"[,\s]*[,\n][,\s]*", names.strip("() \t\r\n")) if part.split()]
+        modules = [(base, part[0]) for part in members] if base else []
+        modules += [(f"{base.rstrip('.')}.{part[0]}", part[-1]) for part in members] if base else []
+        modules += [(part.split()[0], part.split()[-1]) for part in plain.split(",") if part.split()]
+        for module, name in modules:
             dots = len(module) - len(module.lstrip("."))
             parts = [part for part in module.split(".") if part]
             if stems is not None and (not parts or parts[-1] not in stems):
@@ -114,7 +153,7 @@ def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[Path]:
             for root in roots if parts else ():
                 file = root.joinpath(*parts).with_suffix(".py")
                 if file.is_file():
-                    yield file.resolve()
+                    yield file.resolve(), name
                     break
 
 

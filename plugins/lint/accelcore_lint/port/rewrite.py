@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import cast
 
@@ -15,9 +15,16 @@ from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.removed import sweep, without_unused
+from accelcore_lint.port.split import Split
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
-from accelcore_lint.port.vendors import may_concern, vendor_lines
+from accelcore_lint.port.vendors import builds_extensions, may_concern, vendor_lines
+
+_BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
+_ENGINE = (
+    "{} chooses the device, moves what it prepares and wraps the optimizer: this stays. Lines beside it that name a "
+    "vendor take torch's current device; docs/moving.md says how to move such a script by hand"
+)
 
 
 class UnfaithfulError(Exception):
@@ -66,11 +73,17 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     module = cst.parse_module(source)
     if module.code != source:
         raise UnfaithfulError
+    before = len(vendor_lines(source))
+    if line := builds_extensions(source):
+        return Outcome(source, left=[Note(line, "build", _BUILDS)] if before else [], before=before, after=before)
+    split = Split()
+    module = module.visit(split)
     wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
     facts = Facts(wrapper, level, known or Known())
     decisions = Decisions(facts)
     module.visit(decisions)
-    outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=len(vendor_lines(source)))
+    outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=before)
+    outcome.harmless += _engine_notes(facts)
     rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(
         level,
@@ -79,6 +92,7 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
         facts.import_lines(),
         complete=not decisions.left,
         strange=facts.strange_apex,
+        taken=facts.known.taken,
     )
     swept = sweep(imports.apply(rewritten))
     name = facts.place.current
@@ -87,10 +101,22 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
         outcome.source, outcome.loops = with_trainers(outcome.source, source)
     outcome.rewritten += imports.rewritten
     outcome.left += imports.left
-    for notes in (outcome.rewritten, outcome.left):
+    added = [facts.line(statement) for statement in split.added]
+    for notes in (outcome.rewritten, outcome.left, outcome.harmless):
         notes.sort(key=attrgetter("line"))
+        notes[:] = [replace(note, line=note.line - sum(line <= note.line for line in added)) for note in notes]
+    if split.added and not (outcome.rewritten or outcome.left):
+        outcome.source = source
     outcome.after = len(vendor_lines(outcome.source))
     return outcome
+
+
+def _engine_notes(facts: Facts) -> list[Note]:
+    """Return what to know of the library by which a script trains: it chooses the device, and port does not."""
+    if facts.engine is None:
+        return []
+    name, line = facts.engine
+    return [Note(line, "engine", _ENGINE.format(name))]
 
 
 class _Apply(cst.CSTTransformer):

@@ -48,6 +48,7 @@ class Survey(cst.CSTVisitor):
         self.functions: dict[str, cst.FunctionDef] = {}
         self.helpers: dict[str, cst.Name] = {}
         self.torch: str | None = None
+        self.imports_torch = False
         self._depth = 0
 
     def visit_Name(self, node: cst.Name) -> None:
@@ -97,7 +98,8 @@ class Survey(cst.CSTVisitor):
                 self.moved_to.append(moved)
         if name == "torch.manual_seed":
             self.seeds.append(node)
-        if name.endswith(_HIDING):
+        is_setting = text_of(node.func).endswith("environ.setdefault")
+        if name.endswith(_HIDING) or (is_setting and any(each in text_of(node) for each in _HIDE)):
             self.hidden_by.append(node)
         if name in _SETS and node.args:
             self.made_current.append(node.args[0].value)
@@ -136,10 +138,14 @@ class Survey(cst.CSTVisitor):
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         self.imports.append(node)
+        if not self._depth and not node.relative and node.module and dotted(node.module).split(".")[0] == "torch":
+            self.imports_torch = True
 
     def visit_Import(self, node: cst.Import) -> None:
         self.imports.append(node)
         for alias in node.names:
+            if not self._depth and dotted(alias.name).split(".")[0] == "torch":
+                self.imports_torch = True
             if self._depth or self.torch:
                 continue
             if dotted(alias.name) == "torch":

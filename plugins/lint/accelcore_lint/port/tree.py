@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
@@ -17,6 +17,17 @@ from accelcore_lint.port.syntax import argument, dotted, text_of
 from accelcore_lint.port.vendors import STAR_IMPORT
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
+_SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
+"""Packages that run functions of the script on other hosts, or in processes that they start."""
+
+_STARTS = re.compile(r"(.*\.)?(Process|delayed|process_map|imap(_unordered)?|starmap(_async)?|map_async|apply_async)")
+_POOL = re.compile(r"\w*Pool(Executor)?\(")
+_OF_POOL = re.compile(r".*\.(map|apply|submit)")
+"""Functions that take a function for another process; the last ones are a pool's, and others have them, too."""
+
+_OF_LOADER = ("collate_fn", "worker_init_fn")
+_IN_LOADER = re.compile(r"\bdef (__getitem__|__iter__)\b")
+_USES_DEVICE = re.compile(r"cuda|npu|device|\bmodel|\bnet\b")
 _RANK = re.compile(
     r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
 )
@@ -56,12 +67,13 @@ class Tree:
         assigned: the values that it assigns to each name.
         helpers: names that the module assigns, by the source of their value.
         backends: names to which it assigns a backend of `accelcore.select`, with the call.
-        hidden_by: assignments to the environment variables that hide devices, and calls of YOLO's function for it.
+        hidden_by: assignments to the environment variables that hide devices, and calls of functions that do so.
         made_current: expressions of the devices that it makes current.
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
         numbered: those names and moves.
         moved_to: the names in moves such as `x.cuda(i)`.
         torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
+        imports_torch: whether it imports torch, or a part of it, outside of functions.
     """
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
@@ -85,7 +97,6 @@ class Tree:
         self.assigned = survey.assigned
         self.helpers = survey.helpers
         self.backends = survey.backends
-        self.hidden_by = survey.hidden_by
         self.made_current = survey.made_current
         self.indexes = survey.indexes
         self.numbered = survey.numbered
@@ -93,6 +104,8 @@ class Tree:
         self.imports = survey.imports
         self.torch = survey.torch or "torch"
         self.has_torch_name = survey.torch is not None
+        self.imports_torch = survey.imports_torch
+        self.hidden_by = survey.hidden_by + self.others(known.hiders)
 
     @property
     def needs_torch(self) -> tuple[str, ...]:
@@ -188,9 +201,70 @@ class Tree:
         )
 
     @cached_property
+    def submits(self) -> bool:
+        """Return whether a package may run the script's functions in processes of its own, as ray does."""
+        return any(_SUBMITS.search(text_of(node)) for node in self.imports)
+
+    @cached_property
     def forks(self) -> bool:
         """Return whether the script starts processes that may be forks, in which CUDA fails once its parent used it."""
-        return any((self.name(call.func) or "").endswith("multiprocessing.Process") for call in self.calls)
+        starts = any((self.name(call.func) or "").endswith("multiprocessing.Process") for call in self.calls)
+        return starts or self.submits or _USES_DEVICE.search(self._reached(self._started)[1]) is not None
+
+    @cached_property
+    def _started(self) -> list[str]:
+        """Return the module's functions that it passes to something that runs them in another process."""
+        has_pool = _POOL.search(self.code)
+        return [
+            text_of(arg.value)
+            for call in self.calls
+            for arg in call.args
+            if isinstance(arg.value, cst.Name)
+            and arg.value.value in self.functions
+            and (
+                (arg.keyword is not None and arg.keyword.value in ("target", "initializer"))
+                or _STARTS.fullmatch(text_of(call.func))
+                or (has_pool and _OF_POOL.fullmatch(text_of(call.func)))
+            )
+        ]
+
+    @cached_property
+    def in_workers(self) -> set[str]:
+        """Return the module's functions and classes that a process of the script's own, or of a DataLoader, may use."""
+        given = [
+            text_of(arg.value)
+            for call in self.calls
+            for arg in call.args
+            if arg.keyword and arg.keyword.value in _OF_LOADER
+        ]
+        data = [name for name, made in self._defined.items() if _IN_LOADER.search(text_of(made))]
+        return self._reached([*self._started, *given, *data])[0]
+
+    def others(self, names: Collection[str]) -> list[cst.CSTNode]:
+        """Return the calls of functions and methods of other files that have one of these names."""
+        own = {*self.functions, *self.defined_methods, *self._defined}
+        found: list[cst.CSTNode] = []
+        for call in self.calls:
+            last, name = text_of(call.func).split(".")[-1], self.name(call.func) or ""
+            is_other = bool(name) or isinstance(call.func, cst.Attribute)
+            if last in names and last not in own and is_other and not name.startswith(("torch.", "accelcore.")):
+                found.append(call)
+        return found
+
+    @cached_property
+    def _defined(self) -> dict[str, cst.CSTNode]:
+        """Return the functions and classes of the module."""
+        return {each.name.value: each for each in self.module.body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
+
+    def _reached(self, names: list[str]) -> tuple[set[str], str]:
+        """Return functions and classes of the module with all that these name in turn, and their source."""
+        names, found, text = list(names), set(), ""
+        while names:
+            if (name := names.pop()) in self._defined and name not in found:
+                found.add(name)
+                text += (more := text_of(self._defined[name]))
+                names += _WORD.findall(more)
+        return found, text
 
     @cached_property
     def has_guard(self) -> bool:
@@ -209,27 +283,20 @@ class Tree:
             return True
         if self.has_guard:
             return not _TRAINS.search(self._run)
-        own = {each.name.value for each in self.module.body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
+        own = set(self._defined)
         return bool(own) and not any(self._runs(line, own) for line in _lines(self.module))
 
     @cached_property
     def _run(self) -> str:
         """Return the lines that the file runs as a script: its own, and functions and classes that these name."""
-        kinds = (cst.FunctionDef, cst.ClassDef)
-        defined = {each.name.value: each for each in self.module.body if isinstance(each, kinds)}
         found = "".join(
             text_of(line)
             for each in self.module.body
-            if not isinstance(each, kinds)
+            if not isinstance(each, (cst.FunctionDef, cst.ClassDef))
             for line in (each.body if isinstance(each, cst.SimpleStatementLine) else [each])
             if not isinstance(line, (cst.Import, cst.ImportFrom))
         )
-        names = list(_WORD.findall(found))
-        while names:
-            if (each := defined.pop(names.pop(), None)) is not None:
-                found += (text := text_of(each))
-                names += _WORD.findall(text)
-        return found
+        return found + self._reached(_WORD.findall(found))[1]
 
     def _runs(self, line: cst.CSTNode, own: set[str]) -> bool:
         """Return whether a line of the module does the work of a script, and not only registers or sets something.
@@ -237,12 +304,12 @@ class Tree:
         `own`: the functions and classes of the module.
         """
         if isinstance(line, (cst.For, cst.While, cst.With)):
-            return bool(own & self._names_in(line)) or _WORKS.search(text_of(line)) is not None
+            return bool(own & self.names_in(line)) or _WORKS.search(text_of(line)) is not None
         for part in line.body if isinstance(line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)) else ():
             value = getattr(part, "value", None)
             if not isinstance(value, cst.Call):
                 continue
-            used = self._names_in(value)
+            used = self.names_in(value)
             if not isinstance(part, cst.Expr):
                 if used & own and _WORKS.search(self._run):
                     return True
@@ -252,7 +319,7 @@ class Tree:
                     return True
         return False
 
-    def _names_in(self, node: cst.CSTNode) -> set[str]:
+    def names_in(self, node: cst.CSTNode) -> set[str]:
         """Return the variables, functions and classes that a node names."""
         names = [cst.ensure_type(each, cst.Name) for each in matchers.findall(node, matchers.Name())]
         return {name.value for name in names if not self._is_member(name)}

@@ -26,21 +26,29 @@ _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%[dsi]|\{{.*\}}|\{{\}}|))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
+_NAMED = re.compile(rb"cuda|cudnn|accelcore|device_ids|(?<![a-zA-Z])npu|Npu|nccl|hccl|apex")
+_BUILDS = re.compile(
+    r"(?m)^[ \t]*((?:from|import)[ \t]+(?:torch\.utils\.cpp_extension|setuptools|distutils\.core|skbuild)\b"
+    r"|from[ \t]+torch\.utils[ \t]+import\b[^\n]*\bcpp_extension\b)"
+)
 STAR_IMPORT = re.compile(r"(?m)^from\b[^\n#]*\bimport[ \t]*\*")
 """An import that may bring the name `torch` from a module of the script's own."""
 
 _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
-_FLAGS = re.compile(rf"(?m)^[ \t]*({'|'.join(DEVICES)})[ \t]*=(?!=)")
-_IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({'|'.join(DEVICES)})\b[ \t]*(?:,|as\b|$|#)")
-_MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({'|'.join(DEVICES)})[ \t]*=(?!=)")
-_TRUTHS = re.compile(rf"\b(?:if|elif|while|and|or|not)[ \t(]+((?:\w+\.)*\w+\.(?:{'|'.join(DEVICES)}))\b(?![ \t]*[.(])")
+_OWN = "|".join((*DEVICES, "apex"))
+"""Words by which scripts also call options of their own."""
+
+_FLAGS = re.compile(rf"(?m)^[ \t]*({_OWN})[ \t]*=(?!=)")
+_IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({_OWN})\b[ \t]*(?:,|as\b|$|#)")
+_MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({_OWN})[ \t]*=(?!=)")
+_TRUTHS = re.compile(rf"\b(?:if|elif|while|and|or|not)[ \t(]+((?:\w+\.)*\w+\.(?:{_OWN}))\b(?![ \t]*[.(])")
 _SETTINGS = re.compile(
     r"(?i:\b((?:\w+\.)*_*(?:args?|cfg|conf|configs?|opts?|options?|settings|h?params|hps|flags)))"
-    rf"\.({'|'.join(DEVICES)})\b(?![ \t]*[.(])"
+    rf"\.({_OWN})\b(?![ \t]*[.(])"
 )
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
-_PARAMETER = re.compile(rf"(?:^|,)\s*({'|'.join(DEVICES)})\s*(?:[,:=]|$)")
+_PARAMETER = re.compile(rf"(?:^|,)\s*({_OWN})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
 
 
@@ -55,9 +63,17 @@ def type_text(text: str) -> bool:
 
 
 def may_concern(source: bytes) -> bool:
-    """Return whether a file imports what may have to be ported, without parsing it."""
+    """Return whether a file imports what may have to be ported, and has a vendor's word, without parsing it."""
+    if _NAMED.search(source) is None:
+        return False
     brings = b"torch." in source and STAR_IMPORT.search(source.decode("utf-8", "replace"))
     return _IMPORTS.search(source) is not None or bool(brings)
+
+
+def builds_extensions(source: str) -> int:
+    """Return the line of the import by which a file builds a package or an extension; 0 if there is none."""
+    found = _BUILDS.search(source)
+    return source.count("\n", 0, found.start(1)) + 1 if found else 0
 
 
 def own_options(source: str) -> set[str]:
@@ -68,7 +84,7 @@ def own_options(source: str) -> set[str]:
     imports something of that name, an attribute that the script sets, as in `self.cuda = use_cuda`, one whose truth
     it asks, as in `if flags.cuda:`, and one of settings such as `args.cuda` or `self.opt.cuda`.
     """
-    options = {f"{space}.{device}" for space in _NAMESPACES.findall(source) for device in DEVICES}
+    options = {f"{space}.{word}" for space in _NAMESPACES.findall(source) for word in _OWN.split("|")}
     options |= {f"self.{device}" for device in _MEMBERS.findall(source)}
     asked = {name for name in _TRUTHS.findall(source) if not name.startswith("torch.")}
     asked |= {f"{owner}.{device}" for owner, device in _SETTINGS.findall(source)}
@@ -104,10 +120,10 @@ def vendor_lines(source: str) -> set[int]:
         if kind == tokenize.NAME:
             in_accelcore = in_accelcore or (text == "accelcore" and before in ("from", "import"))
             is_argument = bool(depth) and before != "." and following.string == "="
-            if (f"{earlier}.{text}" if before == "." else text) in own:
+            if (f"{earlier}.{text}" if before == "." else text) in own and before not in ("from", "import"):
                 continue
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
-            is_flag = is_argument and text in DEVICES
+            is_flag = is_argument and text in (*DEVICES, "apex")
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
             is_word = text in words or (text in _WORDS and before in ("from", "import"))
             if is_devices or ((is_word or is_option) and not (in_accelcore or is_flag)):

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument
 
+_NEW = re.compile(r"(?m)^[ \t]*(import|from) +accelcore\b")
+"""An import of accelcore, whose oldest torch reads tensors only unless it is told otherwise."""
+
 
 def _check(script: Script) -> Iterator[Mark]:
+    is_new = _NEW.search(script.text) is not None
     for call, _ in script.calls(lambda name: name == "torch.load"):
         only = argument(call, "weights_only")
         if any(keyword.arg is None for keyword in call.keywords):
             continue  # **options may have it
+        if only is None and is_new:
+            continue
         if only is None:
             why = "torch before 2.6 runs the code that a file contains, unless weights_only=True is given."
         elif isinstance(only, ast.Constant) and only.value is False:
@@ -40,6 +47,7 @@ RULE = Rule(
     ),
     clean=(
         'import torch\nstate = torch.load("a.pt", weights_only=True)',
+        'import accelcore\nimport torch\nstate = torch.load("a.pt")',
         "import torch\n\ndef load(path, **options):\n    return torch.load(path, **options)",
     ),
 )

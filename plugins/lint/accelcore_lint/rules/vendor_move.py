@@ -11,8 +11,13 @@ from accelcore_lint.vendors import DEVICES
 
 
 def _check(script: Script) -> Iterator[Mark]:
+    maps = {
+        part for function in script.all(ast.Lambda) if len(function.args.args) == 2 for part in ast.walk(function.body)
+    }  # of `map_location`, which another rule speaks of
     for call in script.all(ast.Call):
         method = call.func
+        if call in maps:
+            continue
         # A class or module may have a function of that name: `torch.cuda` is no call, and `thing.cuda(x=1)` no move.
         if not isinstance(method, ast.Attribute) or method.attr not in DEVICES or method.attr == "mps":
             continue
@@ -39,5 +44,6 @@ RULE = Rule(
     clean=(
         "import torch\n\ndef move(x, device):\n    return x.to(device, non_blocking=True)",
         "import torch\nversion = torch.version.cuda",
+        "import torch\n\ndef load(path):\n    return torch.load(path, lambda storage, place: storage.cuda())",
     ),
 )

@@ -124,7 +124,10 @@ def test_a_process_whose_device_the_script_chooses_takes_the_current_device():
     assert (outcome.after, outcome.left) == (0, [])
     assert "accelcore" not in outcome.source
     assert "torch.accelerator.set_device_index(rank % torch.accelerator.device_count())" in outcome.source
-    assert "torch.autocast(current_device.type, dtype=torch.float16)" in outcome.source
+    assert (
+        'torch.autocast(current_device.type, dtype=torch.float16, enabled=current_device.type != "cpu")'
+        in outcome.source
+    )
     assert "torch.ones(2).to(current_device)" in outcome.source
 
 

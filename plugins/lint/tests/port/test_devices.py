@@ -220,7 +220,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("imported", "read", "left"),
-    [("", ".parse_args()", 0), ("", "", 2), ("import submitit\n", ".parse_args()", 2)],
+    [("", ".parse_args()", 0), ("", "", 2), ("import submitit\n", ".parse_args()", 3)],
 )
 def test_an_option_whose_process_may_not_train_keeps_its_default(imported, read, left):
     outcome = _ported(OPTION.format(imported=imported, read=read))

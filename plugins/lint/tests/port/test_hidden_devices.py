@@ -118,7 +118,10 @@ def test_yolos_function_hides_devices():
     assert (outcome.after, outcome.left) == (0, [])
     assert "accelcore" not in outcome.source
     assert "def train(opt, device):\n    current_device = torch.accelerator.current_accelerator(" in outcome.source
-    assert "torch.autocast(current_device.type, dtype=torch.float16)" in outcome.source
+    assert (
+        'torch.autocast(current_device.type, dtype=torch.float16, enabled=current_device.type != "cpu")'
+        in outcome.source
+    )
     assert "torch.amp.GradScaler(current_device.type)" in outcome.source
 
 

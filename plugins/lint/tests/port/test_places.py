@@ -106,7 +106,7 @@ if __name__ == "__main__":
     [
         ("", "", True),
         ("", "pad = torch.ones(2).cuda()\n", False),
-        ("", "torch.multiprocessing.set_start_method('spawn')\n", False),
+        ("", "torch.multiprocessing.set_start_method('spawn')\n", True),
         (", pad=torch.ones(2).cuda()", "", True),
     ],
 )

@@ -60,7 +60,7 @@ def test_json_has_what_is_left_with_lines(script):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"import torch\nx = (\n", "not Python"),
+        (b"import torch\nx.cuda(\n", "not Python"),
         (b"import torch\n# \xff\n", "UTF-8"),
         (b"# coding: latin-1\nimport torch\n", "latin-1"),
     ],

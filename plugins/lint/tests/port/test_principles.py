@@ -1,6 +1,5 @@
-"""What a port must never do: choose a device on import, call `to` of what has none, open a branch that was closed."""
+"""What a port must never do in a project: choose a device on import, call `to` of what has none, mix two apexes."""
 
-import sys
 import types
 from unittest import mock
 
@@ -10,17 +9,7 @@ from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.port_command import port
 from accelcore_lint.port.project import Known, read_project
 from click.testing import CliRunner
-
-
-def imported(source, name="module", **modules):
-    """The module that a source defines, where a choice of a device is an error, as when others import it."""
-    accelcore = types.ModuleType("accelcore")
-    accelcore.select = mock.Mock(side_effect=AssertionError("a device was chosen on import"))
-    module = types.ModuleType(name)
-    with mock.patch.dict(sys.modules, {"accelcore": accelcore, **modules}):
-        exec(compile(source, name, "exec"), module.__dict__)
-    return module
-
+from port_sources import imported, written
 
 BODIES = [
     "return x.cuda()",
@@ -98,15 +87,6 @@ def test_a_script_leaves_defaults_that_are_set_when_others_import_it():
     imported(outcome.source)
 
 
-def written(folder, files):
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (folder / "setup.py").touch()
-    return [folder / name for name in files]
-
-
 @pytest.mark.parametrize(
     "line",
     ["from train import work", "import train", "from .train import (\n    other,\n    work,\n)", "from . import train"],
@@ -174,170 +154,6 @@ def test_a_move_to_none_goes_to_the_current_device(head, before):
     assert module.moved(Tensor()) == torch.device("cpu")
 
 
-CONDITIONS = [
-    "device == torch.device('cuda')",
-    "torch.device('cuda') == torch.device(device)",
-    "torch.device(device) == torch.device('cuda')",
-    "torch.device(device).type == 'cuda'",
-    "str(device) == 'cuda'",
-    "'cuda' in str(device)",
-    "torch.device(device) == torch.device('cuda') and torch.cuda.is_available()",
-    "not torch.device(device) != torch.device('cuda')",
-    "device != torch.device('cpu') and torch.cuda.is_available()",
-    "torch.cuda.is_available()",
-    "torch.cuda.is_available() and device",
-    "not not torch.cuda.is_available()",
-    "torch.cuda.device_count() > 0",
-    "torch.ones(1).is_cuda",
-    "device == 'cuda'",
-    "not device == 'cuda'",
-    "'cuda' == device or device == 'cuda'",
-    "device != 'cpu' and device == 'cuda'",
-]
-
-
-class Moved:
-    """A tensor that says how it was moved."""
-
-    is_cuda = True
-    device = torch.device("cuda")
-    moved = False
-
-    def cuda(self, device=None):
-        self.moved = True
-        return self
-
-    to = cuda
-
-
-@pytest.mark.parametrize("condition", CONDITIONS)
-def test_a_condition_is_true_on_the_same_devices_as_before(condition):
-    source = f"import torch\n\n\ndef taken(device, x):\n    if {condition}:\n        x.cuda()\n    return x.moved\n"
-    was, now = imported(source), imported(port_source(source, Level.ROLES).source)
-    for accelerator, names in ((None, ["cpu"]), (torch.device("cuda"), ["cpu", "cuda", "cuda:1"])):
-        count = 2 * (len(names) > 1)
-        with (
-            mock.patch.object(torch.accelerator, "current_accelerator", return_value=accelerator),
-            mock.patch.object(torch.accelerator, "device_count", return_value=count),
-            mock.patch.object(torch.accelerator, "is_available", return_value=count > 0),
-            mock.patch.object(torch.cuda, "device_count", return_value=count),
-            mock.patch.object(torch.cuda, "is_available", return_value=count > 0),
-        ):
-            for device in [*names, *map(torch.device, names)]:
-                assert now.taken(device, Moved()) is was.taken(device, Moved()), device
-
-
-@pytest.mark.parametrize(
-    "condition", ["{}", "x and {}", "x or {}", "not {} and 0", "torch.cuda.is_available() and {}", "{} is True"]
-)
-def test_what_a_script_asks_of_bfloat16_is_still_about_accelerators(condition):
-    source = f"import torch\nx = 0\nfound = {condition.format('torch.cuda.is_bf16_supported()')}\n"
-    accelcore = types.ModuleType("accelcore")
-    capabilities = types.SimpleNamespace(autocast_dtypes={"bfloat16"})
-    accelcore.select = lambda: types.SimpleNamespace(device=torch.device("cpu"), capabilities=capabilities)
-    ported = port_source(source, Level.ROLES).source
-    assert "cuda" not in ported
-    found = types.ModuleType("script")
-    with mock.patch.dict(sys.modules, {"accelcore": accelcore}):
-        exec(ported, found.__dict__)
-    with mock.patch.object(torch.cuda, "is_bf16_supported", return_value=False):
-        assert found.found == imported(source).found
-
-
-LEFT = [
-    "torch.cuda.get_device_capability()",
-    "where = torch.device('cuda:%s' % number)",
-    "where = torch.device('cuda:' + number)",
-    "state = torch.load(path)",
-]
-
-
-@pytest.mark.parametrize("line", LEFT)
-def test_a_question_stays_if_nothing_it_guards_is_rewritten(line):
-    head, other = "import torch\n\n\ndef f(number):\n", "torch.load(path, map_location='cpu')"
-    branches = f"{head}    if torch.cuda.is_available():\n        {line}\n    else:\n        {other}\n"
-    assert "if torch.cuda.is_available():" in port_source(branches, Level.ROLES).source
-    turned = f"{head}    if not torch.cuda.is_available():\n        {other}\n    else:\n        {line}\n"
-    assert "if not torch.cuda.is_available():" in port_source(turned, Level.ROLES).source
-
-
-@pytest.mark.parametrize(
-    "body",
-    ["extension = CUDAExtension\n    x = x.cuda()", "import pynvml", "engine = tensorrt.Runtime()\n    x = x.cuda()"],
-)
-def test_a_question_about_a_vendors_other_tools_stays(body):
-    outcome = port_source(f"import torch\nif torch.cuda.is_available():\n    {body}\n", Level.ROLES)
-    assert "if torch.cuda.is_available():" in outcome.source
-    assert outcome.left
-
-
-@pytest.mark.parametrize("line", LEFT[:3])
-def test_a_question_stays_if_it_returns_before_something_that_is_left(line):
-    source = (
-        "import torch\n\n\ndef f(x):\n    if not torch.cuda.is_available():\n        return x\n"
-        f"    {line}\n    return x.cuda()\n"
-    )
-    assert "if not torch.cuda.is_available():" in port_source(source, Level.ROLES).source
-    done = source.replace(f"    {line}\n", "")
-    assert 'if current_device.type == "cpu":' in port_source(done, Level.ROLES).source
-
-
-@pytest.mark.parametrize("line", LEFT[:3])
-@pytest.mark.parametrize("name", ["cuda", "self.has_gpu"])
-def test_a_question_with_a_name_stays_if_nothing_that_it_guards_is_rewritten(line, name):
-    source = (
-        f"import torch\n\n\ndef f(self, x):\n    {name} = x and torch.cuda.is_available()\n"
-        f"    if {name}:\n        {line}\n"
-    )
-    assert f"{name} = x and torch.cuda.is_available()" in port_source(source, Level.ROLES).source
-    assert "cuda.is_available()" not in port_source(source + "        x.cuda()\n", Level.ROLES).source
-    assert "cuda.is_available()" not in port_source(source.replace(line, "x = 1"), Level.ROLES).source
-
-
-def test_a_state_is_loaded_to_the_device_where_another_branch_loads_it_to_the_cpu():
-    source = (
-        "import torch\n\n\ndef load(net, path):\n    if torch.cuda.is_available():\n"
-        "        net.load_state_dict(torch.load(path))\n        net.cuda()\n    else:\n"
-        "        net.load_state_dict(torch.load(path, map_location='cpu'))\n"
-    )
-    outcome = port_source(source, Level.ROLES)
-    assert (outcome.after, outcome.left) == (0, [])
-    assert "net.load_state_dict(torch.load(path, map_location=current_device))" in outcome.source
-
-
-def test_a_load_beside_one_to_another_accelerator_is_nobodys_business():
-    source = (
-        "import torch\nif args.gpu is None:\n    state = torch.load(path)\nelse:\n"
-        "    state = torch.load(path, map_location=location)\n"
-    )
-    outcome = port_source(source, Level.ROLES)
-    assert (outcome.source, outcome.left) == (source, [])
-
-
-DEFAULTS = [
-    "parser.add_argument('--device', default='cuda:3')",
-    "device = os.environ.get('DEVICE', 'cuda:3')",
-    "device = os.getenv('DEVICE', default='cuda:3')",
-    "device = args.device or 'cuda:3'",
-    "device = 'cuda:3' if args.second else 'cpu'",
-    "if args.second:\n    device = 'cuda:3'",
-    "def place(x, device='cuda:3'):\n    return x.to(device)",
-]
-
-
-@pytest.mark.parametrize("line", DEFAULTS)
-def test_an_index_that_is_only_a_default_chooses_no_device(line):
-    source = (
-        "import os\nimport argparse\nimport torch\n\nparser = argparse.ArgumentParser()\n"
-        f"{line}\nargs = parser.parse_args()\nx = torch.ones(2)\n"
-    )
-    outcome = port_source(source, Level.ROLES)
-    assert "local_rank" not in outcome.source
-    assert outcome.left
-    certain = source.replace(line, "device = torch.device('cuda:3' if torch.cuda.is_available() else 'cpu')")
-    assert "accelcore.select(local_rank=3)" in port_source(certain, Level.ROLES).source
-
-
 def test_a_setting_is_kept_that_takes_back_what_another_file_sets(tmp_path):
     seeds = "import torch\n\n\ndef fixed():\n    torch.backends.cudnn.benchmark = False\n    torch.manual_seed(0)\n"
     main = "import torch.backends.cudnn as cudnn\ncudnn.benchmark = {}\n"
@@ -373,69 +189,6 @@ def test_another_packages_functions_for_one_vendor_are_reported():
     assert [note.line for note in outcome.left] == [5]
 
 
-@pytest.mark.parametrize(
-    ("line", "count"),
-    [
-        ("'cuda:' + str(k)", 1),
-        ("name = 'cuda:%s'", 1),
-        ("gpu = args.cuda", 0),
-        ("gpu = self.opt.cuda", 0),
-        ("x = self.cuda", 1),
-        ("x = 'cuda: it is fast'", 0),
-    ],
-)
-def test_strings_that_begin_a_devices_name_count_and_options_do_not(line, count):
-    assert port_source(f"import torch\nprint({line!r}, {line.split(' = ')[-1]})\n", Level.ROLES).before == count
-
-
-def test_a_device_that_nothing_uses_any_more_is_not_asked_for():
-    source = (
-        "import torch\n\n\ndef seed(n):\n    torch.manual_seed(n)\n    if torch.cuda.is_available():\n"
-        "        torch.cuda.manual_seed_all(n)\n    return n\n"
-    )
-    assert (
-        port_source(source, Level.ROLES).source
-        == "import torch\n\n\ndef seed(n):\n    torch.manual_seed(n)\n    return n\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("between", "count"),
-    [
-        ("", 1),
-        ("random.seed(3)\nif args.cuda:\n    torch.backends.cudnn.deterministic = True\n", 1),
-        ("x = torch.randn(3, device='cuda')\n", 2),
-        ("net = build(args)\n", 2),
-        ("if build(args):\n    pass\n", 2),
-    ],
-)
-def test_a_seed_is_removed_if_nothing_can_have_drawn_before_it(between, count):
-    source = f"import torch\ntorch.manual_seed(3)\n{between}torch.cuda.manual_seed_all(3)\n"
-    assert port_source(source, Level.ROLES).source.count("manual_seed(3)") == count
-
-
-def test_seeds_that_are_given_twice_are_given_once():
-    source = "import torch\ntorch.cuda.manual_seed(3)\ntorch.cuda.manual_seed_all(3)\nx = 1\n"
-    assert port_source(source, Level.ROLES).source.count("manual_seed(3)") == 1
-
-
-@pytest.mark.parametrize(
-    ("made", "ported"),
-    [
-        ("FloatTensor(n, 1).normal_()", "torch.empty(n, 1, device=accel.device).normal_()"),
-        ("LongTensor(x.size(0))", "torch.empty(x.size(0), dtype=torch.int64, device=accel.device)"),
-        ("FloatTensor([1.0])", "torch.FloatTensor([1.0]).to(accel.device)"),
-        ("FloatTensor(data)", "torch.FloatTensor(data).to(accel.device)"),
-        ("FloatTensor(self.data)", "torch.FloatTensor(self.data).to(accel.device)"),
-        ("FloatTensor(numpy.ones(2))", "torch.FloatTensor(numpy.ones(2)).to(accel.device)"),
-        ("FloatTensor((2, 3))", "torch.FloatTensor((2, 3)).to(accel.device)"),
-    ],
-)
-def test_a_tensor_of_a_size_is_made_on_the_device(made, ported):
-    head = "import numpy\nimport torch\ndata = self.data = numpy.ones(3)\n"
-    assert f"y = {ported}\n" in port_source(f"{head}y = torch.cuda.{made}\n", Level.ROLES).source
-
-
 def test_tabs_and_spaces_that_python_reads_are_an_error_that_says_what_to_do(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import torch\ndef f(x):\n    with x:\n\t    y = x.cuda()\n\t    z = 1\n    return x\n")
@@ -447,7 +200,201 @@ def test_tabs_and_spaces_that_python_reads_are_an_error_that_says_what_to_do(tmp
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
 def test_a_module_that_has_only_a_part_of_torch_imports_torch(level):
     source = (
-        "from torch.utils.data import DataLoader\n\n\ndef make(data):\n    return DataLoader(data, pin_memory=True)\n"
+        "from torch.utils.data import DataLoader\n\n\n"
+        "def make(data):\n    return DataLoader(data, pin_memory=True)\n\n\n"
+        "def move(x):\n    return x.cuda()\n"
     )
     loader = imported(port_source(source, level=level).source).make([torch.ones(2)])
     assert loader.pin_memory == torch.accelerator.is_available()
+
+
+APEX_USES = ["amp._amp_state.loss_scalers[0]._loss_scale", "optimizer._amp_stash"]
+
+
+@pytest.mark.parametrize("use", APEX_USES)
+def test_private_parts_of_apex_keep_the_whole_project_at_apex(tmp_path, use):
+    train = "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer)\n"
+    hooks = f"import torch\nfrom apex import amp\n\n\ndef read(optimizer):\n    return amp.state_dict(), {use}\n"
+    paths = written(tmp_path / "project", {"train.py": train, "hooks.py": hooks})
+    project = read_project(paths)
+    for path in paths:
+        assert "\nfrom apex import amp\n" in port_source(path.read_text(), Level.ROLES, project.known(path)).source
+    alone = read_project(written(tmp_path / "other", {"train.py": train}))
+    assert "from accelcore.apex import amp" in port_source(train, Level.ROLES, alone.known(paths[0])).source
+
+
+ELSEWHERE = {
+    "scaler.get_scale()": "GradScaler(",
+    "scaler.update(2.0)": "GradScaler(",
+    "scaler.state_dict()['scale']": "GradScaler(",
+    "isinstance(scaler, torch.cuda.amp.GradScaler)": "GradScaler(",
+    "isinstance(optimizer, torch.optim.SGD)": "torch.optim.SGD(",
+    "optimizer.state[weight]['momentum_buffer']": "torch.optim.SGD(",
+    "model.module.weight": "DDP(model, device_ids",
+    "model.no_sync()": "DDP(model, device_ids",
+}
+
+
+@pytest.mark.parametrize(("use", "kept"), ELSEWHERE.items())
+def test_what_another_file_needs_of_an_object_keeps_torchs(tmp_path, use, kept):
+    train = (
+        "import os\nimport helpers\nimport torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n"
+        "rank = int(os.environ['LOCAL_RANK'])\nmodel = DDP(torch.nn.Linear(2, 2).cuda(), device_ids=[rank])\n"
+        "model = DDP(model, device_ids=[rank])\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "scaler = torch.cuda.amp.GradScaler()\nhelpers.step(model, optimizer, scaler)\n"
+    )
+    helpers = f"import torch\n\n\ndef step(model, optimizer, scaler, weight=None):\n    return {use}\n"
+    paths = written(tmp_path / "project", {"train.py": train, "helpers.py": helpers})
+    ported = port_source(train, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert kept in ported
+    plain = port_source(train, Level.ROLES).source
+    assert all(word not in plain for word in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("take", ["from tools import autocast", "from tools import *", "import tools"])
+def test_an_import_stays_that_another_file_takes_from_this_one(tmp_path, take):
+    tools = "import torch\nfrom torch.cuda.amp import autocast, GradScaler\n\n\ndef f(x):\n    return autocast()\n"
+    called = "tools.autocast" if take == "import tools" else "autocast"
+    user = f"{take}\nimport torch\n\n\ndef g(x):\n    with {called}():\n        f(x)\n"
+    paths = written(tmp_path / "project", {"tools.py": tools, "user.py": user})
+    ported = port_source(tools, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert "from torch.cuda.amp import autocast\n" in ported
+    assert "torch.cuda.amp" not in port_source(tools, Level.ROLES, Known(imported=True)).source
+
+
+@pytest.mark.parametrize(
+    ("helper", "left"),
+    [
+        ("import os\n    os.environ['CUDA_VISIBLE_DEVICES'] = gpu", 1),
+        ("torch.cuda.set_device(int(gpu))", 0),
+        ("pass", 0),
+    ],
+)
+def test_a_function_of_another_file_that_chooses_devices_is_obeyed(tmp_path, helper, left):
+    train = (
+        "import torch\nfrom setup import start\n\nnet = torch.nn.Linear(2, 2).cuda()\n\n\n"
+        "def main(gpu):\n    start(gpu)\n    return torch.ones(2).cuda()\n\n\nmain('1')\n"
+    )
+    paths = written(
+        tmp_path / "project", {"train.py": train, "setup.py": f"import torch\n\n\ndef start(gpu):\n    {helper}\n"}
+    )
+    outcome = port_source(train, Level.ROLES, read_project(paths).known(paths[0]))
+    assert len(outcome.left) == left
+    assert ("accelcore.select()" in outcome.source) == ("set_device" not in helper)
+
+
+SPAWNED = (
+    "import torch\nimport torch.multiprocessing as mp\nfrom torch.utils.data import DataLoader\n\n\n"
+    "def collate(batch):\n    return {collated}\n\n\ndef work(x):\n    return {worked}\n\n\ndef make():\n"
+    "    return torch.nn.Linear(1, 2).cuda()\n\n\ndef main():\n    net = make()\n"
+    "    for x in DataLoader([1.0], num_workers=2, collate_fn=collate):\n"
+    "        net(x.cuda())\n    {started}\n\n\nif __name__ == '__main__':\n    {method}\n    main()\n"
+)
+
+
+@pytest.mark.parametrize("method", ["mp.set_start_method('forkserver')", "context = mp.get_context('spawn')"])
+def test_workers_of_a_loader_select_nothing_if_they_need_no_device(method):
+    source = SPAWNED.format(method=method, collated="batch", worked="x", started="pass")
+    ported = port_source(source, Level.ROLES).source
+    assert 'if __name__ != "__mp_main__":\n    accel = accelcore.select()' in ported
+    needs = SPAWNED.format(method=method, collated="batch[0].cuda()", worked="x", started="pass")
+    assert "\naccel = accelcore.select()" in port_source(needs, Level.ROLES).source
+
+
+@pytest.mark.parametrize(
+    "started", ["context.Process(target=work, args=(1,)).start()", "Pool(2).map(work, [1])", "pool.imap(work, [1])"]
+)
+def test_a_process_that_needs_a_device_asks_for_it_itself(started):
+    source = SPAWNED.format(
+        method="context = mp.get_context('spawn')", collated="batch", worked="x.cuda()", started=started
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "accelcore" not in ported
+    assert "def work(x):\n    current_device = " in ported
+    assert "\ncurrent_device" not in ported
+
+
+@pytest.mark.parametrize(
+    "package", ["import ray", "from submitit import AutoExecutor", "import accelerate", "import deepspeed"]
+)
+def test_a_package_that_runs_functions_or_chooses_devices_keeps_that(package):
+    source = (
+        f"import torch\n{package}\n\n\ndef f(x):\n    return x.cuda()\n\n\n"
+        "def main():\n    f(torch.ones(2)).backward()\n\n\nmain()\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "accelcore" not in outcome.source
+
+
+def test_a_script_that_another_library_trains_is_told_so():
+    source = "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\ntorch.cuda.empty_cache()\n"
+    (note,) = port_source(source, Level.ROLES).harmless
+    assert (note.line, note.rule) == (2, "engine")
+    assert note.text.startswith("accelerate ")
+
+
+BUILDS = [
+    "from setuptools import find_packages, setup",
+    "from torch.utils.cpp_extension import load",
+    "from torch.utils import cpp_extension",
+    "import torch.utils.cpp_extension",
+]
+
+
+@pytest.mark.parametrize("line", BUILDS)
+def test_a_file_that_builds_extensions_is_left_alone(line):
+    source = f"import torch\n{line}\n\nflags = ['-O3'] if torch.cuda.is_available() else []\nx = torch.ones(2).cuda()\n"
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.source, outcome.before, outcome.after) == (source, 2, 2)
+    assert [(note.line, note.rule) for note in outcome.left] == [(2, "build")]
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    "line", ["optimizer = torch.optim.SGD(net.parameters(), 0.1)", "DataLoader([], pin_memory=True)"]
+)
+def test_a_file_without_a_vendors_word_is_no_business_of_a_port(line, level):
+    source = f"import torch\nfrom torch.utils.data import DataLoader\n\nnet = torch.nn.Linear(2, 2)\n{line}\n"
+    assert port_source(source, level).source == source
+
+
+@pytest.mark.parametrize("top", ["import torch.nn as nn", "from torch import Tensor"])
+def test_a_module_that_has_a_part_of_torch_asks_it_for_the_device(top):
+    outcome = port_source(f"{top}\n\n\ndef move(x):\n    return x.cuda()\n", Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert imported(outcome.source).move(torch.ones(1)).device.type == "cpu"
+
+
+AUTOCASTS = [
+    "torch.cuda.amp.autocast()",
+    "torch.cuda.amp.autocast(enabled=on)",
+    "torch.cuda.amp.autocast(enabled=not off and on)",
+    "torch.autocast('cuda', dtype=torch.bfloat16)",
+]
+
+
+@pytest.mark.parametrize("made", AUTOCASTS)
+@pytest.mark.parametrize("form", ["    with {}:\n        return torch.is_autocast_enabled('cpu')", "    {}"])
+def test_autocast_of_a_module_does_nothing_on_the_cpu_as_before(made, form):
+    if form.startswith("    with"):
+        source = f"import torch\n\n\ndef f(on=True, off=False):\n{form.format(made)}\n"
+    else:
+        source = (
+            f"import torch\non, off = True, False\n\n\n@{made}\ndef f():\n    return torch.is_autocast_enabled('cpu')\n"
+        )
+    ported = port_source(source, Level.ROLES).source
+    assert "cuda" not in ported
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=None):
+        assert imported(ported).f() is False
+
+
+def test_a_scaler_of_another_package_is_reported_beside_autocast(tmp_path):
+    source = (
+        "import torch\nfrom {} import NativeScaler\n\nscaler = NativeScaler()\nwith torch.cuda.amp.autocast():\n"
+        "    torch.ones(2).cuda().backward()\n"
+    )
+    outcome = port_source(source.format("timm.utils"), Level.ROLES)
+    assert [(note.line, note.rule) for note in outcome.left] == [(4, "scaler")]
+    paths = written(tmp_path / "project", {"train.py": source.format("tools"), "tools.py": "NativeScaler = object\n"})
+    assert port_source(source.format("tools"), Level.ROLES, read_project(paths).known(paths[0])).left == []

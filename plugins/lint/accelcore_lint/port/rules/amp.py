@@ -35,17 +35,21 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left("arguments of autocast that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
     with_backend = facts.place.can_choose(node) and "cache_enabled" not in given
+    test = ""
     if with_backend:
         func = f"{facts.place.backend(node)}.autocast"
         first = []
     else:
         func = f"{facts.torch}.autocast"
         first = [facts.place.kind(node)]
+        test = "" if facts.guards(node) else _is_on(facts, first[0])
 
     def build(updated: cst.Call) -> cst.Call:
         values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
         # A vendor's autocast means float16; other devices' own may have another default.
         dtype = values.pop("dtype", f"{facts.torch}.float16")
+        if test:
+            values["enabled"] = _both(test, values.pop("enabled", "True"))
         parts = [
             *first,
             dtype if with_backend else f"dtype={dtype}",
@@ -56,6 +60,22 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
     return Rewrite(build, claims=gone, imports=facts.needs_torch)
+
+
+def _is_on(facts: Facts, kind: str) -> str:
+    """Return the condition of an autocast that does nothing on the CPU, as a vendor's does."""
+    plain = kind.removesuffix(".type").replace(".", "").isidentifier()
+    return f'{kind} != "cpu"' if plain else f"{facts.torch}.accelerator.current_accelerator() is not None"
+
+
+def _both(test: str, enabled: str) -> str:
+    """Return the source of two conditions at once."""
+    if enabled in ("True", "False"):
+        return test if enabled == "True" else "False"
+    plain = isinstance(
+        cst.parse_expression(enabled), (cst.Name, cst.Attribute, cst.Call, cst.Comparison, cst.Subscript)
+    )
+    return f"{test} and {enabled if plain else f'({enabled})'}"
 
 
 def _decide_name(node: cst.Attribute, facts: Facts) -> Rewrite | None:
@@ -71,7 +91,10 @@ def _decide_name(node: cst.Attribute, facts: Facts) -> Rewrite | None:
     if any(arg.keyword is None for call in calls for arg in call.args):
         return None
     if not facts.place.can_choose(node):
-        source = f"{facts.torch}.autocast, {facts.place.kind(node)}, dtype={facts.torch}.float16"
+        if any(arg.keyword is not None and arg.keyword.value == "enabled" for call in calls for arg in call.args):
+            return None  # which would also be on where there is only the CPU
+        kind = facts.place.kind(node)
+        source = f"{facts.torch}.autocast, {kind}, dtype={facts.torch}.float16, enabled={_is_on(facts, kind)}"
     else:
         source = f"{facts.place.backend(node)}.autocast, {facts.torch}.float16"
     return whole(node, f"functools.partial({source})", ("import functools", *facts.needs_torch))
@@ -112,7 +135,7 @@ AUTOCAST = Rule(
         Example(
             Level.TORCH,
             "with torch.cuda.amp.autocast():\n    loss = model(x)",
-            "with torch.autocast(device.type, dtype=torch.float16):\n    loss = model(x)",
+            'with torch.autocast(device.type, dtype=torch.float16, enabled=device.type != "cpu"):\n    loss = model(x)',
         ),
         Example(
             Level.ROLES,

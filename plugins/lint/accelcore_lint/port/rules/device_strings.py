@@ -20,6 +20,11 @@ _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
 _OTHER_DEVICES = ("mps", "xpu", "cpu")
+SETTINGS = re.compile(
+    r"(.*\.)?(self|cls|_*(args?|cfg|conf|configs?|opts?|options?|settings|(h|hyper)?params|hps|flags))", re.IGNORECASE
+)
+"""Names of options and settings, whose `device` and `is_cuda` are not a tensor's."""
+
 DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
 
 
@@ -172,7 +177,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     if any(made):
         return _of_devices(facts, node, names) if all(made) and choice is node else None
     index = index_of(names[0])[1]
-    if len(names) != 1:
+    if len(names) != 1 or _has_others(choice, facts):
         return None
     if isinstance(node, cst.Call):
         source = device_source(facts, node, index) if not isinstance(choice, cst.IfExp) else _inline(facts, node, index)
@@ -184,6 +189,16 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         if not isinstance(source, Left):
             source = f"({source}).type" if " or " in source else f"{source.removesuffix('.type')}.type"
     return source if isinstance(source, Left) else whole(node, source)
+
+
+def _has_others(choice: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a choice has another accelerator, which torch knows and accelcore may not: it stays a choice."""
+    is_torchs = facts.level is Level.TORCH or facts.place.is_apart(choice)
+    return not is_torchs and any(
+        isinstance(branch, cst.SimpleString) and branch.evaluated_value not in (*DEVICES, "cpu")
+        for branch in _branches(choice)
+        if not index_of(branch)[0]
+    )
 
 
 def _branches(choice: cst.BaseExpression) -> list[cst.BaseExpression]:

@@ -10,7 +10,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import AVAILABLE, is_device_name, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, SETTINGS, is_device_name, whole
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -21,10 +21,6 @@ _NAMES = re.compile(rf"([\"'])({'|'.join(DEVICES)}|cpu|mps|xpu)\1( if [^\"']* el
 """A choice between names of devices without an index."""
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
-_SETTINGS = re.compile(
-    r"(.*\.)?(self|cls|_*(args?|cfg|conf|configs?|opts?|options?|settings|(h|hyper)?params|hps|flags))", re.IGNORECASE
-)
-"""Names of options and settings, whose `is_cuda` is a truth value and not a tensor's."""
 
 
 def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
@@ -39,7 +35,7 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
         is_text = is_text or is_device_name(text_of(left))
         operator = "!=" if isinstance(target.operator, cst.Equal) else "=="
         rewrite = whole(node, f'{text_of(left)} {operator} "cpu"')
-        if not _is_type(left, facts):  # which may be "cuda:1", another device
+        if facts.names_others or not _is_type(left, facts):  # which may be "mps", or "cuda:1", another device
             test = f'{text_of(left)} == {facts.place.kind(node)} != "cpu"'
             rewrite = whole(node, test if operator == "!=" else f"not ({test})")
         if not (isinstance(left, cst.Attribute) and left.attr.value == "type") and _falls_back(node, facts):
@@ -49,7 +45,8 @@ def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
             return rewrite
         return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
     if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(_OF_DEVICE.sub("", text_of(right))):
-        return Left(_SKIPS, node.children, retry=whole(node, f'"cpu" not in {text_of(right)}'))
+        test = f'"cpu" != {facts.place.kind(node)} in' if facts.names_others else '"cpu" not in'
+        return Left(_SKIPS, node.children, retry=whole(node, f"{test} {text_of(right)}"))
     return _left(node) if _mentions(node) else None
 
 
@@ -86,15 +83,20 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     flag, owner = node.attr.value, text_of(node.value)
     if flag not in ("is_cuda", "is_npu") or facts.name(node) is not None:
         return None
-    if _SETTINGS.fullmatch(owner) or f"{owner}.{flag}" in facts.assigned:
+    if SETTINGS.fullmatch(owner) or f"{owner}.{flag}" in facts.assigned:
         return None
+    parent = facts.parent(node)
+    if "is_cuda" in facts.known.uses or (isinstance(parent, cst.Call) and parent.func is node):
+        return Left(f"{flag} may be the project's own: a file sets or defines it, or it is called", node.children)
     if "pack" in owner.lower() or any("pack_" in text_of(value) for value in facts.values(node.value)):
         return Left("a packed sequence has is_cuda and no device: ask its .data", node.children)
     if flag in {*facts.options.names, *facts.defined_methods} or any(
         name.split(".")[-1] == flag for name in facts.assigned
     ):
         return Left(f"{flag} may be the script's own: it sets an attribute of that name", node.children)
-    return Left(_SKIPS, node.children, retry=whole(node, f'{text_of(node.value)}.device.type != "cpu"'))
+    kind = f"{text_of(node.value)}.device.type"
+    kind = f"{kind} == {facts.place.kind(node)}" if facts.names_others else kind
+    return Left(_SKIPS, node.children, retry=whole(node, f'{kind} != "cpu"'))
 
 
 def _is_of_option(node: cst.Comparison, facts: Facts) -> bool:

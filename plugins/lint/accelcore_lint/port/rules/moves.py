@@ -10,8 +10,8 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import device_source, is_current, is_device_name
-from accelcore_lint.port.syntax import arguments, text_of
+from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, is_current, is_device_name
+from accelcore_lint.port.syntax import argument, arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
@@ -39,10 +39,14 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     index = given.pop("device").value if "device" in given else None
     if index is not None and index_of(index)[0]:  # `x.cuda(f"cuda:{rank}")`
         index = index_of(index)[1]
-    if index is not None and _is_device(index, facts):
+    if index is not None and _is_tensors(index, facts):
         source: str | Left = text_of(index)
+    elif index is not None and _is_device(index, facts):
+        source = text_of(index)
         if _may_be_none(index, facts):  # `x.cuda(None)` moves to the current device, `x.to(None)` nowhere
             source = f"{source} if {source} is not None else {facts.place.device(node)}"
+    elif index is not None and _is_made(index, facts):
+        source = device_source(facts, node, argument(cst.ensure_type(index, cst.Call), "index", 1))
     elif index is not None and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
         source = f"{tensor[1]}.device"
     else:
@@ -60,6 +64,19 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return updated.with_changes(func=receiver.with_changes(attr=cst.Name("to")), args=[first, *kept])
 
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
+
+
+def _is_tensors(device: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an expression is the device of another tensor, as in `x.cuda(y.device)`."""
+    if not isinstance(device, cst.Attribute) or device.attr.value != "device" or text_of(device) in facts.assigned:
+        return False
+    return not SETTINGS.fullmatch(text_of(device.value)) and facts.name(device) is None
+
+
+def _is_made(device: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an expression is `torch.device("cuda")`, also with an index of its own."""
+    is_device = isinstance(device, cst.Call) and facts.name(device.func) == "torch.device" and bool(device.args)
+    return is_device and index_of(cst.ensure_type(device, cst.Call).args[0].value) == (True, None)
 
 
 def _is_own(moved: cst.BaseExpression, facts: Facts) -> bool:

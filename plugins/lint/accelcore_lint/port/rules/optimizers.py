@@ -28,12 +28,6 @@ _NPU_ONLY = {
 """Options in their order; torch's classes have more options, which only choose between its kernels."""
 
 
-_ONLY_TORCHS = re.compile(
-    r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
-    r"|\bFP16_Optimizer\b|\bLARC\b|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
-)
-"""Scripts with sparse gradients, or that shard the model, ask for the optimizer's class, or let apex wrap it."""
-
 _COPIES = ("torch.save", "copy.copy", "copy.deepcopy", "pickle.dump", "pickle.dumps")
 _REFERS = r"[\w.]*(?:optim|sched)\w*"
 """A name by which another function may know the optimizer, or a schedule that holds it."""
@@ -47,7 +41,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
-        stays = facts.has_engine or _ONLY_TORCHS.search(facts.code) or _is_copied(node, facts)
+        stays = facts.engine is not None or "optimizer" in facts.uses_of or _is_copied(node, facts)
         if given is None or "params" not in given or stays:
             return None
         try:

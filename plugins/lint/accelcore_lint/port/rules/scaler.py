@@ -26,13 +26,15 @@ _ONLY_TORCHS = {
     "get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "set_growth_factor",
     "set_backoff_factor", "set_growth_interval", "_scale", "_enabled", "_per_optimizer_states", "_check_inf_per_device",
 }  # fmt: skip
-
-_SETS_SCALE = re.compile(r"scaler\w*\.update\([^)]")
-"""A call that gives the scaler its next scale, which only torch's takes."""
+_STRANGE = re.compile(r"(Native|Grad|Loss|Amp|Sharded)\w*Scaler\w*", re.IGNORECASE)
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     name = facts.name(node.func)
+    if name is not None and _is_strange(name, facts):
+        return Left(
+            "a loss scaler of another package, which may be one vendor's: then it does nothing elsewhere", inner=True
+        )
     names = (*_SETTINGS, "enabled")
     if any(arg.star == "**" for arg in node.args):
         return _with_device(node, facts) if name in _OF_DEVICE else None
@@ -48,7 +50,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left("arguments of GradScaler that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
     chosen = any(map(is_device_name, facts.options.names))  # by the user, perhaps as "cuda:1"
-    stays = facts.attributes & _ONLY_TORCHS or _SETS_SCALE.search(facts.code) or chosen
+    stays = facts.attributes & _ONLY_TORCHS or "scaler" in facts.uses_of or chosen
     with_backend = facts.place.can_choose(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
 
@@ -68,6 +70,15 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
     return Rewrite(build, claims=gone, imports=() if with_backend else facts.needs_torch)
+
+
+def _is_strange(name: str, facts: Facts) -> bool:
+    """Return whether a function makes a scaler that another package brings, in a file with a vendor's autocast."""
+    module, _, made = name.rpartition(".")
+    first = module.split(".")[0]
+    is_own = not first or first in ("accelcore", "apex") or first in facts.known.modules
+    known = name in _OF_DEVICE or name in _GENERIC or is_own
+    return not known and _STRANGE.fullmatch(made) is not None and "autocast" in facts.code
 
 
 def _with_device(node: cst.Call, facts: Facts) -> Rewrite:

@@ -2,7 +2,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-import accelcore
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(0)
@@ -21,7 +20,7 @@ for x, y in loader:
         optimizer.zero_grad()
     print("loss", loss.item())
 
-accel = accelcore.select()
+current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
-peak = accel.runtime.memory().peak if accel.device.type != "cpu" else 0
+peak = torch.accelerator.max_memory_allocated() if current_device.type != "cpu" else 0
 accelerator.print(peak)

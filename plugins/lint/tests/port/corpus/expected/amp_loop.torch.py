@@ -31,7 +31,7 @@ def main():
         for step, (images, labels) in enumerate(train_loader):
             images = images.to(device, non_blocking=True)
             labels = labels.to(device, non_blocking=True)
-            with torch.autocast(accelerator.type, dtype=torch.float16):  # float16
+            with torch.autocast(accelerator.type, dtype=torch.float16, enabled=accelerator.type != "cpu"):  # float16
                 logits = net(images)
                 loss = criterion(logits, labels)
             optimizer.zero_grad(set_to_none=True)

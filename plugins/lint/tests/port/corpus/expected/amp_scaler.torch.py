@@ -13,7 +13,7 @@ batches = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(4)]
 
 for x, y in batches:
     x, y = x.to(device), y.to(device)
-    with torch.autocast(device.type, dtype=torch.float16, enabled=use_amp):
+    with torch.autocast(device.type, dtype=torch.float16, enabled=device.type != "cpu" and use_amp):
         loss = nn.functional.mse_loss(model(x), y)
     optimizer.zero_grad(set_to_none=True)
     scaler.scale(loss).backward()

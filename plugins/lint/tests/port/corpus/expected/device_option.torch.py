@@ -10,11 +10,12 @@ class Config:
     # TODO(accelcore): a process that only declares options may not be the one that trains: choose this where the option is used
     device: str = "cuda"  # where to train
 
-accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
-
-def build(width, device=accelerator.type):
+# TODO(accelcore): a default is set when this module is imported, before a script chooses a device: choose it in the function
+def build(width, device="cuda"):
     return torch.nn.Linear(width, 1, device=device)
+
+accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def parse():

@@ -11,11 +11,13 @@ class Config:
     # TODO(accelcore): a process that only declares options may not be the one that trains: choose this where the option is used
     device: str = "cuda"  # where to train
 
-accel = accelcore.select()
 
-
-def build(width, device=accel.device.type):
+# TODO(accelcore): a default is set when this module is imported, before a script chooses a device: choose it in the function
+def build(width, device="cuda"):
     return torch.nn.Linear(width, 1, device=device)
+
+if __name__ != "__mp_main__":
+    accel = accelcore.select()
 
 
 def parse():

@@ -48,7 +48,7 @@ def train_one_epoch(model, optimizer, data_loader, device, scaler=None):
     model.train()
     for image, target in data_loader:
         image, target = image.to(device), target.to(device)
-        with torch.autocast(accelerator.type, dtype=torch.float16, enabled=scaler is not None):
+        with torch.autocast(accelerator.type, dtype=torch.float16, enabled=accelerator.type != "cpu" and scaler is not None):
             loss = criterion(model(image), target)
         optimizer.zero_grad()
         if scaler is not None:

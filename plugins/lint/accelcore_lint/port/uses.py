@@ -1,0 +1,65 @@
+"""What the text of a file needs of the objects that a port would replace: torch's scaler, its optimizers, apex."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+_USES = {
+    "scaler": re.compile(
+        r"scaler\w*\.(?:get_\w+|set_growth_\w+|set_backoff_\w+|is_enabled|_\w+)\b|scaler\w*\.update\([^)]"
+        r"|scaler\w*\.state_dict\(\)\[|scaler\w*\.scale\(\[|isinstance\([^()]*GradScaler"
+    ),
+    "optimizer": re.compile(
+        r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
+        r"|\bFP16_Optimizer\b|\bLARC\b|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
+        r"|\bopt\w*\.(?:state|_\w+|defaults)\b(?!_dict)"
+    ),
+    "wrapper": re.compile(
+        r"\.module\b|\.no_sync\(|\.require_backward_grad_sync\b|\.register_comm_hook\(|\._set_static_graph\("
+    ),
+    "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
+    "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w"),
+}
+"""Uses that only the original's objects allow, by the kind of the object.
+
+- scaler: torch's own methods, attributes and arguments.
+- optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form.
+- wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
+- is_cuda: a truth value or a property of the project's own.
+- apex: the private state of apex's mixed precision, which is one for the whole program.
+"""
+
+_FROM = re.compile(r"(?m)^[ \t]*from[ \t]+(?!apex\b|accelcore\b)([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
+_DRIVERS = re.compile(r"mm(cv|engine)\b")
+_APEX = re.compile(r"(?m)^[ \t]*(?:from|import)[ \t]+apex\b")
+_DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
+
+
+def uses_in(text: str) -> Iterator[str]:
+    """Yield the kinds of objects that a file uses in a way that only the original allows: the words of `_USES`."""
+    return (kind for kind, pattern in _USES.items() if pattern.search(text))
+
+
+def drives_apex(text: str, own: Collection[str]) -> bool:
+    """Return whether another package drives apex in a file, such as timm's `ApexScaler`; `own` modules do not."""
+    for module, names in _FROM.findall(text):
+        first = module.split(".")[0]
+        if first and first not in own and "apex" in names.lower():
+            return True
+    return _APEX.search(text) is not None and any(_DRIVERS.match(module) for module, _ in _FROM.findall(text))
+
+
+def functions_with(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    """Yield the functions around the places that a pattern matches; for a constructor, its class."""
+    for found in pattern.finditer(text):
+        begin = text.rfind("\n", 0, found.start()) + 1
+        indent = len(text[begin : found.start()]) - len(text[begin : found.start()].lstrip())
+        outer = [made for made in _DEFINED.finditer(text, 0, found.start()) if len(made[1]) < indent]
+        for made in reversed(outer):
+            if len(made[1]) >= indent:
+                continue
+            indent = len(made[1])
+            if made[3] != "__init__":
+                yield made[3]
+                break
