@@ -1,10 +1,12 @@
-"""Errors of accelcore.
+"""Errors of accelcore, and its logger.
 
 Every error that a user can cause derives from `AccelError`. Every message says what happened, why, what is available
 instead, and what to do, in this order.
 """
 
 from __future__ import annotations
+
+import logging
 
 __all__ = [
     "AccelError",
@@ -19,6 +21,9 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedError",
 ]
+
+logger = logging.getLogger("accelcore")
+"""For warnings and notes of every part."""
 
 
 class AccelError(Exception):

@@ -11,7 +11,6 @@ docs/apex.md lists the differences from apex.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from accelcore.apex.initialize import initialize
 from accelcore.apex.prepared import is_prepared, prepared_of
 from accelcore.apex.state import casts_suspended, leave_o1, listed
 from accelcore.apex.state import state as _amp_state
-from accelcore.errors import AmpError, CheckpointError
+from accelcore.errors import AmpError, CheckpointError, logger
 from accelcore.precision.o1.registration import (
     float_function,
     half_function,
@@ -51,7 +50,6 @@ __all__ = [
     "state_dict",
 ]
 
-logger = logging.getLogger("accelcore")
 
 _PREFIX = "loss_scaler"
 

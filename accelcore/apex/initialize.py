@@ -5,7 +5,6 @@ The arguments become a policy: the preset of an optimization level, with the cal
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +17,11 @@ from torch.optim import Optimizer
 from accelcore.apex.prepared import Accumulated, Prepared, is_prepared
 from accelcore.apex.state import AmpScaler, backend_of, enter_o1, listed, state
 from accelcore.backend import Backend
-from accelcore.errors import AmpError, UnsupportedError
+from accelcore.errors import AmpError, UnsupportedError, logger
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, Policy
 from accelcore.scaling.contract import LossScale
 from accelcore.util.text import is_whole
-
-logger = logging.getLogger("accelcore")
 
 _LEVELS = ("O0", "O1", "O2", "O3")
 _SMALLEST_SCALE = 2.0**-24

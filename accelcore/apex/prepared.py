@@ -6,7 +6,6 @@ masters if there are any. So a step may follow several losses, each with its own
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from itertools import chain
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from accelcore.apex.state import AmpScaler, casts_suspended
 from accelcore.backend import Backend
-from accelcore.errors import AmpError, ConfigurationError
+from accelcore.errors import AmpError, ConfigurationError, logger
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.policy import Policy
@@ -37,8 +36,6 @@ from accelcore.training.parallel.strategy import (
 )
 from accelcore.training.plan import Plan
 from accelcore.training.stages.parameters import Bind
-
-logger = logging.getLogger("accelcore")
 
 
 class Prepared:

@@ -7,7 +7,6 @@ should not: in backward passes and in optimizers' steps.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +18,10 @@ from torch import Tensor
 
 from accelcore.backend import Backend
 from accelcore.devices.select import select
-from accelcore.errors import AmpError, CheckpointError
+from accelcore.errors import AmpError, CheckpointError, logger
 from accelcore.precision.o1.autocast import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
 from accelcore.scaling.contract import FindBad, LossScale, LossScaler
-
-logger = logging.getLogger("accelcore")
 
 _entered: dict[str, tuple[Backend, AbstractContextManager[object]]] = {}
 

@@ -10,7 +10,6 @@ They have no time limit, because the first start of a device may take minutes.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import threading
 from typing import Any
@@ -18,9 +17,7 @@ from typing import Any
 from accelcore.backend import Backend
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, other_backends
-from accelcore.errors import AccelError, BackendUnavailableError, PluginError
-
-logger = logging.getLogger("accelcore")
+from accelcore.errors import AccelError, BackendUnavailableError, PluginError, logger
 
 _import_error: BaseException | None = None
 _import_lock = threading.Lock()

@@ -8,7 +8,6 @@ anything, exit, or never return. `installed()` shows the error, and selecting th
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -26,7 +25,7 @@ import pluggy
 from accelcore.devices import hookspecs
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.request import probe_timeout
-from accelcore.errors import PluginError
+from accelcore.errors import PluginError, logger
 from accelcore.known_faults import KnownFault
 from accelcore.util.text import first_line, shown
 
@@ -40,8 +39,6 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _NO_BACKENDS = {"lint"}  # extras of accelcore that are no backends: they bring commands
 _LONGEST = 300  # characters of a plugin's own message that are shown
 _SETTLED = 60  # seconds after which a folder that has not changed holds whole distributions
-
-logger = logging.getLogger("accelcore")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from accelcore.errors import (
     ConfigurationError,
     PluginError,
     UnknownBackendError,
+    logger,
 )
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.util.text import is_whole, nearest, shown
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from accelcore.backend import Backend
 
 T = TypeVar("T")
-
-logger = logging.getLogger("accelcore")
 
 _TEN_LINES = """\
 from accelcore import Probe, hookimpl

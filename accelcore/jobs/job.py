@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,14 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.errors import ConfigurationError, DistributedError
+from accelcore.errors import ConfigurationError, DistributedError, logger
 from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
 from accelcore.util.text import kind_of
-
-logger = logging.getLogger("accelcore")
 
 Number = TypeVar("Number", float, Tensor)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import linecache
-import logging
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]  # missing in torch's types
 
-from accelcore.errors import DistributedError
+from accelcore.errors import DistributedError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.torch_internals import flight_records
 from accelcore.util.text import first_line, ranks
@@ -58,8 +57,6 @@ _NAMED = 4
 
 _WIDTH = 80
 """Characters of a script's line that a message shows."""
-
-logger = logging.getLogger("accelcore")
 
 _LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
 _jobs = count()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.known_faults import KnownFault
 from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, made_by, name_of
 from accelcore.optim.flat.memory import unfit
@@ -27,8 +26,6 @@ Parameters = Iterable[Any]
 
 _DEFAULT_LR: Any = ...
 """The learning rate of a call without one. None is a mistake: YAML reads an empty line as None."""
-
-logger = logging.getLogger("accelcore")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from accelcore.errors import logger
 from accelcore.optim.engine import as_engine
 from accelcore.optim.flat.memory import Run, Slot
 from accelcore.optim.shards import as_shard, shard_of, to_local
-
-logger = logging.getLogger("accelcore")
 
 Entry = dict[str, Any]
 

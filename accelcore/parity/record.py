@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,26 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
-from accelcore.errors import ConfigurationError, RecordingError, UnsupportedError
+from accelcore.errors import ConfigurationError, RecordingError, UnsupportedError, logger
 from accelcore.jobs.launchers import read_launch
 from accelcore.optim.shards import is_sharded
 from accelcore.parity.collector import Collector, Watched
+from accelcore.parity.events import Step
 from accelcore.parity.finder import Finder
 from accelcore.parity.recording import Writer, check_place
 from accelcore.parity.settings import gather
 from accelcore.randomness import draw_on_device, draw_on_host
 from accelcore.roles.runtime import host_rng_state
 from accelcore.training.observers import Observer, observing
+from accelcore.training.trainer import Trainer
 from accelcore.util.containers import tensors
 from accelcore.util.text import is_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from accelcore.parity.events import Step
-    from accelcore.training.trainer import Trainer
-
-logger = logging.getLogger("accelcore")
 
 _LARGEST = 2e9
 """Bytes of a model's weights up to which they are kept; a replay of a larger one begins with its own."""

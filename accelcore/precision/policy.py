@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.scaling.contract import LossScale, LossScaler
 from accelcore.scaling.dynamic import Scalers
 from accelcore.util.text import Settings, did_you_mean, is_number
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes too coarse to accumulate small updates in."""

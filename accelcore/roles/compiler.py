@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.known_faults import BACKWARD_UNDER_AUTOCAST, KnownFault
 from accelcore.randomness import draws_on_host
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
 from accelcore.torch_internals import backward_outside_autocast, compiler_error, is_autocast_enabled
 
 __all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
-
-logger = logging.getLogger("accelcore")
 
 
 @dataclass

@@ -7,7 +7,6 @@ computes something else, is a reason not to declare a feature. No trial draws ra
 from __future__ import annotations
 
 import importlib.util
-import logging
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelcore.backend import SHARDED, Backend, Capabilities
-from accelcore.errors import BackendUnavailableError, ConfigurationError
+from accelcore.errors import BackendUnavailableError, ConfigurationError, logger
 from accelcore.jobs.collectives import NoCollectives, TorchCollectives
 from accelcore.jobs.launchers import Launch
 from accelcore.optim.registry import Optimizers
@@ -33,8 +32,6 @@ from accelcore.roles.runtime import AcceleratorRuntime, TorchRuntime
 from accelcore.scaling.dynamic import Scalers
 from accelcore.torch_internals import device_dispatch_key, has_kernel, inductor_generates_code
 from accelcore.util.text import first_line
-
-logger = logging.getLogger("accelcore")
 
 _LONGEST = 200  # characters of an error that the log shows
 _LOW = ("bfloat16", "float16")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger
 from accelcore.util.text import Settings, is_number
 
 __all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
-
-logger = logging.getLogger("accelcore")
 
 Given = Sequence[Tensor] | None
 """Gradients that a scaler reads; None: those of the optimizer's parameters."""

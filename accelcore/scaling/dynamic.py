@@ -7,7 +7,6 @@ endless overflows cannot make it zero and the next update NaN. And it works on a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger
 from accelcore.scaling.contract import (
     OF_APEX,
     VERSION,
@@ -38,8 +37,6 @@ from accelcore.scaling.contract import (
 from accelcore.util.text import is_number, is_whole
 
 __all__ = ["GradScaler", "Scalers"]
-
-logger = logging.getLogger("accelcore")
 
 _HOW = "it makes scalers: write scaler = accel.scaler.create() before the loop"
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,8 @@ from torch import Tensor
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects, not_all_came
+from accelcore.training.plan import Plan
 from accelcore.util.text import first_line, ranks
-
-if TYPE_CHECKING:
-    from accelcore.training.plan import Plan
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NOT_COMPARED = ("observers",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, logger
 from accelcore.precision.policy import Policy
 from accelcore.scaling.contract import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
 from accelcore.util.text import Settings, did_you_mean, is_number, is_whole, kind_of
-
-logger = logging.getLogger("accelcore")
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.precision.policy import Policy
 from accelcore.precision.role import Contexts
 from accelcore.roles.compiler import Compiled
@@ -18,9 +19,6 @@ from accelcore.training.gradients import Gradients, PerTensor
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
@@ -34,8 +35,6 @@ from accelcore.training.window import Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from accelcore.backend import Backend
 
 _numbers = count()
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}

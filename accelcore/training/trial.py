@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import sys
@@ -16,6 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from accelcore.errors import logger
 from accelcore.precision.policy import Policy
 from accelcore.training.observers import Observer
 from accelcore.util.containers import bytes_of, tensors
@@ -24,7 +24,6 @@ from accelcore.util.trial import Trial, requested_trial
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-logger = logging.getLogger("accelcore")
 
 _BATCHES = 8
 """First batches of which the record has checksums."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from accelcore.backend import Backend
 from accelcore.errors import TrainingError
 from accelcore.util.containers import described
 from accelcore.util.text import is_number
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 _thread = threading.local()
 """`holder`, in each thread: a weak reference to the parameters that are in use there."""

@@ -7,7 +7,6 @@ workers. A loader with `state_dict` and `load_state_dict` restores its own posit
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,16 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
 from accelcore.util.text import is_whole
 
-logger = logging.getLogger("accelcore")
-
 _BEGINNING: dict[str, Any] = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "loader": None}
-
 
 _all: WeakSet[DataStream] = WeakSet()
 """The data of all trainers: a GAN's generator trains on batches that the critic's trainer reads."""

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.job import Job
@@ -19,9 +20,6 @@ from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import rows
 from accelcore.util.text import kind_of
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 
 class Evaluation(Batches):

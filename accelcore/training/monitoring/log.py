@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor
 
 from accelcore.checkpoint.store import as_path
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.training.monitoring.plot import check_matplotlib, draw
 from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, line_of, read_records
 from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole, replace_file
-
-logger = logging.getLogger("accelcore")
 
 _OLD = "log-before.jsonl"
 

@@ -7,19 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import finalize
 
 from torch import Tensor
 
 from accelcore.errors import ConfigurationError
 from accelcore.training.observers import Observer
+from accelcore.training.trainer import Trainer
 from accelcore.util.containers import rows
 from accelcore.util.text import is_number
 from accelcore.util.trial import requested_trial
-
-if TYPE_CHECKING:
-    from accelcore.training.trainer import Trainer
 
 _REDRAW = 0.25
 

@@ -6,9 +6,8 @@ Launchers, process groups and errors about lost ranks are in `jobs`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from accelcore.backend import SHARDED
+from accelcore.backend import SHARDED, Backend
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.ddp import DDP
@@ -16,9 +15,6 @@ from accelcore.training.parallel.fsdp import FullySharded
 from accelcore.training.parallel.strategy import CombineDDP, SingleProcess, Strategy, check_no_launcher
 from accelcore.training.parallel.zero1 import Zero1
 from accelcore.util.text import did_you_mean
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 _NONE = "none"
 _STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
@@ -23,9 +24,6 @@ from accelcore.training.parallel.strategy import (
     check_no_launcher,
     check_trainable,
 )
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 
 class DDP(Strategy):

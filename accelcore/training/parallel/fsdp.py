@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.policy import LOW_PRECISION, Policy
@@ -25,9 +26,6 @@ from accelcore.training.parallel.strategy import (
     check_trainable,
     comm_dtype,
 )
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 # torch asks reduce_scatter for an average of gradients in these dtypes. It adds up and divides others itself.
 _AVERAGED = (torch.float32, torch.bfloat16)

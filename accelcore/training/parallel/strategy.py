@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.launchers import read_launch
@@ -18,9 +19,6 @@ from accelcore.torch_internals import flatten, unflatten
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.util.containers import bytes_of
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 _COMM_DTYPES = ("float32", "bfloat16", "float16")
 

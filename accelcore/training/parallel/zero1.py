@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelcore.backend import Backend
 from accelcore.errors import UnsupportedError
 from accelcore.optim.flat.memory import Slot
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import CombineDDP, broadcast_tensors, owns
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
 
 _GLOBAL_NORMS = {"use_global_grad_norm": "use_global_grad_norm=False", "max_grad_norm": "max_grad_norm=-1"}
 """Options by which an optimizer clips by a norm over several gradients, and how to turn each off."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
@@ -14,12 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from accelcore.errors import CheckpointError
+from accelcore.errors import CheckpointError, logger
 from accelcore.optim.shards import divided_as
 from accelcore.training.saving.parts import Part, Saved, as_dict
 from accelcore.util.text import first_line
-
-logger = logging.getLogger("accelcore")
 
 _MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.errors import CheckpointError
+from accelcore.errors import CheckpointError, logger
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import to_local
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Gradients
 from accelcore.training.saving.parts import Part, Saved, as_dict, kind, malformed
-
-logger = logging.getLogger("accelcore")
 
 _CONVERTIBLE = {torch.float32, *LOW_PRECISION}
 """Dtypes between which a restored model is converted."""

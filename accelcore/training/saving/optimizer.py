@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -13,15 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Optimizer
 
-from accelcore.errors import CheckpointError
+from accelcore.errors import CheckpointError, logger
 from accelcore.optim.engine import name_of
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
 from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
-
-logger = logging.getLogger("accelcore")
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Entries that torch's schedulers write into the groups of their optimizer."""

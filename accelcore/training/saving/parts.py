@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.errors import CheckpointError
+from accelcore.errors import CheckpointError, logger
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
@@ -20,8 +19,6 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
-
-logger = logging.getLogger("accelcore")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ commit. A commit only fails in the user's own code, such as a hook. The trainers
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,15 +15,16 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
+from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MODEL, RANK, digest_of_manifest, file_of
-from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.errors import CheckpointError, ConfigurationError, logger
 from accelcore.jobs.exchange import gather_objects
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import Agreement
@@ -50,11 +50,6 @@ from accelcore.training.window import Window
 from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole
 from accelcore.util.trial import requested_trial
-
-if TYPE_CHECKING:
-    from accelcore.backend import Backend
-
-logger = logging.getLogger("accelcore")
 
 _SHARED = "shared"
 """File of the `shared_state` of every part but the model."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelcore.errors import ConfigurationError
 from accelcore.training.saving.parts import ExtraPart
 from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
+from accelcore.training.trainer import Trainer
 from accelcore.util.text import kind_of
-
-if TYPE_CHECKING:
-    from accelcore.training.trainer import Trainer
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 

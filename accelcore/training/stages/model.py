@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, choose_policy, create_scaler, skipping
@@ -17,8 +16,6 @@ from accelcore.precision.role import Contexts
 from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
 from accelcore.training.observers import Hooks
 from accelcore.training.plan import Plan, Stage
-
-logger = logging.getLogger("accelcore")
 
 
 class Place(Stage):
