@@ -2,7 +2,7 @@
 
 Run by `tox run -e readme` with the Python of the environment `install`, whose torch it borrows: no package index is
 asked, so the line that downloads torch-npu is left out. What the other commands require, and is not there, is an error.
-The argument is a folder with other packages that the scripts import.
+With a folder of other packages as its argument, which has transformers (`tox run -e full`), that is imported, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,11 +34,10 @@ DOWNLOADS = re.compile(r"^python -m accelcore_npu_emulator\.install.*\n", re.M)
 KEPT = "python -m pip wheel --no-deps --wheel-dir kept tests/plugins_kept/wheel && pip install --no-deps kept/*.whl"
 AFTERWARDS = f"""
 {KEPT}
-accelcore verify backend kept --only backend --only collectives
+accelcore verify backend kept --only backend
 python train.py
-python transform.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
-accelcore run --nproc 2 train.py
+accelcore run train.py
 python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch_npu') and 'torch_npu is importable')"
 """
 
@@ -51,8 +49,8 @@ def block(heading: str) -> str:
     return found[1]
 
 
-def borrow(folder: Path, others: str) -> None:
-    """Let the new environment import what this one has installed, but for accelcore and pip; and what `others` has."""
+def borrow(folder: Path, others: list[str]) -> None:
+    """Let the new environment import what this one has installed, but for accelcore and pip; and what `others` have."""
     site = Path(sysconfig.get_path("purelib"))
     links = folder / "borrowed"
     links.mkdir()
@@ -63,7 +61,7 @@ def borrow(folder: Path, others: str) -> None:
     for old in new.glob("setuptools*"):  # that Python 3.10 and 3.11 put there, too old to build accelcore
         shutil.rmtree(old)
     # A path, not a part of the environment: pip changes nothing in it.
-    (new / "borrowed.pth").write_text(f"{links}\n{others}\n")
+    (new / "borrowed.pth").write_text("\n".join([str(links), *others]))
 
 
 def main() -> None:
@@ -71,11 +69,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="accelcore-") as name:
         folder = Path(name)
         clone = folder / "clone"
-        environment = clone / ".venv"  # README's first command finds it, and keeps what is in it
         # A copy, because building leaves files beside the sources.
         shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "build", "dist", "outputs"))
-        venv.create(environment, with_pip=True)
-        borrow(environment, sys.argv[1])
         (clone / "train.py").write_text(SCRIPT)
         (clone / "transform.py").write_text(TRANSFORMERS)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "TORCH_"))}
@@ -84,8 +79,13 @@ def main() -> None:
         offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_QUIET": "1", "PIP_NO_BUILD_ISOLATION": "0"}
         commands, left_out = DOWNLOADS.subn("", block("Install"))
         assert left_out == 1, "README downloads torch-npu by one line"
-        shell = ["bash", "-euxc", commands + AFTERWARDS]
-        subprocess.run(shell, check=True, cwd=clone, env=kept | offline | {"PATH": programs})  # noqa: S603
+        first, rest = commands.split("\n", 1)
+        transform = "python transform.py" if sys.argv[1:] else ""
+        for script in (first, f". .venv/bin/activate\n{rest}{AFTERWARDS}{transform}"):
+            shell = ["bash", "-euxc", script]
+            subprocess.run(shell, check=True, cwd=clone, env=kept | offline | {"PATH": programs})  # noqa: S603
+            if script is first:
+                borrow(clone / ".venv", sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -7,15 +7,19 @@ be the same to the byte. Run by `tox run -e package`, and before a release (docs
 from __future__ import annotations
 
 import filecmp
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import venv
 import zipfile
 from pathlib import Path
+
+from setuptools import build_meta
 
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTIONS = {
@@ -37,14 +41,22 @@ print("accelcore", accelcore.__version__, "from its wheels finds", *found)
 """
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> None:
+def run(*command: str | Path) -> None:
     """Run this Python with the arguments given; a failure ends the program."""
-    subprocess.run([sys.executable, *command], check=True, cwd=cwd)  # noqa: S603
+    subprocess.run([sys.executable, *command], check=True)  # noqa: S603
 
 
-def build(*arguments: str | Path) -> None:
-    """Build with this environment's setuptools, without a process that asks what else would be needed."""
-    run("-m", "build", "--no-isolation", "--skip-dependency-check", *arguments)
+def build(what: str, folder: Path, target: Path) -> None:
+    """Build a "sdist" or a "wheel" as an installer's process does, in a fork that need not import setuptools."""
+    process = multiprocessing.get_context("fork").Process(target=_build, args=(what, folder, target.absolute()))
+    process.start()
+    process.join()
+    require(process.exitcode == 0, f"no {what} can be built of {folder}")
+
+
+def _build(what: str, folder: Path, target: Path) -> None:
+    os.chdir(folder)
+    getattr(build_meta, f"build_{what}")(str(target))
 
 
 def require(condition: bool, what: str) -> None:
@@ -75,7 +87,7 @@ def build_again(folder: Path, dist: Path, scratch: Path) -> None:
     copy = scratch / "sources"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "outputs", "plugins", "*.egg-info", "__pycache__")
     shutil.copytree(folder, copy, ignore=ignored, copy_function=shutil.copy)
-    build("--wheel", "--outdir", scratch, copy)
+    build("wheel", copy, scratch)
     shutil.rmtree(copy)
     (again,) = scratch.glob("*.whl")
     require(filecmp.cmp(again, dist / again.name, shallow=False), f"{again.name} differs if it is built twice")
@@ -85,10 +97,10 @@ def build_again(folder: Path, dist: Path, scratch: Path) -> None:
 def use(dist: Path) -> None:
     """Install all wheels by name, with no index, into an empty environment, and find the backends."""
     folder = dist / "venv"
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     python = folder / "bin" / "python"
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--find-links", str(dist)]
-    subprocess.run([python, *install, *(name.replace("_", "-") for name in DISTRIBUTIONS)], check=True)  # noqa: S603
+    install = ["--python", python, "install", "--quiet", "--no-deps", "--no-index", "--find-links", dist]
+    run("-m", "pip", *install, *(name.replace("_", "-") for name in DISTRIBUTIONS))
     # What accelcore requires, such as pluggy, is this environment's.
     borrowed = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
     program = USE.format(site=str(folder.resolve()))
@@ -101,10 +113,14 @@ def main() -> None:
     shutil.rmtree(dist, ignore_errors=True)
     os.environ.setdefault("SOURCE_DATE_EPOCH", _EPOCH)
     for name, folder in DISTRIBUTIONS.items():
-        build("--outdir", dist, folder)
+        build("sdist", folder, dist)
+        (sdist,) = dist.glob(f"{name}-*.tar.gz")
+        with tempfile.TemporaryDirectory() as scratch:
+            shutil.unpack_archive(sdist, scratch)
+            build("wheel", Path(scratch, sdist.name.removesuffix(".tar.gz")), dist)
         check(name, folder, dist)
-        build_again(folder, dist, dist / "again")
-    (dist / "again").rmdir()
+        with tempfile.TemporaryDirectory() as scratch:
+            build_again(folder, dist, Path(scratch))
     run("-m", "twine", "check", "--strict", *sorted(dist.iterdir()))
     use(dist)
 
