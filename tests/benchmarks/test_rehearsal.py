@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
-from benchmarks.gpu.check import Child, ChildError
+from benchmarks.gpu.check import Child, ChildError, main
 from benchmarks.gpu.stage_profile import busy
 from benchmarks.gpu.stage_tests import read_report
 from benchmarks.gpu.tree import make_importable
@@ -170,10 +170,21 @@ def test_overlapping_kernels_are_busy_once():
     assert busy([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
 
 
-def test_no_gpu_is_no_rehearsal(tmp_path):
-    done = check(tmp_path, "--stage", "step")
-    assert done.returncode == 2
-    assert "cannot use cuda" in done.stderr
+def test_no_gpu_is_no_rehearsal(fork, tmp_path, monkeypatch, capsys):
+    """The program asks its first process; here that is a fork."""
+
+    def run(child, what, seconds):
+        result = tmp_path / "result.json"
+        arguments = ("--device", "cuda", "--seconds", seconds, "--result", result)
+        done = fork("-m", "benchmarks.gpu", what, *arguments, CUDA_VISIBLE_DEVICES="").finish()
+        assert not result.exists()
+        raise ChildError(f"{done.returncode}, {done.stderr}")
+
+    monkeypatch.setattr(Child, "run", run)
+    assert main(["--stage", "step", "--output", str(tmp_path / "results")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("cannot use cuda: 1, ")
+    assert "cuda' cannot be used here" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -27,9 +27,8 @@ FILES = (
 """In the order of the page."""
 
 
-# What the package declares, and a role that it refuses; its own tests try its runtime. What others compute is the CPU's
-# here, which the tests of lies cover, and so are collectives, of which scripts/check_install.py runs a job: `full` runs
-# them, too.
+# What the package declares, and a role that it refuses. What others compute is the CPU's here, which the tests of lies
+# cover, and so are runtime and collectives: `full` runs them, too.
 ROLES = {"backend", "compiler"}
 COMPUTED = {"precision", "scaler", "runtime", "collectives", "optimizers", "training", "parallel", "operators"}
 
@@ -89,9 +88,16 @@ def test_it_conforms(hostchip, roles):
     assert any(reason.startswith("a compiler") for reason in refused)
 
 
+def test_a_rank_of_the_suite_starts_as_a_process(hostchip, monkeypatch):
+    """Elsewhere ranks are forks, which have imported what they need."""
+    monkeypatch.setenv("ACCEL_TEST_RANK", "0")
+    done = hostchip("-m", "accelcore.testing.support.ranks", "nowhere", ".")
+    assert "there is no backend 'nowhere'" in done.stderr
+
+
 def test_its_own_tests_pass(site, fork, import_from):
     import_from(site)
-    words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or TestRuntime or test_lion"
+    words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestBackend or test_lion"
     done = fork(*words, PACKAGE / "tests", PYTHONPATH=str(site)).finish()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d+ passed, \d+ skipped", done.stdout), done.stdout

@@ -133,7 +133,7 @@ def test_a_known_bug_is_named_and_hides_no_other(findings, left, monkeypatch):
 def forked(fork, monkeypatch):
     """The suite and its ranks are forks.
 
-    Real processes: the suite's in tests/examples/test_third_party.py, its ranks' in plugins/npu/tests.
+    Real processes: tests/examples/test_third_party.py.
     """
     monkeypatch.setattr("accelcore.testing.support.job.subprocess", forks.in_place_of_subprocess(fork))
     monkeypatch.setattr("accelcore.cli.child.subprocess", forks.in_place_of_subprocess(fork))
