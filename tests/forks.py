@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,21 @@ if find_spec("torch_npu") is not None:
 
 servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(_PRELOADED)
+
+
+def share() -> tuple[str, bytes | None]:
+    """Start the server; return what `join` needs in other processes, which then start none."""
+    forkserver.ensure_running()
+    server: Any = forkserver._forkserver
+    return server._forkserver_address, getattr(server, "_forkserver_authkey", None)  # a key: of Python 3.14
+
+
+def join(address: str, key: bytes | None) -> None:
+    """Use the server that another process has started. It ends with that process."""
+    server: Any = forkserver._forkserver
+    server._forkserver_address, server._forkserver_authkey = address, key
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+    server.ensure_running = resource_tracker.ensure_running
 
 
 class Fork:

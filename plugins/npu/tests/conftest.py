@@ -31,6 +31,19 @@ settings.load_profile("ci")  # as tests/conftest.py says
 _SUBJECTS = Path(__file__).parent / "subjects"
 _WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
 
+# Of the suite, with `full`: six optimizers that a device has by their formulas alone, in the long tests (test_numerics
+# runs each of them); and most pairs of an optimizer and the position of an overflow.
+_IN_FULL = {
+    *(
+        f"{test}[{name}]"
+        for test in ("test_any_number_of_tensors", "test_many_large_and_late", "test_options_of_groups", "test_zeros")
+        for name in ("adagrad", "adamax", "asgd", "nadam", "radam", "rprop")
+    ),
+    *(f"test_overflow_in_any_tensor[{position}-plain]" for position in (31, 255)),
+    *(f"test_overflow_in_any_tensor[{position}-sgd]" for position in (0, 64, 255)),
+    *(f"test_overflow_in_any_tensor[{position}-adamw]" for position in (31, 64, 299)),
+}
+
 collect_ignore = ["subjects"]
 sys.path.insert(0, str(Path(__file__).parent))  # where tests find what they share
 
@@ -38,13 +51,27 @@ if find_spec("torch_npu") is not None:
     from accelcore_npu_emulator import activate
 
     activate()
-    # Now, because torch's autograd engine counts the devices of each kind once, at the first backward pass of any.
-    import torch_npu  # noqa: F401
 elif os.environ.get("ACCEL_REQUIRE_EMULATED") == "1":
     raise pytest.UsageError("ACCEL_REQUIRE_EMULATED=1, and torch_npu is not installed")
 else:
     collect_ignore += [path.name for path in Path(__file__).parent.glob("test_*.py")
                        if path.name not in _WITHOUT_TORCH_NPU]  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load torch_npu: torch's autograd engine counts the devices of each kind once, at the first backward pass of any.
+
+    The process that gives tests to pytest-xdist's workers needs none.
+    """
+    if find_spec("torch_npu") is not None and config.getoption("dist", "no") == "no":
+        import_module("torch_npu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is long and proves nearly nothing that others do not."""
+    for item in items:
+        if item.name in _IN_FULL and item.path.name == "test_conformance.py":
+            item.add_marker("full")
 
 
 def pytest_report_header() -> str:

@@ -20,17 +20,25 @@ def test_the_device_is_current_and_its_settings_are_explicit(accel):
     assert torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT").decode() == "disable"
 
 
-def test_importing_the_plugin_changes_no_setting(run):
-    script = """
-        import torch_npu
-        torch_npu.npu.set_compile_mode(jit_compile=True)
-        import accelcore, accelcore_npu, accelcore_npu.backend
-        accelcore.installed()
-        assert not torch_npu.npu.is_jit_compile_false()
-        accelcore.select("npu")
-        assert torch_npu.npu.is_jit_compile_false()
-    """
-    result = run("-c", "\n".join(line.strip() for line in script.splitlines()))
+IMPORTED = """
+import sys
+import torch_npu
+
+torch_npu.npu.set_compile_mode(jit_compile=True)
+for name in [name for name in sys.modules if name.partition(".")[0] in ("accelcore", "accelcore_npu")]:
+    del sys.modules[name]
+import accelcore, accelcore_npu, accelcore_npu.backend
+
+accelcore.installed()
+assert not torch_npu.npu.is_jit_compile_false()
+accelcore.select("npu")
+assert torch_npu.npu.is_jit_compile_false()
+"""
+
+
+def test_importing_the_plugin_changes_no_setting(fork, tmp_path):
+    (tmp_path / "script.py").write_text(IMPORTED)
+    result = fork(tmp_path / "script.py").finish()
     assert result.returncode == 0, result.stderr
 
 

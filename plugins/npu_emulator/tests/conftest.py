@@ -26,8 +26,6 @@ settings.load_profile("ci")  # as tests/conftest.py says
 INSTALLED = find_spec("torch_npu") is not None
 if INSTALLED:
     activate()
-    # Now, because torch's autograd engine counts the devices of each kind once, at the first backward pass of any.
-    import torch_npu  # noqa: F401
     from accelcore_npu_emulator.pytest_plugin import emulated_npu
 elif os.environ.get("ACCEL_REQUIRE_EMULATED") == "1":
     raise pytest.UsageError("ACCEL_REQUIRE_EMULATED=1, and torch_npu is not installed")
@@ -40,6 +38,15 @@ else:
 
 sys.path.insert(0, str(Path(__file__).parent))  # where ranks find their jobs, by names that any process can import
 rank_process = import_module("emulated_rank")
+
+
+def pytest_configure(config):
+    """Load torch_npu: torch's autograd engine counts the devices of each kind once, at the first backward pass of any.
+
+    The process that gives tests to pytest-xdist's workers needs none.
+    """
+    if INSTALLED and config.getoption("dist", "no") == "no":
+        import_module("torch_npu")
 
 
 def pytest_report_header():

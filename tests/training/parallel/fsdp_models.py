@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-LR, STEPS = 0.05, 3
+LR, STEPS = 0.05, 2  # the second finds the first one's state
 
 
 class Block(nn.Module):
