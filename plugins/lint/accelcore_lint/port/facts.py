@@ -86,7 +86,7 @@ class Facts(Ranks):
         """Return whether a function of another file may choose the device, such as DeiT's `init_distributed_mode`."""
         names = [self.name(call.func) or "" for call in self.calls]
         helpers = any(_SETS_UP.search(name) and not name.startswith(("torch.", "accelcore.")) for name in names)
-        helpers = helpers or bool(self.others(self.known.choosers))
+        helpers = helpers or self.known.steered
         lists = [argument(call, "device_ids") for call in self.calls]
         lists = [ids.body if isinstance(ids, cst.IfExp) else ids for ids in lists]
         given = [each.value for ids in lists if isinstance(ids, (cst.List, cst.Tuple)) for each in ids.elements]

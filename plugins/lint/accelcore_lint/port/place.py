@@ -101,7 +101,7 @@ class Place:
             raise UnplacedError("the file imports torch in functions only: choose the device there")
         if (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site):
             raise UnplacedError(DEFAULT)
-        if self._tree.is_library and self._is_new_question(site):
+        if (self._tree.is_library or self._tree.known.steered) and self._is_new_question(site):
             # Without a check: that would fix which devices are visible, and an import of the original does not.
             return f'({self._tree.torch}.accelerator.current_accelerator() or {self._tree.torch}.device("cpu"))'
         function, hidden = self._scope(site), self._hides(site)
@@ -112,7 +112,7 @@ class Place:
             if self._tree.forks and function is None:
                 raise UnplacedError("processes are forked after this line, which must not ask for a device before")
             if (
-                (self._tree.hidden_by or self._tree.is_library or self._tree.forks)
+                (self._tree.hidden_by or self._tree.is_library or self._tree.forks or self._tree.known.steered)
                 and function is not None
                 and isinstance(function.body, cst.IndentedBlock)
             ):

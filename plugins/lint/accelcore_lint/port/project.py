@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,14 @@ _MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
 _MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
 _SETTING = re.compile(r"\bcudnn\.(\w+)[ \t]*=[ \t]*([^\s=#;]+)")
 _HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
-_CHOOSES = re.compile(r"\b(set_device|set_device_index)\(")
+_CHOOSES = re.compile(
+    r"\b(set_device|set_device_index)\(|(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"'](\] *=[^=]| *,)"
+    r"|^[ \t]*(?:import|from)[ \t]+(deepspeed|horovod|byteps|colossalai|accelerate|pytorch_lightning|lightning)\b"
+    r"|[\"'](deepspeed|horovod(\.torch)?|byteps\.torch)[\"']",
+    re.MULTILINE,
+)
+"""Lines that make a device current or hide some, and libraries that do so."""
+
 _WORD = re.compile(r"\w+")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt", "README.md")
@@ -40,7 +47,7 @@ class Known:
         taken: names that other files may take from it, as by `from module import name`.
         modules: the project's own modules and packages, by the first part of their names.
         hiders: functions and methods of the project that hide devices by an environment variable.
-        choosers: those that make a device current.
+        steered: whether a file that this one imports, also through others, may make a device current or hide some.
         uses: what the project needs of the original's objects; the words are those of `uses_in`.
     """
 
@@ -50,7 +57,7 @@ class Known:
     taken: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     hiders: frozenset[str] = frozenset()
-    choosers: frozenset[str] = frozenset()
+    steered: bool = False
     uses: frozenset[str] = frozenset()
 
 
@@ -60,16 +67,20 @@ class Project:
 
     Attributes:
         taken: the files that another one imports, with the names that those may take from it.
+        steered: the files that import one that may choose the device.
         all: what is the same for all files.
     """
 
     taken: Mapping[Path, frozenset[str]]
+    steered: frozenset[Path]
     all: Known
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
-        names = self.taken.get(path.resolve())
-        return self.all if names is None else replace(self.all, imported=True, taken=names)
+        path = path.resolve()
+        known = replace(self.all, steered=path in self.steered)
+        names = self.taken.get(path)
+        return known if names is None else replace(known, imported=True, taken=names)
 
 
 def read_project(paths: Iterable[Path]) -> Project:
@@ -79,8 +90,11 @@ def read_project(paths: Iterable[Path]) -> Project:
     texts = {path: _text(path) for path in files}
     stems = {path.stem for path in given}
     imports = {path: list(_imported(path, text, None if path in given else stems)) for path, text in texts.items()}
-    for found in {found for path in given for found, _ in imports[path]} - set(texts):
-        texts[found] = _text(found)
+    new = reached = set(given)
+    while new := {found for path in new for found, _ in imports[path]} - reached:
+        reached = reached | new
+        texts |= {path: _text(path) for path in new - set(texts)}
+        imports |= {path: list(_imported(path, texts[path], None)) for path in new - given}
     taken: dict[Path, set[str]] = defaultdict(set)
     for user, all_ in imports.items():
         for path, name in all_:
@@ -92,11 +106,27 @@ def read_project(paths: Iterable[Path]) -> Project:
         settings=frozenset(found for text in texts.values() for found in _SETTING.findall(text)),
         modules=frozenset(modules),
         hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
-        choosers=frozenset(name for text in texts.values() for name in functions_with(_CHOOSES, text)),
         uses=frozenset(word for text in texts.values() for word in uses_in(text))
         | ({"apex"} if any(drives_apex(text, modules) for text in texts.values()) else set()),
     )
-    return Project({path: frozenset(names) for path, names in taken.items()}, known)
+    return Project({path: frozenset(names) for path, names in taken.items()}, _users(_choosing(texts), imports), known)
+
+
+def _choosing(texts: Mapping[Path, str]) -> set[Path]:
+    return {path for path, text in texts.items() if _CHOOSES.search(text)}
+
+
+def _users(files: set[Path], imports: Mapping[Path, Sequence[tuple[Path, str]]]) -> frozenset[Path]:
+    """Return what imports one of some files, also through others."""
+    users: dict[Path, set[Path]] = defaultdict(set)
+    for user, found in imports.items():
+        for path, _ in found:
+            users[path].add(user)
+    reached: set[Path] = set()
+    new = set(files)
+    while new := {user for path in new for user in users[path] if user != path} - reached:
+        reached |= new
+    return frozenset(reached)
 
 
 def _taken(name: str, text: str) -> set[str]:
@@ -151,8 +181,11 @@ def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[P
                 continue
             roots = [path.parents[dots - 1]] if 0 < dots <= len(path.parents) else [path.parent, *_above(path)]
             for root in roots if parts else ():
-                file = root.joinpath(*parts).with_suffix(".py")
-                if file.is_file():
+                base_path = root.joinpath(*parts)
+                file = next(
+                    (each for each in (base_path.with_suffix(".py"), base_path / "__init__.py") if each.is_file()), None
+                )
+                if file is not None:
                     yield file.resolve(), name
                     break
 

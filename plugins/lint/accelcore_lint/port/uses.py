@@ -14,6 +14,7 @@ _USES = {
         r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
         r"|\bFP16_Optimizer\b|\bLARC\b|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
         r"|\bopt\w*\.(?:state|_\w+|defaults)\b(?!_dict)"
+        r"|\b(?:deepspeed|horovod|byteps|colossalai|fairscale)\b"
     ),
     "wrapper": re.compile(
         r"\.module\b|\.no_sync\(|\.require_backward_grad_sync\b|\.register_comm_hook\(|\._set_static_graph\("
@@ -24,7 +25,8 @@ _USES = {
 """Uses that only the original's objects allow, by the kind of the object.
 
 - scaler: torch's own methods, attributes and arguments.
-- optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form.
+- optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form, a library that
+  wraps it.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
 - is_cuda: a truth value or a property of the project's own.
 - apex: the private state of apex's mixed precision, which is one for the whole program.

@@ -280,7 +280,21 @@ def test_a_function_of_another_file_that_chooses_devices_is_obeyed(tmp_path, hel
     )
     outcome = port_source(train, Level.ROLES, read_project(paths).known(paths[0]))
     assert len(outcome.left) == left
-    assert ("accelcore.select()" in outcome.source) == ("set_device" not in helper)
+    assert ("accelcore.select()" in outcome.source) == (helper == "pass")
+
+
+@pytest.mark.parametrize("word", ["torch.cuda.set_device(0)", "import_module('horovod.torch')", "x = 1"])
+def test_a_script_follows_a_device_that_a_file_behind_others_may_choose(tmp_path, word):
+    train = "import torch\nfrom tools import start\n\nstart()\nx = torch.ones(2).cuda()\n"
+    files = {
+        "train.py": train,
+        "tools/__init__.py": "from .jobs import start\n",
+        "tools/jobs.py": f"import torch\n\n\ndef start():\n    {word}\n",
+    }
+    paths = written(tmp_path / "project", files)
+    for given in (paths, paths[:1]):
+        ported = port_source(train, Level.ROLES, read_project(given).known(paths[0])).source
+        assert ("accelcore" in ported) == (word == "x = 1")
 
 
 SPAWNED = (
