@@ -92,6 +92,16 @@ BACKWARD_UNDER_AUTOCAST = KnownFault(
     reference="https://github.com/pytorch/pytorch/issues/153044",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
+AUTOCAST_IN_CACHE = KnownFault(
+    kernel="torch.compile, a model that is called without gradients under autocast in two dtypes",
+    package="torch",
+    versions=">=2.7,<2.13",
+    what="the key of the cache of compiled graphs has no dtype of autocast: the model computes in the dtype of the "
+    "first compilation, also in later processes",
+    instead="compiled models are called under autocast without that cache (enable_autograd_cache=False)",
+    reference="https://github.com/pytorch/pytorch/pull/181564",
+    seen="torch 2.11.0, CPU and NVIDIA H200",
+)
 CAST_WITHOUT_GRADIENT = KnownFault(
     kernel="torch.autocast, weights that were first used under no_grad",
     package="torch",
@@ -124,6 +134,7 @@ TORCH_FAULTS = (
     FP16_EPSILON,
     SKIPPED_FIRST_STEP,
     BACKWARD_UNDER_AUTOCAST,
+    AUTOCAST_IN_CACHE,
     CAST_WITHOUT_GRADIENT,
     HERMITIAN_OUT,
     UNSEEN_UPDATE,

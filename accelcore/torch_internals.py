@@ -52,6 +52,12 @@ Without it, torch compiles the backward pass as under the autocast of the forwar
 always does: see `BACKWARD_PASS_AUTOCAST`.
 """
 
+without_graph_cache: Any = torch._functorch.config.patch({"enable_autograd_cache": False})
+"""Context for calls of compiled modules, whose graphs are then neither read from torch's cache nor written to it.
+
+Without it, a torch whose cache does not know the dtype of autocast computes in the dtype of an earlier compilation.
+"""
+
 flatten, unflatten = torch._C._nn.flatten_dense_tensors, torch._C._nn.unflatten_dense_tensors
 """Concatenate many tensors of one dtype, and split the result by the shapes of these tensors, in one call each.
 

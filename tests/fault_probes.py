@@ -77,6 +77,15 @@ def backward_under_autocast() -> bool:
     return not torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
 
 
+def autocast_in_cache() -> bool:
+    """Check if a model that is compiled under autocast in two dtypes computes in one of them both times."""
+    compiled, found = torch.compile(nn.Linear(4, 2)), []
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype), torch.no_grad():
+            found.append(compiled(torch.ones(1, 4)).dtype)
+    return found != [torch.bfloat16, torch.float16]
+
+
 def cast_without_gradient() -> bool:
     """Check if a weight that autocast first cast under no_grad has no gradient later in the same region."""
     weight, rows = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4)

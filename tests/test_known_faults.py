@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.known_faults import FP16_EPSILON, TORCH_FAULTS, KnownFault
+from accelcore.known_faults import (
+    AUTOCAST_IN_CACHE,
+    BACKWARD_UNDER_AUTOCAST,
+    FP16_EPSILON,
+    TORCH_FAULTS,
+    KnownFault,
+)
 from accelcore.optim.registry import Optimizers
+from accelcore.roles import compiler
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
 from tests import fault_probes
@@ -33,9 +40,9 @@ PROBES = dict(
         (*TORCH_FAULTS, *TABLES["cpu"]),
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
-            fault_probes.cast_without_gradient, fault_probes.hermitian_out, fault_probes.unseen_update,
-            fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
-            fault_probes.narrow_convolution, fault_probes.gelu_out,
+            fault_probes.autocast_in_cache, fault_probes.cast_without_gradient, fault_probes.hermitian_out,
+            fault_probes.unseen_update, fault_probes.low_precision_sgd, fault_probes.memory_order,
+            fault_probes.remainder, fault_probes.narrow_convolution, fault_probes.gelu_out,
         ),
         strict=True,
     )
@@ -180,9 +187,25 @@ def test_a_compiled_model_says_what_is_avoided():
     compiled = TorchCompiler(avoids=(FAULT, replace(FAULT, versions="<1"))).compile(
         torch.nn.Linear(2, 2), {"backend": "eager"}
     )
-    assert [fault.kernel for fault in compiled.avoids] == [
-        "torch.compile, backward of a model that was called under autocast", "a kernel",
-    ]  # fmt: skip
+    of_torch = [fault for fault in (BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE) if fault.applies]
+    assert [fault.kernel for fault in compiled.avoids] == [*(fault.kernel for fault in of_torch), "a kernel"]
+
+
+@pytest.mark.parametrize("versions", [">=2", "<1"])
+def test_a_cache_that_does_not_know_the_dtype_of_autocast_is_not_used_under_it(monkeypatch, versions):
+    monkeypatch.setattr(compiler, "AUTOCAST_IN_CACHE", replace(AUTOCAST_IN_CACHE, versions=versions))
+    used = []
+
+    def backend(graph, inputs):
+        used.append(torch._functorch.config.enable_autograd_cache)
+        return graph.forward
+
+    compiled = TorchCompiler().compile(torch.nn.Linear(2, 2), {"backend": backend})
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            compiled.module(torch.ones(1, 2))
+    usual = torch._functorch.config.enable_autograd_cache
+    assert used == [usual and versions == "<1", usual]
 
 
 # The page.

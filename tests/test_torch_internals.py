@@ -175,6 +175,13 @@ def test_backward_is_compiled_outside_autocast():
     assert torch._functorch.config.backward_pass_autocast != "off"
 
 
+def test_graphs_are_compiled_without_the_cache():
+    usual = torch._functorch.config.enable_autograd_cache
+    with internals.without_graph_cache:
+        assert torch._functorch.config.enable_autograd_cache is False
+    assert torch._functorch.config.enable_autograd_cache == usual
+
+
 def test_the_flight_recorder_is_read_if_torch_has_one(monkeypatch):
     c10d = torch._C._distributed_c10d
     assert isinstance(internals.flight_records(), list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,19 @@ import torch
 from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError, logger
-from accelcore.known_faults import BACKWARD_UNDER_AUTOCAST, KnownFault
+from accelcore.known_faults import AUTOCAST_IN_CACHE, BACKWARD_UNDER_AUTOCAST, KnownFault
 from accelcore.randomness import draws_on_host
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
-from accelcore.torch_internals import backward_outside_autocast, compiler_error, is_autocast_enabled
+from accelcore.torch_internals import (
+    backward_outside_autocast,
+    compiler_error,
+    is_autocast_enabled,
+    without_graph_cache,
+)
 
 __all__ = ["Compiled", "Compiler", "NoCompiler", "TorchCompiler"]
+
+_USUAL = nullcontext()
 
 
 @dataclass
@@ -76,7 +84,7 @@ class TorchCompiler(Compiler):
 
     def __init__(self, missing: Callable[[], str | None] = lambda: None, avoids: Sequence[KnownFault] = ()) -> None:
         self._missing = missing
-        self._avoids = tuple(fault for fault in (BACKWARD_UNDER_AUTOCAST, *avoids) if fault.applies)
+        self._avoids = tuple(fault for fault in (BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, *avoids) if fault.applies)
 
     def check(self, options: Mapping[str, Any]) -> None:
         if self._missing() is None:
@@ -130,8 +138,9 @@ class _Guarded:
             )
         # One part of the model may run before another fails to compile, and then runs again on the same batch.
         restore = None if self._has_run else _snapshot(self._eager)
+        cache = without_graph_cache if is_autocast_enabled() and AUTOCAST_IN_CACHE in self._result.avoids else _USUAL
         try:
-            with backward_outside_autocast:  # the workaround of BACKWARD_UNDER_AUTOCAST
+            with backward_outside_autocast, cache:  # the workarounds of the two known faults
                 output = self._call(*args, **kwargs)
         except compiler_error() as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -1,12 +1,15 @@
-"""The known fault of torch's compiler for the GPU, checked on the GPU."""
+"""The known faults of torch's kernels and its compiler for the GPU, checked on the GPU."""
 
 from __future__ import annotations
 
-from accelcore_cuda.known_faults import KNOWN_FAULTS, MIX_ORDER_REDUCTION
+import pytest
+from accelcore_cuda.known_faults import KNOWN_FAULTS
 
-from tests.cuda.fault_probes import mix_order_reduction
+from tests.cuda.fault_probes import mix_order_reduction, pooled_gradient, pooled_out
+
+PROBES = dict(zip(KNOWN_FAULTS, (mix_order_reduction, pooled_gradient, pooled_out), strict=True))
 
 
-def test_the_entry_is_still_true_of_the_installed_version():
-    assert KNOWN_FAULTS == (MIX_ORDER_REDUCTION,), "each entry needs a probe"
-    assert mix_order_reduction() == MIX_ORDER_REDUCTION.applies, f"out of date: {MIX_ORDER_REDUCTION}"
+@pytest.mark.parametrize("fault", PROBES, ids=lambda fault: fault.kernel)
+def test_each_entry_is_still_true_of_the_installed_version(fault):
+    assert PROBES[fault]() == fault.applies, f"out of date: {fault}"

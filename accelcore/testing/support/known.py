@@ -42,6 +42,19 @@ def _gradient(function: Callable[[Tensor], Tensor], *values: float, shape: tuple
     return compute
 
 
+def _far(function: Callable[[Tensor], Tensor]) -> Compute:
+    """Return a computation of a function of four numbers far from 0, in fp32 and bf16: the result by 20, to whole ones.
+
+    Their variance is lost if it is computed as a difference of squares.
+    """
+
+    def compute(device: torch.device) -> Tensor:
+        rows = [torch.tensor([-1.5, -0.5, 0.5, 1.5], device=device) + far for far in (2.0**12, 2.0**6)]
+        return torch.cat([function(each.reshape(1, 1, 4)).float().flatten() for each in (rows[0], rows[1].bfloat16())])
+
+    return lambda device: (20 * compute(device)).round()
+
+
 def _index(x: Tensor, *values: int) -> Tensor:
     return torch.tensor(values, device=x.device)
 
@@ -73,6 +86,8 @@ def _embedding(weight: Tensor) -> Tensor:
 
 
 _ROWS = (1.0, 2.0, 3.0, 4.0)
+_FAR = [-27, -9, 9, 27] * 2  # 20 times -1.5, -0.5, 0.5 and 1.5 over their standard deviation
+_LARGE = (300.0, 400.0)  # of which fp16 holds no square
 
 KNOWN: dict[str, tuple[Compute, list[float]]] = {
     "gelu": (_of(functional.gelu, *_X), [_erf(x) for x in _X]),
@@ -110,6 +125,18 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     "var": (_of(torch.var, *_ROWS), [5 / 3]),
     "var, biased": (_of(lambda x: x.var(unbiased=False), *_ROWS), [1.25]),
     "std": (_of(torch.std, *_ROWS), [math.sqrt(5 / 3)]),
+    "var, far from 0": (_far(lambda x: x.var(-1)), [33, 33]),
+    "std, far from 0": (_far(lambda x: x.std(-1)), [26, 26]),
+    "layer_norm, far from 0": (_far(lambda x: functional.layer_norm(x, (4,))), _FAR),
+    "batch_norm, far from 0": (_far(lambda x: functional.batch_norm(x, None, None, training=True)), _FAR),
+    "instance_norm, far from 0": (_far(functional.instance_norm), _FAR),
+    "group_norm, far from 0": (_far(lambda x: functional.group_norm(x, 1)), _FAR),
+    "norm of large fp16": (_of(lambda x: torch.linalg.vector_norm(x.half()), *_LARGE), [500]),
+    "norm of large columns in fp16": (_of(lambda x: x.half().norm(dim=0), *_LARGE, shape=(2, 1)), [500]),
+    "norms of large tensors in fp16": (_of(lambda x: torch._foreach_norm([x.half()])[0], *_LARGE), [500]),
+    "std of large fp16": (_of(lambda x: x.half().std(unbiased=False), -300.0, 300.0), [300]),
+    "rms_norm of large fp16": (_of(lambda x: functional.rms_norm(x.half(), (2,)).mul(8).round(), *_LARGE), [7, 9]),
+    "layer_norm of large fp16": (_of(lambda x: functional.layer_norm(x.half(), (2,)), -300.0, 300.0), [-1, 1]),
     "mean of bf16": (lambda device: torch.ones(4096, device=device, dtype=torch.bfloat16).mean(), [1.0]),
     "sum of nothing": (lambda device: torch.ones(0, 2, device=device).sum(0), [0, 0]),
     "mean of nothing": (lambda device: torch.ones(0, device=device).mean(), [_NAN]),

@@ -33,8 +33,8 @@ def _of(make: Compute, function: Callable[[Tensor], Tensor]) -> Compute:
 
 
 def _many(device: torch.device) -> list[Tensor]:
-    """Return 100 tensors of every size from 0 elements on, of which the last are views with gaps."""
-    return [torch.ones(2 * number, device=device)[:: 1 + number // 90] for number in range(100)]
+    """Return tensors of every size from 0 elements on, of which the last but one are views with gaps; it is empty."""
+    return [torch.ones(2 * number, device=device)[:: 1 + number // 90] for number in (*range(100), 0)]
 
 
 def _changed(change: Callable[[list[Tensor]], object]) -> Compute:

@@ -13,4 +13,24 @@ MIX_ORDER_REDUCTION = KnownFault(
     reference="https://github.com/pytorch/pytorch/issues/193061",
     seen="",
 )
-KNOWN_FAULTS = (MIX_ORDER_REDUCTION,)
+POOLED_GRADIENT = KnownFault(
+    kernel="avg_pool2d on a GPU, backward: channels last, with padding",
+    package="torch",
+    versions=">=2.7,<2.14",
+    what="the kernel ignores the padding when it looks for the windows of an element: most of the gradient is wrong",
+    instead="nothing: give the layer a contiguous tensor",
+    reference="https://github.com/pytorch/pytorch/issues/188344",
+    seen="torch 2.11.0, NVIDIA H200",
+    findings=r"nn\.functional\.avg_pool2d, \w+, channels last: the gradient \d+ is wrong in .*",
+)
+POOLED_OUT = KnownFault(
+    kernel="avg_pool2d on a GPU, with out= that has gaps or is transposed",
+    package="torch",
+    versions=">=2.7",
+    what="the result is written as if the tensor given as out= were contiguous, so that other memory is overwritten",
+    instead="nothing: use the result, not out=",
+    reference="tests/cuda/fault_probes.py",
+    seen="torch 2.11.0, NVIDIA H200",
+    findings=r"nn\.functional\.avg_pool2d, \w+, with out=.*: (it wrote beside the tensor|result \d+ is wrong in .*)",
+)
+KNOWN_FAULTS = (MIX_ORDER_REDUCTION, POOLED_GRADIENT, POOLED_OUT)

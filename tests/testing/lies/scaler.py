@@ -176,7 +176,7 @@ for _name, _kind, _test, _says, _arguments in (
      {"group": 0, "element": 100_002}),
     ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", "skipped update changed",
      {"make": _own}),
-    ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", "out of order was not refused", {}),
+    ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", "DID NOT RAISE", {}),
     ("scale_of_the_first_optimizer", _FirstOptimizer, "test_several_optimizers", "and the scale is not",
      {"unscales": False}),
     ("scaler_of_an_undeclared_flag", _SeesFlags, "test_overflow_flag", "declares no overflow flag", {}),
