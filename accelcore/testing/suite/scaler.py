@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import compress, product
 from typing import Any
 
@@ -62,8 +63,7 @@ class TestScaler:
     def test_overflow_skips_and_halves(self, accel: Backend, make: Make, value: float) -> None:
         """An inf or NaN in one gradient skips the whole update and halves the scale; the next clean step updates."""
         parameters = _parameters(accel)
-        optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
-        before = weights(parameters)
+        optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=1024.0), weights(parameters)
         _backward(accel, scaler, parameters)
         spoil(parameters[1], value)
         _update(scaler, optimizer)
@@ -332,7 +332,7 @@ class TestScaler:
             if math.isinf(mine):
                 given[1].mul_(overflow(accel.device))
             call = scaler.unscale_ if unscales else scaler.step
-            call(optimizer, given, lambda found, others=others: found + others)
+            call(optimizer, given, partial(torch.add, others * torch.ones((), device=accel.device)))
             if unscales:
                 scaler.step(optimizer)
             scaler.update()

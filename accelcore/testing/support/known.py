@@ -86,7 +86,7 @@ def _embedding(weight: Tensor) -> Tensor:
 
 
 _ROWS = (1.0, 2.0, 3.0, 4.0)
-_FAR = [-27, -9, 9, 27] * 2  # 20 times -1.5, -0.5, 0.5 and 1.5 over their standard deviation
+_FAR = [-27.0, -9.0, 9.0, 27.0] * 2  # 20 times -1.5, -0.5, 0.5 and 1.5 over their standard deviation
 _LARGE = (300.0, 400.0)  # of which fp16 holds no square
 
 KNOWN: dict[str, tuple[Compute, list[float]]] = {
