@@ -47,9 +47,9 @@ def trained(accel, name, *, parallel="fsdp", optimizer="ours", seed=None, accumu
 
 
 def equal(accel, rank, chosen):
-    """Every model, in the ways that were chosen, and what torch makes of it by hand."""
+    """Every model, in the ways that were chosen, and what torch makes of it by hand; of one way, one model."""
     found = {}
-    for name in MODELS:
+    for name in MODELS if len(chosen) > 1 else ["transformer"]:
         wrap = FSDP(wrap=GROUPS[name])
         found[name] = {
             "start": {key: value.double() for key, value in made(name).state_dict().items()},

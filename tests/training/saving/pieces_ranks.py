@@ -71,7 +71,7 @@ def save(accel, folder, rank):
     found = {}
     for run in RUNS:
         trainer = make(accel, run, seed=rank)
-        for number in range(3):
+        for number in range(2):
             trainer(batch_of("transformer", rank, number))
         found[run] = state(trainer)
         path = trainer.save(folder / run)
