@@ -85,7 +85,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         for autoload in diagnosis.autoload:
             yield 2, str(autoload), ""
     if diagnosis.faults:
-        yield from _headed("known kernel bugs in the installed versions, which accelcore avoids (--json has more)")
+        yield from _headed("known kernel bugs in the installed versions (--json has what accelcore does about them)")
         for fault in diagnosis.faults:
             yield 2, f"{fault['kernel']}: {fault['what']}", ""
     yield 0, "", ""
