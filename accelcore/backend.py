@@ -52,7 +52,7 @@ class Capabilities:
         compilers: compilers of `compile`; `{"backend": name}` chooses one.
         process_groups: torch.distributed backends of the collectives; each can form a group by its name.
         parallel: data-parallel strategies of the trainer.
-        sync_batchnorm: BatchNorm can use statistics of all ranks (`trainer(..., sync_batchnorm=True)`).
+        sync_batchnorm: torch's SyncBatchNorm works: BatchNorm by the statistics of all ranks.
         streams: work can be queued on side streams (`runtime.side_stream`).
         graphs: a whole step can be captured and launched at once (`trainer(..., graph=True)`).
         pinned_memory: pinning host memory makes transfers faster (`Tensor.pin_memory`, `accel.loading()`).

@@ -117,8 +117,6 @@ class TrainerOptions(TypedDict, total=False):
             `"none"`; in a job of several ranks the option is required.
         comm_dtype: dtype in which `"combine_ddp"`, `"zero1"` and `"fsdp"` add gradients over ranks, by torch's name.
             None: the gradients' own, or fp32 if shards are fp32 and computed in low precision.
-        sync_batchnorm: whether torch's SyncBatchNorm replaces each BatchNorm and uses the statistics of all ranks. In a
-            job of one process it does nothing.
         checkpoint: the parts of the model that keep only their inputs, and are computed again in backward: modules of
             one or several types, or those for which a function returns True. `Recompute(parts, save=[...])` also keeps
             the results of some operators. Random numbers and running statistics are those of the first time.
@@ -148,7 +146,6 @@ class TrainerOptions(TypedDict, total=False):
     on_nonfinite: Literal["raise", "skip"] | None
     parallel: str | FSDP | None
     comm_dtype: str | None
-    sync_batchnorm: bool
     checkpoint: Parts | Recompute | None
     offload: Parts | None
     flat: bool | None
@@ -163,7 +160,6 @@ _DEFAULTS = {
     "precision": "fp32",
     "accumulate": 1,
     "on_nonfinite": "raise",
-    "sync_batchnorm": False,
     "compile": False,
     "graph": False,
     "observers": (),

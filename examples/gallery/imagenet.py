@@ -84,11 +84,13 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
         val_loader = DataLoader(Pictures(args.size // 5, args.classes, seed=2), args.batch_size, **loading)
 
         model = resnet(args.classes, args.width)
+        if args.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         optimizer = accel.optimizers.create("sgd", model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
         scheduler = StepLR(optimizer, step_size=args.step_size, gamma=0.1)
         trainer = accel.trainer(
             model, optimizer, loss=loss_of, precision=args.precision, parallel="ddp",
-            sync_batchnorm=args.sync_batchnorm, scheduler=scheduler, schedule_by="script",
+            scheduler=scheduler, schedule_by="script",
         )  # fmt: skip
         if args.evaluate:
             if trainer.resume(f"{args.out}/best") is None:

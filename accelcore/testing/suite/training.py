@@ -268,7 +268,7 @@ class TestTraining(LevelTests):
             assert graphed_steps == steps == 12
 
     def test_statistics_over_ranks(self, accel: Backend) -> None:
-        """BatchNorm over ranks has the means of all ranks' rows, or is refused if it is not declared."""
+        """torch's SyncBatchNorm has the means of all ranks' rows, or is refused by torch if it is not declared."""
         able = accel.capabilities
         if not able.process_groups or set(able.parallel) <= {"none"}:
             pytest.skip("not declared: a strategy for several ranks")

@@ -229,16 +229,17 @@ def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[st
 
 
 def _statistics(accel: accelcore.Backend, job: Any) -> list[float] | None:
-    """Return the means of a BatchNorm over ranks after `share`'s first rows; None if it is refused."""
+    """Return the means of torch's SyncBatchNorm after `share`'s first rows; None if torch refuses it."""
     strategies = [strategy for strategy in accel.capabilities.parallel if strategy != "none"]
     rows = accel.runtime.to_device(share(job.rank)[0][0])
-    model = nn.Sequential(nn.BatchNorm1d(rows.shape[1], momentum=1.0))
+    model = nn.Sequential(nn.SyncBatchNorm(rows.shape[1], momentum=1.0))
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     try:
-        trainer = accel.trainer(model, optimizer, parallel=strategies[0], sync_batchnorm=True)
-    except accelcore.UnsupportedError:
+        trainer = accel.trainer(model, optimizer, parallel=strategies[0])
+        outputs = trainer.forward(rows)
+    except (ValueError, RuntimeError, NotImplementedError):
         return None
-    trainer.backward(trainer.forward(rows).square().mean())
+    trainer.backward(outputs.square().mean())
     means: list[float] = buffers(model)["0.running_mean"].tolist()
     return means
 

@@ -1,4 +1,4 @@
-"""Place and Cast: move the model to the device, replace its BatchNorm, and cast it to the dtype of its policy."""
+"""Place and Cast: move the model to the device, and cast it to the dtype of its policy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, choose_policy, create_scaler, skipping
 from accelcore.precision.role import Contexts
-from accelcore.torch_internals import AnyBatchNorm, shares_tensor_objects
+from accelcore.torch_internals import shares_tensor_objects
 from accelcore.training.observers import Hooks
 from accelcore.training.plan import Plan, Stage
 
 
 class Place(Stage):
-    """Move the model, and state that the optimizer already has, to the device.
-
-    If `sync_batchnorm=True`, torch's SyncBatchNorm then replaces each BatchNorm, with the same parameters.
-    """
+    """Move the model, and state that the optimizer already has, to the device."""
 
     def check(self, plan: Plan) -> None:
         if isinstance(plan.model, nn.DataParallel):
@@ -51,13 +48,10 @@ class Place(Stage):
                 why="they would never be trained",
                 remedy="make the optimizer from model.parameters(), or freeze them by requires_grad_(False)",
             )
-        _check_sync_batchnorm(plan)
 
     def apply(self, plan: Plan) -> None:
         if plan.strategy.layout != "shards":  # moved group by group: the device need not hold all of the model
             _move(plan)
-        if plan.options["sync_batchnorm"] and plan.backend.collectives.world_size > 1:
-            nn.SyncBatchNorm.convert_sync_batchnorm(plan.model)  # type: ignore[no-untyped-call]
 
 
 class Cast(Stage):
@@ -152,20 +146,3 @@ def _same_parameters(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
-
-
-def _check_sync_batchnorm(plan: Plan) -> None:
-    wanted, backend = plan.options["sync_batchnorm"], plan.backend
-    if not isinstance(wanted, bool):
-        raise ConfigurationError(f"sync_batchnorm={wanted!r} is not a bool", remedy="give True or False")
-    if not wanted or backend.collectives.world_size == 1:
-        return
-    if not backend.capabilities.sync_batchnorm:
-        raise UnsupportedError(
-            f"{backend.name} does not support sync_batchnorm",
-            remedy="leave sync_batchnorm out, or use LayerNorm or GroupNorm",
-        )
-    if isinstance(plan.model, AnyBatchNorm) and not isinstance(plan.model, nn.SyncBatchNorm):
-        raise ConfigurationError(
-            "the model itself is a BatchNorm, which cannot be replaced", remedy="make it a submodule of a model"
-        )

@@ -78,9 +78,9 @@ def train(accel, rank, *, optimizer="adamw", steps=STEPS, resume=None, **options
 def statistics(accel, rank):
     """A BatchNorm that sees the rows of both ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4), nn.Linear(4, 1))
     optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.05, eps=1e-3)
-    trainer = accel.trainer(model, optimizer, loss=loss, parallel="ddp", sync_batchnorm=True)
+    trainer = accel.trainer(model, optimizer, loss=loss, parallel="ddp")
     for step in range(STEPS):
         trainer(accel.runtime.to_device(rows_of(rank, step)))
     return whole(model)
