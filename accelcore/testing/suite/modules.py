@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from accelcore import Backend
-from accelcore.testing.support.case import tensors
+from accelcore.testing.support.layouts import tensors
 from accelcore.testing.support.oracles import error
 
 _PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False, True] * 2 + [True]])

@@ -32,7 +32,7 @@ class StepsOfOptimizers:
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             for count in _COUNTS:
                 start = [torch.linspace(1, 2, 1 + number % 3) for number in range(count)]
-                start.insert((count, 0, count // 2)[count % 3], torch.ones(0))
+                start.insert(count // 2 if count % 2 else count, torch.ones(0))
                 found = [nn.Parameter(tensor.to(accel.device, copy=True)) for tensor in start]
                 expected = [nn.Parameter(tensor.double()) for tensor in start]
                 pair = accel.optimizers.create(name, found, lr=LR), oracle(name, expected, lr=LR)

@@ -99,10 +99,11 @@ class TestScaler:
             for number, parameter in enumerate(parameters):
                 if mixed and number % 2:
                     parameter.data = parameter.data.to(getattr(torch, known[0]))
-            optimizer, scaler = make(accel, [*parameters, last]), accel.scaler.create(init=8.0)
-            before = weights(parameters)
+            scaler, before = accel.scaler.create(init=8.0), weights(parameters)
+            optimizer = make(accel, [*parameters, last])
             for spoilt in (True, False):
-                _backward(accel, scaler, [*parameters, last], 2.0**-4)
+                for parameter in (*parameters, last):
+                    parameter.grad = torch.ones_like(parameter)
                 if spoilt:
                     spoil(parameters[position], math.inf, 0)
                 _update(scaler, optimizer)
@@ -382,10 +383,8 @@ class TestScaler:
         parameters, reference = _parameters(accel), _parameters(accel)
         scaler = accel.scaler.create(init=128.0, dynamic=False)
         for chosen, members in ((scaler, parameters), (accel.scaler.none(), reference)):
-            optimizer = _plain(accel, members)
             _backward(accel, chosen, members)
-            chosen.step(optimizer)
-            chosen.update()
+            _update(chosen, _plain(accel, members))
         assert max(map(error, weights(parameters), weights(reference))) < 1e-6
         assert scaler.skipped == 0
         assert scaler.scale(torch.ones((), device=accel.device)).item() == 128.0

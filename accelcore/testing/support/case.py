@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support.expected import Expected
 from accelcore.testing.support.host_kernels import HostKernels
-from accelcore.testing.support.layouts import BEHIND, LAYOUTS, beside, laid_out, placed, wide
+from accelcore.testing.support.layouts import BEHIND, LAYOUTS, beside, laid_out, placed, tensors, wide
 from accelcore.testing.support.rounding import Rounding
 from accelcore.testing.support.samples import (
     CONVERTS,
@@ -27,13 +27,15 @@ from accelcore.testing.support.samples import (
     NOT_UNIQUE,
     READS_MEMORY,
     ROUGH,
+    SAMPLED,
 )
 
 _WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
 OF_GRADIENT = "of the gradient"
 """Says of a sample that the operator's gradient is computed in place of its result."""
 
-ALONE = ("with NaN", "with large numbers", "with whole numbers", "between other calls")
+_LARGE = "with large numbers"
+ALONE = ("with NaN", _LARGE, "with whole numbers", "between other calls")
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was
@@ -113,7 +115,7 @@ class Case:
             once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
             for seed in range(1 if once else 3):
                 torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
-                rounding = Rounding(self.dtype, seed)
+                rounding = Rounding(self.dtype, seed, large=self.what == _LARGE or self.name not in SAMPLED)
                 moved = rounding.inputs(exact)
                 with rounding:
                     others.append(self._exactly(moved))
@@ -121,7 +123,7 @@ class Case:
                 self.draws |= rounding.draws
         except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
             return
-        too_large = overflows and self.what == "with large numbers"  # what the dtype cannot hold may also vanish
+        too_large = overflows and self.what == _LARGE  # what the dtype cannot hold may also vanish
         if too_large or any(len(each) != len(right) for each in others):
             return
         factor = _WIDER if self.name in ROUGH or self.what == "of many elements" else 1
@@ -278,11 +280,6 @@ class Case:
         """Return whether the oracle's arguments lie in memory as the sample's do."""
         pairs = _pairs(self.arguments, wide(self.arguments, self.dtype))
         return all(one.layout != torch.strided or one.stride() == other.stride() for one, other in pairs)
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _pairs(arguments: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 LAYOUTS = ("", "strided", "transposed", "channels last")
 """Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order, with
@@ -25,6 +25,25 @@ _WHOLE = (torch.int64, torch.int32)
 _COMPLEX = (torch.complex32, torch.complex64)
 
 
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested tuples, lists and dicts with each leaf changed, several times as fast as pytree."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(change, each) for each in value])
+    if kind is dict:
+        return {name: mapped(change, each) for name, each in value.items()}
+    return change(value)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for each in value for tensor in tensors(each)]
+    return tensors(list(value.values())) if isinstance(value, dict) else []
+
+
 def placed(arguments: Any, device: torch.device, layout: str, *, graph: bool = False) -> Any:
     """Return copies of arguments on a device, in one of `LAYOUTS`; with `graph`, leaves that require gradients."""
 
@@ -36,7 +55,7 @@ def placed(arguments: Any, device: torch.device, layout: str, *, graph: bool = F
         moved = laid_out(value.detach(), device, layout)
         return moved.requires_grad_(value.requires_grad and graph)
 
-    return pytree.tree_map(move, arguments)
+    return mapped(move, arguments)
 
 
 def beside(tensor: Tensor) -> Tensor:
@@ -85,7 +104,7 @@ def wide(arguments: Any, dtype: torch.dtype) -> Any:
             return value.detach().to(torch.complex128).requires_grad_(value.requires_grad)
         return value
 
-    return pytree.tree_map(widen, arguments)
+    return mapped(widen, arguments)
 
 
 def emptied(arguments: Any) -> Any:
@@ -112,7 +131,7 @@ def with_nan(arguments: Any) -> Any:
         return value.masked_fill(where, float("nan")) if value.data_ptr() == first.data_ptr() else value
 
     changed = _changed(arguments, spoil)
-    return changed and pytree.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
+    return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
 
 
 def with_large_numbers(arguments: Any) -> Any:
@@ -142,16 +161,12 @@ def others_of(arguments: Any) -> Any:
             return value.flip(tuple(range(value.dim()))) if value.is_floating_point() else value
         return value * 0.75 if isinstance(value, float) else value
 
-    return pytree.tree_map(change, arguments)
+    return mapped(change, arguments)
 
 
 def repeated(arguments: Any) -> Any:
     """Return the arguments with indices of which the second half is the first index again; None without indices."""
-    several = [
-        leaf for leaf in pytree.tree_leaves(arguments)
-        if isinstance(leaf, Tensor) and leaf.dtype in _WHOLE and leaf.numel() > 1
-    ]  # fmt: skip
-    if not several:
+    if not any(leaf.dtype in _WHOLE and leaf.numel() > 1 for leaf in tensors(arguments)):
         return None
 
     def repeat(value: Tensor, _: int) -> Tensor:
@@ -166,7 +181,7 @@ def repeated(arguments: Any) -> Any:
 
 def without_indices(arguments: Any) -> Any:
     """Return the arguments without indices, and without what belongs to each index; None if there are none."""
-    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()]
+    given = [leaf for leaf in tensors(arguments) if leaf.dim()]
     counts = {leaf.shape[0] for leaf in given[1:] if leaf.dtype in _WHOLE}
     if not counts:
         return None
@@ -206,7 +221,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
         indices: whether whole numbers are indices into it.
         by_index: whether the first tensor of indices counts instead of the first tensor: there are more indices then.
     """
-    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    given = tensors(arguments)
     firsts = [leaf for leaf in given if leaf.dtype in _WHOLE] if by_index else arguments[0][:1]
     first = next(iter(firsts), None)
     if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2:
@@ -241,7 +256,7 @@ def lengthened(arguments: Any) -> Any:
 
     Elements come again, a little smaller each time. None if tensors differ in shape.
     """
-    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()]
+    given = [leaf for leaf in tensors(arguments) if leaf.dim()]
     if len({leaf.shape for leaf in given}) != 1 or not given[0].numel():
         return None
     where = torch.arange(_LONG) % given[0].numel()
@@ -270,7 +285,7 @@ def expanded(arguments: Any, dimension: int) -> Any:
         alone = value.detach().narrow(dimension, 0, 1).clone()
         return alone.expand(value.shape).requires_grad_(value.requires_grad)
 
-    return pytree.tree_map(expand, arguments)
+    return mapped(expand, arguments)
 
 
 def _changed(arguments: Any, change: Any) -> Any:
@@ -283,4 +298,4 @@ def _changed(arguments: Any, change: Any) -> Any:
             return value
         return change(value.detach(), first.shape[0]).clone().requires_grad_(value.requires_grad)
 
-    return pytree.tree_map(apply, arguments)
+    return mapped(apply, arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -141,8 +142,9 @@ def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list
     return [nn.Parameter(tensor.to(device, dtype)) for tensor in start]
 
 
+@cache
 def gradients(number: int) -> list[Tensor]:
-    """Return the gradients of the `number`-th step, on the CPU: the first are the largest."""
+    """Return the gradients of the `number`-th step, on the CPU, which nobody may change: the first are the largest."""
     generator = torch.Generator().manual_seed(100 + number)
     size = 3.0 if number == 0 else 0.5
     return [size * torch.randn(tensor.shape, generator=generator) for tensor in parameters(torch.device("cpu"))]

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from accelcore.testing.support.layouts import mapped
 
 _NOISE = 2**21  # numbers, drawn once: to draw them for each result would take longer than all else
 
@@ -20,26 +21,33 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     The spread of several such runs is the effect of rounding errors, also where a calculation amplifies them.
 
+    Args:
+        dtype: of the device's calculation.
+        seed: of the chance.
+        large: whether numbers may be too large for another dtype than fp16, which takes time to find out.
+
     Attributes:
         overflows: whether a finite number was too large for `dtype`.
         draws: whether an operator drew random numbers.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, *, large: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.overflows = self.draws = False
         self._eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        self._largest = torch.finfo(dtype).max / 4 if dtype.is_floating_point else 0.0
+        finite = dtype == torch.float16 or (large and dtype.is_floating_point)
+        self._largest = torch.finfo(dtype).max / 4 if finite else 0.0
         self._random = random.Random(seed)  # noqa: S311  # noise
 
     def inputs(self, arguments: Any) -> Any:
         """Return nested arguments with their numbers moved."""
-        return pytree.tree_map(
-            lambda value: (
-                self._moved(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-            ),
-            arguments,
-        )
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return self._moved(value.detach()).requires_grad_(value.requires_grad)
+
+        return mapped(move, arguments)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
