@@ -17,8 +17,17 @@ from accelcore_lint.port.syntax import is_import, reasons_above, text_of
 
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
 _CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
+_FAILS = ("unknown name", "unknown function")
+"""Rules by which lines are left that raise an error on other devices. These ran without them so far."""
+
+_CPU = re.compile(r"(?:torch\.device\()?[\"']cpu[\"']\)?")
+_FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?")
+"""A line that chooses the CPU after all."""
+
 _Guard = cst.If | cst.IfExp
-_FOREIGN = re.compile(r"\bCUDA_HOME\b|CUDAExtension|\bnvcc\b|WITH_CUDA|tensorrt|pycuda|pynvml|nvidia", re.IGNORECASE)
+_FOREIGN = re.compile(
+    r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
+)
 """Words of a vendor's tools beside torch, which no other device has."""
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
@@ -94,10 +103,14 @@ class Decisions(cst.CSTVisitor):
             some = (done[1] > actions if decision.some else done[0] > rewritten) or self._is_portable(guard)
             whole = len(self.left) == left
             opens = (some or whole) if decision.some else (some and whole)
+            if decision.some and any(note.rule in _FAILS for note in self.left[left:]):
+                opens = False
             if original_node is not guard:
                 opens = whole  # what follows an early return
             if self._unset & _names_in(guard) or _FOREIGN.search(text_of(guard.test) + text_of(guard.body)):
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
+            if isinstance(guard, cst.If) and self._corrects(guard):
+                opens = False
             if opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
@@ -189,6 +202,16 @@ class Decisions(cst.CSTVisitor):
         comments = self.comments[statement]
         if decision.reason not in comments:
             comments.append(decision.reason)
+
+    def _corrects(self, guard: cst.If) -> bool:
+        """Return whether an `if` only replaces a device by the CPU, and the device may stay the vendor's."""
+        made = _FALLBACK.fullmatch(cst.Module([]).code_for_node(guard.body).strip())
+        if made is None or guard.orelse is not None:
+            return False
+        values = [value for value in self._facts.assigned.get(made[1], []) if not _CPU.fullmatch(text_of(value))]
+        is_option = made[1].split(".")[-1] in self._facts.options.names
+        left = any(note.rule in ("device string", "unknown name") for note in self.left)
+        return left or not (values or is_option)
 
     def _all_names(self, line: cst.CSTNode) -> set[str]:
         return self._facts.names_in(line) | set(map(text_of, matchers.findall(line, matchers.Attribute())))

@@ -33,6 +33,10 @@ _SPELLED = re.compile(
     rf"str\([^()]*\) *[!=]= *[\"']({'|'.join(DEVICES)})[\"']|[!=]= *torch\.device\([\"']({'|'.join(DEVICES)})[\"']\)"
     rf"|torch\.device\([\"']({'|'.join(DEVICES)})[\"']\) *[!=]="
 )
+_TEXT = re.compile(
+    r"\bstr\((\w+\.)*device\)(?! *[=!]=)|\{(\w+\.)*device\}|\.format\([^()]*\bdevice\b|\bdevice\.index\b"
+)
+_SHOWS = re.compile(r"print|log|info|warn|debug|error|raise|assert|write|echo|desc", re.IGNORECASE)
 _DEVICE_CALLS = (*DEVICES, "to", "device", "set_device", "load")
 """Calls whose device is certainly used; that of others, such as `os.getenv("DEVICE", "cuda:1")`, may be a default."""
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
@@ -319,7 +323,13 @@ class Facts(Ranks):
         """
         source = self.place.device(site)
         has_index = source.endswith(".device") and self.level is not Level.TORCH
-        return f"{source}.type" if has_index and (_SPELLED.search(self.code) or self._in_replicas(site)) else source
+        return f"{source}.type" if has_index and (self._spells_device or self._in_replicas(site)) else source
+
+    @cached_property
+    def _spells_device(self) -> bool:
+        """Return whether the file makes a text of a device for more than to show it, or asks for its index."""
+        lines = self.code.splitlines()
+        return bool(_SPELLED.search(self.code)) or any(_TEXT.search(line) and not _SHOWS.search(line) for line in lines)
 
     def _in_replicas(self, node: cst.CSTNode) -> bool:
         """Return whether a device is for a module of torch, of which DataParallel may run replicas."""

@@ -36,7 +36,9 @@ APEX: Mapping[str, frozenset[str]] = {
 }
 """What `accelcore.apex` has. NpuFusedBertAdam and NpuFusedRMSpropTF of Ascend's apex compute something else there."""
 
-_UNKNOWN_APEX = "apex: accelcore.apex does not have this, or the project or another package needs apex's own state"
+_UNKNOWN_APEX = (
+    "apex: it stays where accelcore.apex lacks a part, another package drives it, or the script goes on without it"
+)
 _VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
 _WRAPPER = "FP16_Optimizer"
 _IMPOSTOR = "transfer_to_npu"

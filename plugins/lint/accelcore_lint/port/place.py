@@ -358,7 +358,9 @@ class Place:
             return False
         calls = [call for call in self._tree.calls if isinstance(call.func, cst.Name) and call.func.value == name]
         return len(calls) == 1 and not any(
-            isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) for outer in self._tree.parents(calls[0])
+            isinstance(outer, (cst.FunctionDef, cst.For, cst.While))
+            or (isinstance(outer, cst.With) and "graph" in "".join(map(text_of, outer.items)))
+            for outer in self._tree.parents(calls[0])
         )
 
     def _is_repeated(self, function: cst.FunctionDef | None) -> bool:

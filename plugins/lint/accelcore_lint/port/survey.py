@@ -105,8 +105,11 @@ class Survey(cst.CSTVisitor):
             self.made_current.append(node.args[0].value)
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        if isinstance(node.target, cst.Subscript) and any(name in text_of(node.target) for name in _HIDE):
-            self.hidden_by.append(node)
+        target = node.target
+        if isinstance(target, cst.Subscript) and any(name in text_of(target.slice[0]) for name in _HIDE):
+            made = [text_of(value) for value in self.assigned.get(text_of(target.value), ())]
+            if not made or not all("copy(" in text or text.startswith(("dict(", "{")) for text in made):
+                self.hidden_by.append(node)  # and not of a copy, for another process
 
     def visit_Assign(self, node: cst.Assign) -> None:
         for target in node.targets:

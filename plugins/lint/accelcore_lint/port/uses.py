@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator
 
@@ -29,18 +30,44 @@ _USES = {
   wraps it.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
 - is_cuda: a truth value or a property of the project's own.
-- apex: the private state of apex's mixed precision, which is one for the whole program.
+- apex: the private state of apex's mixed precision, which is one for the whole program; or an import of apex without
+  which the program goes on.
 """
 
 _FROM = re.compile(r"(?m)^[ \t]*from[ \t]+(?!apex\b|accelcore\b)([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
 _DRIVERS = re.compile(r"mm(cv|engine)\b")
 _APEX = re.compile(r"(?m)^[ \t]*(?:from|import)[ \t]+apex\b")
+_STOPS = re.compile(r"\b(raise|exit|_exit|abort)\b")
 _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 
 
 def uses_in(text: str) -> Iterator[str]:
     """Yield the kinds of objects that a file uses in a way that only the original allows: the words of `_USES`."""
-    return (kind for kind, pattern in _USES.items() if pattern.search(text))
+    for kind, pattern in _USES.items():
+        if pattern.search(text) or (kind == "apex" and _goes_on_without_apex(text)):
+            yield kind
+
+
+def _goes_on_without_apex(text: str) -> bool:
+    """Return whether an import of apex may fail, and the file then does something else than to stop."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if not _APEX.match(line):
+            continue
+        depth = _depth(line)
+        after = ((at, each) for at, each in enumerate(lines[number + 1 :], number + 1) if each.strip())
+        at, handler = next(((at, each) for at, each in after if _depth(each) < depth), (0, ""))
+        if handler.lstrip().startswith("except"):
+            rest = (each for each in lines[at + 1 :] if each.strip())
+            least = _depth(handler)
+            body = list(itertools.takewhile(lambda each: _depth(each) > least, rest))  # noqa: B023  # used at once
+            if not _STOPS.search("\n".join([handler, *body])):
+                return True
+    return False
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def drives_apex(text: str, own: Collection[str]) -> bool:

@@ -208,95 +208,6 @@ def test_a_module_that_has_only_a_part_of_torch_imports_torch(level):
     assert loader.pin_memory == torch.accelerator.is_available()
 
 
-APEX_USES = ["amp._amp_state.loss_scalers[0]._loss_scale", "optimizer._amp_stash"]
-
-
-@pytest.mark.parametrize("use", APEX_USES)
-def test_private_parts_of_apex_keep_the_whole_project_at_apex(tmp_path, use):
-    train = "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer)\n"
-    hooks = f"import torch\nfrom apex import amp\n\n\ndef read(optimizer):\n    return amp.state_dict(), {use}\n"
-    paths = written(tmp_path / "project", {"train.py": train, "hooks.py": hooks})
-    project = read_project(paths)
-    for path in paths:
-        assert "\nfrom apex import amp\n" in port_source(path.read_text(), Level.ROLES, project.known(path)).source
-    alone = read_project(written(tmp_path / "other", {"train.py": train}))
-    assert "from accelcore.apex import amp" in port_source(train, Level.ROLES, alone.known(paths[0])).source
-
-
-ELSEWHERE = {
-    "scaler.get_scale()": "GradScaler(",
-    "scaler.update(2.0)": "GradScaler(",
-    "scaler.state_dict()['scale']": "GradScaler(",
-    "isinstance(scaler, torch.cuda.amp.GradScaler)": "GradScaler(",
-    "isinstance(optimizer, torch.optim.SGD)": "torch.optim.SGD(",
-    "optimizer.state[weight]['momentum_buffer']": "torch.optim.SGD(",
-    "model.module.weight": "DDP(model, device_ids",
-    "model.no_sync()": "DDP(model, device_ids",
-}
-
-
-@pytest.mark.parametrize(("use", "kept"), ELSEWHERE.items())
-def test_what_another_file_needs_of_an_object_keeps_torchs(tmp_path, use, kept):
-    train = (
-        "import os\nimport helpers\nimport torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n"
-        "rank = int(os.environ['LOCAL_RANK'])\nmodel = DDP(torch.nn.Linear(2, 2).cuda(), device_ids=[rank])\n"
-        "model = DDP(model, device_ids=[rank])\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "scaler = torch.cuda.amp.GradScaler()\nhelpers.step(model, optimizer, scaler)\n"
-    )
-    helpers = f"import torch\n\n\ndef step(model, optimizer, scaler, weight=None):\n    return {use}\n"
-    paths = written(tmp_path / "project", {"train.py": train, "helpers.py": helpers})
-    ported = port_source(train, Level.ROLES, read_project(paths).known(paths[0])).source
-    assert kept in ported
-    plain = port_source(train, Level.ROLES).source
-    assert all(word not in plain for word in ELSEWHERE.values())
-
-
-@pytest.mark.parametrize("take", ["from tools import autocast", "from tools import *", "import tools"])
-def test_an_import_stays_that_another_file_takes_from_this_one(tmp_path, take):
-    tools = "import torch\nfrom torch.cuda.amp import autocast, GradScaler\n\n\ndef f(x):\n    return autocast()\n"
-    called = "tools.autocast" if take == "import tools" else "autocast"
-    user = f"{take}\nimport torch\n\n\ndef g(x):\n    with {called}():\n        f(x)\n"
-    paths = written(tmp_path / "project", {"tools.py": tools, "user.py": user})
-    ported = port_source(tools, Level.ROLES, read_project(paths).known(paths[0])).source
-    assert "from torch.cuda.amp import autocast\n" in ported
-    assert "torch.cuda.amp" not in port_source(tools, Level.ROLES, Known(imported=True)).source
-
-
-@pytest.mark.parametrize(
-    ("helper", "left"),
-    [
-        ("import os\n    os.environ['CUDA_VISIBLE_DEVICES'] = gpu", 1),
-        ("torch.cuda.set_device(int(gpu))", 0),
-        ("pass", 0),
-    ],
-)
-def test_a_function_of_another_file_that_chooses_devices_is_obeyed(tmp_path, helper, left):
-    train = (
-        "import torch\nfrom setup import start\n\nnet = torch.nn.Linear(2, 2).cuda()\n\n\n"
-        "def main(gpu):\n    start(gpu)\n    return torch.ones(2).cuda()\n\n\nmain('1')\n"
-    )
-    paths = written(
-        tmp_path / "project", {"train.py": train, "setup.py": f"import torch\n\n\ndef start(gpu):\n    {helper}\n"}
-    )
-    outcome = port_source(train, Level.ROLES, read_project(paths).known(paths[0]))
-    assert len(outcome.left) == left
-    assert ("accelcore.select()" in outcome.source) == (helper == "pass")
-
-
-@pytest.mark.parametrize("word", ["torch.cuda.set_device(0)", "import_module('horovod.torch')", "x = 1"])
-def test_a_script_follows_a_device_that_a_file_behind_others_may_choose(tmp_path, word):
-    train = "import torch\nfrom tools import start\n\nstart()\nx = torch.ones(2).cuda()\n"
-    files = {
-        "train.py": train,
-        "tools/__init__.py": "from .jobs import start\n",
-        "tools/jobs.py": f"import torch\n\n\ndef start():\n    {word}\n",
-    }
-    paths = written(tmp_path / "project", files)
-    for given in (paths, paths[:1]):
-        ported = port_source(train, Level.ROLES, read_project(given).known(paths[0])).source
-        assert ("accelcore" in ported) == (word == "x = 1")
-
-
 SPAWNED = (
     "import torch\nimport torch.multiprocessing as mp\nfrom torch.utils.data import DataLoader\n\n\n"
     "def collate(batch):\n    return {collated}\n\n\ndef work(x):\n    return {worked}\n\n\ndef make():\n"
@@ -412,3 +323,21 @@ def test_a_scaler_of_another_package_is_reported_beside_autocast(tmp_path):
     assert [(note.line, note.rule) for note in outcome.left] == [(4, "scaler")]
     paths = written(tmp_path / "project", {"train.py": source.format("tools"), "tools.py": "NativeScaler = object\n"})
     assert port_source(source.format("tools"), Level.ROLES, read_project(paths).known(paths[0])).left == []
+
+
+@pytest.mark.parametrize(("made", "hides"), [("os.environ", True), ("os.environ.copy()", False), ("dict(x=1)", False)])
+def test_variables_for_another_process_hide_no_device(made, hides):
+    source = (
+        f"import os\nimport torch\nenv = {made}\n\n\ndef start():\n    env['CUDA_VISIBLE_DEVICES'] = '1'\n\n\n"
+        "def work(x):\n    x.cuda()\n\n\nwork(torch.ones(2))\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert len(outcome.left) == hides
+
+
+def test_a_device_is_not_chosen_while_a_graph_is_captured():
+    source = (
+        "import torch\n\n\ndef step(x):\n    return x.cuda()\n\n\ngraph = torch.cuda.CUDAGraph()\n"
+        "with torch.cuda.graph(graph):\n    step(torch.ones(2))\n"
+    )
+    assert "\naccel = accelcore.select()\n" in port_source(source, Level.ROLES).source

@@ -344,3 +344,42 @@ def test_a_function_that_torch_compiles_asks_for_no_device():
     outcome = port_source(source, Level.ROLES)
     assert "return x.cuda()" in outcome.source
     assert len(outcome.left) == 1
+
+
+FALLBACKS = {
+    "def main(device):\n    {}\n    return device\n": True,
+    "def main(args):\n    {}\n    return args.device\n": True,
+    "def main():\n    device = 'cuda'\n    {}\n    return device\n": False,
+}
+
+
+@pytest.mark.parametrize(("form", "stays"), FALLBACKS.items())
+def test_a_fallback_to_the_cpu_stays_if_the_device_may_be_another_files(form, stays):
+    name = "args.device" if "args" in form else "device"
+    line = f"if not torch.cuda.is_available():\n        {name} = 'cpu'"
+    ported = port_source(f"import torch\n\n\n{form.format(line)}", Level.ROLES).source
+    assert ("if not torch.cuda.is_available():" in ported) is stays
+
+
+def test_a_question_stays_if_a_line_below_it_fails_on_other_devices():
+    line = "torch.set_default_tensor_type('torch.cuda.HalfTensor')"
+    source = f"import torch\n\n\ndef f(x):\n    if torch.cuda.is_available():\n        {line}\n        x.cuda()\n"
+    assert "if torch.cuda.is_available():" in port_source(source, Level.ROLES).source
+    assert "cuda" not in port_source(source.replace(f"        {line}\n", ""), Level.ROLES).source
+
+
+def test_a_question_about_providers_of_another_library_stays():
+    source = "import torch\nproviders = ['CUDAExecutionProvider'] if torch.cuda.is_available() else []\n"
+    assert "if torch.cuda.is_available()" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(
+    ("use", "has_index"), [("run[str(device)]", False), ("f'run-{device}'", False), ("print(f'on {device}')", True)]
+)
+def test_a_device_whose_name_is_used_has_no_index_as_before(use, has_index):
+    source = (
+        f"import torch\ndevice = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nx = {use}\nx.cuda()\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ("device = accel.device\n" in ported) is has_index
+    assert ("device = torch.device(accel.device.type)\n" in ported) is not has_index

@@ -318,7 +318,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
     if (
         name == "torch.device"
-        or keyword == "device_type"
+        or (keyword == "device_type" and (name.startswith("torch.") or isinstance(call.func, cst.Name)))
         or (name.startswith("torch.distributed.") and name.endswith(".init_device_mesh") and first)
         or (name in ("torch.autocast", "torch.amp.GradScaler") and first)
     ):

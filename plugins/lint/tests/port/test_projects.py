@@ -1,0 +1,105 @@
+"""What other files of a project say of a script: what they need of its objects, and which devices they choose."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known, read_project
+from port_sources import written
+
+APEX_USES = ["amp._amp_state.loss_scalers[0]._loss_scale", "optimizer._amp_stash"]
+TRY = "try:\n    from apex import amp\nexcept ImportError:\n    {}\n"
+
+
+@pytest.mark.parametrize("use", APEX_USES)
+def test_private_parts_of_apex_keep_the_whole_project_at_apex(tmp_path, use):
+    train = "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer)\n"
+    hooks = f"import torch\nfrom apex import amp\n\n\ndef read(optimizer):\n    return amp.state_dict(), {use}\n"
+    paths = written(tmp_path / "project", {"train.py": train, "hooks.py": hooks})
+    project = read_project(paths)
+    for path in paths:
+        assert "\nfrom apex import amp\n" in port_source(path.read_text(), Level.ROLES, project.known(path)).source
+    alone = read_project(written(tmp_path / "other", {"train.py": train}))
+    assert "from accelcore.apex import amp" in port_source(train, Level.ROLES, alone.known(paths[0])).source
+
+
+ELSEWHERE = {
+    "scaler.get_scale()": "GradScaler(",
+    "scaler.update(2.0)": "GradScaler(",
+    "scaler.state_dict()['scale']": "GradScaler(",
+    "isinstance(scaler, torch.cuda.amp.GradScaler)": "GradScaler(",
+    "isinstance(optimizer, torch.optim.SGD)": "torch.optim.SGD(",
+    "optimizer.state[weight]['momentum_buffer']": "torch.optim.SGD(",
+    "model.module.weight": "DDP(model, device_ids",
+    "model.no_sync()": "DDP(model, device_ids",
+}
+
+
+@pytest.mark.parametrize(("use", "kept"), ELSEWHERE.items())
+def test_what_another_file_needs_of_an_object_keeps_torchs(tmp_path, use, kept):
+    train = (
+        "import os\nimport helpers\nimport torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n"
+        "rank = int(os.environ['LOCAL_RANK'])\nmodel = DDP(torch.nn.Linear(2, 2).cuda(), device_ids=[rank])\n"
+        "model = DDP(model, device_ids=[rank])\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "scaler = torch.cuda.amp.GradScaler()\nhelpers.step(model, optimizer, scaler)\n"
+    )
+    helpers = f"import torch\n\n\ndef step(model, optimizer, scaler, weight=None):\n    return {use}\n"
+    paths = written(tmp_path / "project", {"train.py": train, "helpers.py": helpers})
+    ported = port_source(train, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert kept in ported
+    plain = port_source(train, Level.ROLES).source
+    assert all(word not in plain for word in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("take", ["from tools import autocast", "from tools import *", "import tools"])
+def test_an_import_stays_that_another_file_takes_from_this_one(tmp_path, take):
+    tools = "import torch\nfrom torch.cuda.amp import autocast, GradScaler\n\n\ndef f(x):\n    return autocast()\n"
+    called = "tools.autocast" if take == "import tools" else "autocast"
+    user = f"{take}\nimport torch\n\n\ndef g(x):\n    with {called}():\n        f(x)\n"
+    paths = written(tmp_path / "project", {"tools.py": tools, "user.py": user})
+    ported = port_source(tools, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert "from torch.cuda.amp import autocast\n" in ported
+    assert "torch.cuda.amp" not in port_source(tools, Level.ROLES, Known(imported=True)).source
+
+
+@pytest.mark.parametrize(
+    ("helper", "left"),
+    [
+        ("import os\n    os.environ['CUDA_VISIBLE_DEVICES'] = gpu", 1),
+        ("torch.cuda.set_device(int(gpu))", 0),
+        ("pass", 0),
+    ],
+)
+def test_a_function_of_another_file_that_chooses_devices_is_obeyed(tmp_path, helper, left):
+    train = (
+        "import torch\nfrom setup import start\n\nnet = torch.nn.Linear(2, 2).cuda()\n\n\n"
+        "def main(gpu):\n    start(gpu)\n    return torch.ones(2).cuda()\n\n\nmain('1')\n"
+    )
+    paths = written(
+        tmp_path / "project", {"train.py": train, "setup.py": f"import torch\n\n\ndef start(gpu):\n    {helper}\n"}
+    )
+    outcome = port_source(train, Level.ROLES, read_project(paths).known(paths[0]))
+    assert len(outcome.left) == left
+    assert ("accelcore.select()" in outcome.source) == (helper == "pass")
+
+
+@pytest.mark.parametrize("word", ["torch.cuda.set_device(0)", "import_module('horovod.torch')", "x = 1"])
+def test_a_script_follows_a_device_that_a_file_behind_others_may_choose(tmp_path, word):
+    train = "import torch\nfrom tools import start\n\nstart()\nx = torch.ones(2).cuda()\n"
+    files = {
+        "train.py": train,
+        "tools/__init__.py": "from .jobs import start\n",
+        "tools/jobs.py": f"import torch\n\n\ndef start():\n    {word}\n",
+    }
+    paths = written(tmp_path / "project", files)
+    for given in (paths, paths[:1]):
+        ported = port_source(train, Level.ROLES, read_project(given).known(paths[0])).source
+        assert ("accelcore" in ported) == (word == "x = 1")
+
+
+@pytest.mark.parametrize(("handler", "stays"), [("amp = None", True), ("raise ImportError('install apex')", False)])
+def test_apex_stays_in_a_project_that_goes_on_without_it(tmp_path, handler, stays):
+    files = {"train.py": "import torch\n" + TRY.format(handler), "tools.py": "import torch\nfrom apex import amp\n"}
+    paths = written(tmp_path / "project", {name: text + "amp.initialize(net)\n" for name, text in files.items()})
+    project = read_project(paths)
+    for path in paths:
+        ported = port_source(path.read_text(), Level.ROLES, project.known(path)).source
+        assert ("from accelcore" not in ported) is stays
