@@ -29,9 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accelcore-report", required=True, type=Path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="class")
 def accel(request: pytest.FixtureRequest) -> accelcore.Backend:
-    """Select the backend as a user would."""
+    """Select the backend as a user would, once for a role: to select it for each test takes a quarter of the time."""
     return accelcore.select(request.config.getoption("--accelcore-backend"))
 
 
