@@ -61,14 +61,14 @@ def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def gather_objects(collectives: Collectives, value: Any) -> list[Any]:
-    """Return the objects of all ranks, in the order of ranks; see `Job.gather_objects`."""
+def gather_objects(collectives: Collectives, value: Any, call: str = "gather_objects") -> list[Any]:
+    """Return the objects of all ranks, in the order of ranks; see `Job.gather_objects`. Errors name `call`."""
     refused: ConfigurationError | None = None
     try:
         data = _to_bytes(value)
     except ConfigurationError as error:  # the other ranks wait for this one: a length of 0 tells them
         refused, data = error, torch.empty(0, dtype=torch.uint8)
-    lengths = exchange(collectives, "gather_objects", len(data))
+    lengths = exchange(collectives, call, len(data))
     if 0 in lengths:
         raise refused or _other_rank_failed(lengths.index(0))
     return [_from_bytes(part) for part in torch.split(gather(collectives, data), lengths)]
@@ -84,7 +84,8 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
     try:
         dist.all_gather(letters, own, group=group)
     except RuntimeError as error:
-        raise not_all_came(f"job.{call.split()[0]}()", first_line(error)) from error
+        called = call if call.endswith(")") else f"job.{call.split()[0]}()"
+        raise not_all_came(called, first_line(error)) from error
     calls, told = zip(*(json.loads(letter.numpy().tobytes()) for letter in letters), strict=True)
     if len(set(calls)) > 1:
         usual = Counter(calls).most_common(1)[0][0]  # of equally frequent ones, that of the lowest rank

@@ -60,6 +60,10 @@ class Observer:
         """Receive the output of a module in a forward pass, with the module's name."""
 
 
+EVENTS = ("begin", "epoch_begin", "batch", "epoch_end", "loss", "gradient_norm", "overflow", "step", "output")
+"""The methods of `Observer` that may be overridden."""
+
+
 class Hooks(ExitStack):
     """Calls that remove hooks from the user's model, made by `close` or when this object is deleted with its owner."""
 
@@ -117,5 +121,10 @@ def observed(batches: Iterator[Any], listeners: Listeners, epoch_now: Callable[[
             ends(epoch)
 
 
+def overrides(observer: Observer, event: str) -> bool:
+    """Return whether an observer's class has a method of its own for an event."""
+    return getattr(type(observer), event) is not getattr(Observer, event)
+
+
 def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:
-    return [getattr(each, event) for each in observers if getattr(type(each), event) is not getattr(Observer, event)]
+    return [getattr(each, event) for each in observers if overrides(each, event)]

@@ -195,6 +195,12 @@ class Step:
         """Update the parameters: the work of the device at the end of a window, which a graph captures."""
         gradients = self._gradients
         self._check_binding()
+        if not self._shared.is_open:
+            raise TrainingError(
+                "trainer.update() was called, and trainer.backward(loss) was not in this window",
+                why="gradients of loss.backward() are neither scaled, weighted nor averaged over ranks",
+                remedy="call trainer.backward(loss) in place of loss.backward()",
+            )
         gradients.collect()
         self._strategy.reduce(gradients, full=full)
         self._check_received()

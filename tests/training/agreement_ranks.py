@@ -13,6 +13,11 @@ from torch import nn
 import accelcore
 
 
+class Steps(accelcore.Observer):
+    def step(self, steps):
+        pass
+
+
 def main() -> None:
     accel = accelcore.select("cpu")
     with accel.distributed(timeout=timedelta(seconds=60)) as job:
@@ -32,7 +37,7 @@ def main() -> None:
 
         found = {
             "nothing": attempt(loss=lambda model, batch: model(batch).sum()),
-            "observers": attempt(observers=[accelcore.Observer()] if rank == 0 else []),
+            "observers": attempt(observers=[Steps()] if rank == 0 else []),
             "shape": attempt(width=4 if rank == 1 else 3),
             "precision": attempt(precision="bf16" if rank == 2 else "fp32"),
             "policy": attempt(precision=accelcore.Policy(autocast="bfloat16"), accumulate=1 + rank),

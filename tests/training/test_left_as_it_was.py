@@ -60,6 +60,7 @@ REFUSED = [
     ({"compile": {"no_such_option": 1}}, "no_such_option"),
     ({"graph": True}, "graph"),
     ({"observers": [print]}, "observers"),
+    ({"observers": [accelcore.Observer()]}, "overrides no event"),
     ({"observers": accelcore.Observer()}, r"observers=\[\.\.\.\]"),
     ({"observers": iter([accelcore.Observer()])}, "not a list"),
     ({"observer": []}, "'observer'"),

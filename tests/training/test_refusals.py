@@ -49,12 +49,27 @@ def test_a_window_without_any_gradient_is_refused_and_the_next_one_is_right(acce
     model = net()
     trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=2)
     trainer.update()
-    with pytest.raises(accelcore.TrainingError, match="no parameter received a gradient"):
+    with pytest.raises(accelcore.TrainingError, match=r"trainer\.backward\(loss\) was not"):
         trainer.flush()
     assert trainer.steps == 0
     for batch in data(2):
         trainer(batch)
     assert trainer.steps == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_called_backward_itself_is_refused(precision, accel):
+    """Its gradients are not scaled: with a loss scale, the update would divide by what nothing was multiplied by."""
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), precision=precision)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with trainer.autocast():
+        loss = loss_of(trainer.forward, data(1)[0])
+    loss.backward()
+    with pytest.raises(accelcore.TrainingError, match=r"in place of loss\.backward"):
+        trainer.update()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, old, rtol=0, atol=0)
 
 
 def test_a_dtype_that_is_not_declared_is_refused(accel):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.job import Job
+from accelcore.jobs.exchange import gather_objects
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
@@ -63,7 +63,8 @@ class Evaluation(Batches):
                 counts[name] += count
         own = {name: [torch.stack(parts).cpu().double().sum().item(), counts[name]] for name, parts in totals.items()}
         sums: dict[str, list[float]] = {}
-        for of_rank in Job(self._collectives).gather_objects(own):  # a rank without batches knows no names
+        # A rank without batches knows no names.
+        for of_rank in gather_objects(self._collectives, own, "trainer.evaluate(...).mean()"):
             for name, pair in of_rank.items():
                 sums[name] = [one + other for one, other in zip(sums.get(name, [0.0, 0]), pair, strict=True)]
         if not any(count for _, count in sums.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
-from accelcore.training.observers import Hooks, Listeners, Observer
+from accelcore.training.observers import EVENTS, Hooks, Listeners, Observer, overrides
 from accelcore.training.plan import Plan, Stage
+from accelcore.util.text import kind_of
 
 
 class Observe(Stage):
@@ -30,6 +32,12 @@ class Observe(Stage):
             raise ConfigurationError(
                 f"observers= has {strange[0]!r}, which is not an observer",
                 remedy=f"make one: {name}(...)" if name else "derive its class from accelcore.Observer",
+            )
+        if idle := [each for each in observers if not any(map(partial(overrides, each), EVENTS))]:
+            raise ConfigurationError(
+                f"observers= has {kind_of(idle[0])}, which overrides no event and would never be called",
+                available=", ".join(EVENTS),
+                remedy="give its methods the names of events",
             )
         plan.listeners = listeners = Listeners(observers)
         if plan.options["graph"] and (listeners.measures_norm or listeners.overflow or listeners.output):

@@ -39,8 +39,8 @@ class _Run:
 def compare(script: Path, ported: str, steps: int, arguments: Sequence[str]) -> Comparison:
     """Run a script and its port on the CPU, and compare the losses of their first steps.
 
-    A loss is what `backward` is called on. A constant factor between the two runs, such as a loss scale, does not
-    count as a difference, and is reported.
+    A loss is what `backward` is called on. A constant factor between the two runs, such as the length of a window, does
+    not count as a difference, and is reported.
 
     Args:
         script: the original. It runs as the user runs it, in the present folder, and writes what it writes.
@@ -72,7 +72,7 @@ def _judge(before: _Run, after: _Run, low_precision: bool) -> Comparison:
             math.isnan(old) and math.isnan(new)
         ):
             return Comparison(False, f"different at step {step}: {old:.6g} before, {new:.6g} after")
-    scaled = "" if factor == 1.0 else f", but for a constant factor of {factor:g} (a loss scale or a window)"
+    scaled = "" if factor == 1.0 else f", but for a constant factor of {factor:g} (such as a window's length)"
     text = f"the same losses in {len(before.losses)} steps on the CPU, to {bound:g}{scaled}"
     return Comparison(True, text + _errors(before, after))
 

@@ -1,10 +1,12 @@
 """Process in which `accelcore port --check` runs a script, and records the losses that backward is called on.
 
-It is started as a module, and never imported by the command: it replaces a function of torch in its own process.
+It is started as a module, and never imported by the command: it replaces functions of torch and accelcore in its own
+process.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import sys
@@ -40,9 +42,18 @@ def main() -> None:
 
 
 def _record(losses: list[float], steps: int) -> None:
-    """Seed everything, and let `torch.autograd.backward`, which `Tensor.backward` calls, note its first root."""
+    """Seed everything, and let `torch.autograd.backward`, which `Tensor.backward` calls, note its first root.
+
+    Loss scales begin at 1: on a CPU torch disables the original's scaler, and the port's would skip its first steps.
+    """
     import torch
 
+    # Before the function is replaced: a trainer calls it only if it is another one than when this is imported.
+    import accelcore.torch_internals  # noqa: F401
+    from accelcore.scaling import dynamic
+
+    _begin_at_one(torch.amp.GradScaler, "__init__", "init_scale")
+    _begin_at_one(dynamic.Scalers, "create", "init")
     random.seed(_SEED)
     torch.manual_seed(_SEED)
     if "numpy" in sys.modules:
@@ -58,6 +69,19 @@ def _record(losses: list[float], steps: int) -> None:
             raise _EnoughError
 
     torch.autograd.backward = backward
+
+
+def _begin_at_one(kind: type, method: str, setting: str) -> None:
+    """Let a method of a class take 1 for the loss scale that it was given."""
+    original = getattr(kind, method)
+    signature = inspect.signature(original)
+
+    def begin(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options)
+        given.arguments[setting] = 1.0
+        return original(*given.args, **given.kwargs)
+
+    setattr(kind, method, begin)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,29 @@ def test_check_compares_the_losses_of_the_script_and_its_port(script):
     assert result.return_value == 0
 
 
+def test_check_compares_a_trainer_with_a_scaler_that_torch_disables_here(script):
+    pytest.importorskip("accelcore")
+    script.write_text(
+        "import torch\n"
+        'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
+        "model = torch.nn.Linear(2, 1).to(device)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.001)\n"
+        "scaler = torch.cuda.amp.GradScaler()\n"
+        "for rows in torch.utils.data.DataLoader(torch.ones(8, 2), 1):\n"
+        "    rows = rows.to(device)\n"
+        "    optimizer.zero_grad()\n"
+        "    with torch.cuda.amp.autocast():\n"
+        "        loss = model(rows).square().sum()\n"
+        "    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n"
+        "    scaler.update()\n"
+    )
+    result = run(script, "--level", "trainer", "--check", "--steps", "5")
+    assert "same losses in 5 steps" in result.output
+    assert "factor" not in result.output
+    assert result.return_value == 0
+
+
 @pytest.mark.full
 def test_check_reports_an_original_that_cannot_run_here(script):
     script.write_text(SCRIPT + "x.requires_grad_().sum().backward()\n")
