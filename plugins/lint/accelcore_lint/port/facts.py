@@ -13,7 +13,7 @@ from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.options import returns_options
 from accelcore_lint.port.place import Place
-from accelcore_lint.port.project import Known
+from accelcore_lint.port.project import OTHERS, Known
 from accelcore_lint.port.ranks import Ranks
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.tree import is_guard
@@ -40,7 +40,6 @@ _SHOWS = re.compile(r"print|log|info|warn|debug|error|raise|assert|write|echo|de
 _DEVICE_CALLS = (*DEVICES, "to", "device", "set_device", "load")
 """Calls whose device is certainly used; that of others, such as `os.getenv("DEVICE", "cuda:1")`, may be a default."""
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
-_OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
 
 _ENGINES = (
     "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai|horovod|byteps"
@@ -166,8 +165,8 @@ class Facts(Ranks):
 
     @cached_property
     def names_others(self) -> bool:
-        """Return whether the file speaks of accelerators beside those that it is ported from, such as `"mps"`."""
-        return _OTHERS.search(self.code) is not None
+        """Return whether the project speaks of accelerators beside those that it is ported from, such as `"mps"`."""
+        return self.known.names_others or OTHERS.search(self.code) is not None
 
     @cached_property
     def own_options(self) -> set[str]:

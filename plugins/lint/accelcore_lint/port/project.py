@@ -16,6 +16,14 @@ from accelcore_lint.port.vendors import DEVICES
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
 _CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:")
 _MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
+_TAKES = re.compile(rf"\bdef ({'|'.join(DEVICES)})\((?!\s*\w+\s*\))")
+OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
+"""Words for accelerators beside those that a port starts from."""
+
+_LOCATES = re.compile(
+    r"(?:map_location *=|\bload\([^\n]*?,) *lambda (\w+), *\w+ *:([^\n]*)|map_location *= *(?:\w+\.)*(\w+) *[,)]"
+)
+_FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
 _MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
 _SETTING = re.compile(r"\bcudnn\.(\w+)[ \t]*=[ \t]*([^\s=#;]+)")
 _HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
@@ -43,6 +51,10 @@ class Known:
     Attributes:
         imported: whether another file imports it, so that what it does at the top also happens in that program.
         own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
+        strange_moves: whether such a class is no module of torch: an object of an unknown class may lack `to()`.
+        moves_take: whether such a `cuda()` takes arguments.
+        movers: functions that may get a storage, as those that a `map_location` calls.
+        names_others: whether a file speaks of accelerators beside those that a port starts from, such as `"mps"`.
         settings: settings of cuDNN in all files, such as `("benchmark", "True")`.
         taken: names that other files may take from it, as by `from module import name`.
         modules: the project's own modules and packages, by the first part of their names.
@@ -53,6 +65,10 @@ class Known:
 
     imported: bool = False
     own_moves: frozenset[str] = frozenset()
+    strange_moves: bool = False
+    moves_take: bool = False
+    movers: frozenset[str] = frozenset()
+    names_others: bool = False
     settings: frozenset[tuple[str, str]] = frozenset()
     taken: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
@@ -103,6 +119,10 @@ def read_project(paths: Iterable[Path]) -> Project:
     modules = {part for path in files for part in (path.stem, path.parent.name)}
     known = Known(
         own_moves=_own_moves(texts.values()),
+        strange_moves=any(map(_has_strange_moves, texts.values())),
+        moves_take=any(map(takes_arguments, texts.values())),
+        movers=_movers(texts.values()),
+        names_others=any(map(OTHERS.search, texts.values())),
         settings=frozenset(found for text in texts.values() for found in _SETTING.findall(text)),
         modules=frozenset(modules),
         hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
@@ -208,6 +228,41 @@ def _own_moves(texts: Collection[str]) -> frozenset[str]:
     while grown != len(found):
         grown = len(found)
         found |= {name for name, source in from_ if source in found}
+    return frozenset(found)
+
+
+def _has_strange_moves(text: str) -> bool:
+    """Return whether a class that names no module as its base defines `cuda`."""
+    classes = list(_CLASS.finditer(text))
+    ends = [*(following.start() for following in classes[1:]), len(text)]
+    return any(
+        _MOVES.search(text, made.end(), end) and not re.search(r"Module\b", made[2] or "")
+        for made, end in zip(classes, ends, strict=False)
+    )
+
+
+def takes_arguments(text: str) -> bool:
+    """Return whether a method `cuda` that a file defines takes more than its object."""
+    return _TAKES.search(text) is not None
+
+
+def _movers(texts: Collection[str]) -> frozenset[str]:
+    """Return the functions that get what a `map_location` gets, also from one another."""
+    found: set[str] = set()
+    for text in texts:
+        for storage, body, function in _LOCATES.findall(text):
+            found |= set(re.findall(rf"(\w+)\(\s*{storage}\b", body)) if storage else {function}
+    functions = [made for text in texts for made in _FUNCTION.findall(text)] if found else []
+    new = found
+    while new:
+        new = {
+            called
+            for _, name, head, body in functions
+            if name in new
+            for given in re.findall(r"(?:^|,)\s*(\w+)", head)
+            for called in re.findall(rf"(\w+)\(\s*{given}\b", body)
+        } - found
+        found |= new
     return frozenset(found)
 
 

@@ -119,13 +119,14 @@ def make():
 def test_an_own_method_of_the_project_is_still_the_one_that_is_called(tmp_path, made, named):
     user = (
         "import torch\nimport loss\nfrom loss import Bigger, Sampler, make\n\n\ndef run(self):\n"
-        f"    {named} = {made}\n    {named}.cuda()\n    return {named}.where\n\n\ndef move(x):\n    return x.cuda()\n"
+        f"    {named} = {made}\n    {named}.cuda()\n    return {named}.where\n\n\n"
+        "def move():\n    return torch.ones(2).cuda()\n"
     )
     paths = written(tmp_path / "project", {"loss.py": OWN, "user.py": user})
     project = read_project(paths)
     outcome = port_source(user, Level.ROLES, project.known(paths[1]))
     assert outcome.after == 1
-    assert "return x.to(current_device)" in outcome.source
+    assert "return torch.ones(2).to(current_device)" in outcome.source
     loss = imported(OWN, "loss")
     assert imported(outcome.source, loss=loss).run(types.SimpleNamespace()) == "its own"
     assert read_project(paths[1:]).known(paths[1]) == project.known(paths[1])

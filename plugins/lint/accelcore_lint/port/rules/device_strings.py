@@ -95,19 +95,20 @@ def index_source(index: cst.BaseExpression) -> str:
     return re.sub(r"\btorch\.(cuda|npu)\.device_count\b", "torch.accelerator.device_count", text_of(index))
 
 
-def _is_made_current(facts: Facts, site: cst.CSTNode) -> bool:
-    """Return whether a device gets a name that the script then makes current: it must keep its index."""
+def _needs_index(facts: Facts, site: cst.CSTNode) -> bool:
+    """Return whether a device is one that the script then makes current, or that a process group gets."""
+    bound = [argument(call, "device_id") for call in facts.calls]
+    if any(outer in bound for outer in (site, *facts.parents(site))):
+        return True
     outer = [site, *facts.parents(site)]
     assign = next((node for node in outer if isinstance(node, (cst.Assign, cst.BaseStatement))), None)
     names = [text_of(target.target) for target in assign.targets] if isinstance(assign, cst.Assign) else []
-    return any(text_of(made) in names for made in facts.made_current)
+    return any(text_of(made) in names for made in (*facts.made_current, *filter(None, bound)))
 
 
 def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
     """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
-    named = (
-        index is not None and facts.level is not Level.TORCH and facts.place.by_hand and _is_made_current(facts, site)
-    )
+    named = index is not None and facts.level is not Level.TORCH and facts.place.by_hand and _needs_index(facts, site)
     is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
     if own_device(facts, index) and is_own and not named:
         return facts.device(site) if index is None else facts.place.device(site)

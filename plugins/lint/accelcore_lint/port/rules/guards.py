@@ -15,6 +15,11 @@ from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
+_EVERYWHERE = re.compile(r"pin_memory|non_blocking|synchronize\(|empty_cache\(|\.(cuda|npu)\(")
+"""Lines that MPS has as other accelerators do."""
+
+_ASKS = re.compile(r"get_device|capability|memory_|Stream|Event|Graph")
+
 _OPTIONS = re.compile(r"pin_memory|non_blocking|(\w+_)?fused")
 """Options that torch has for every accelerator."""
 _NAMES = re.compile(rf"([\"'])({'|'.join(DEVICES)}|cpu|mps|xpu)\1( if [^\"']* else ([\"'])(cpu|mps|xpu)\4)?")
@@ -23,7 +28,30 @@ _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 
 
-def _decide(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
+def _decide(node: cst.Comparison | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
+    """Ask the condition of every accelerator, unless the script also runs on one that does not have what it guards."""
+    decision = _decide_flag(node, facts) if isinstance(node, cst.Attribute) else _decide_comparison(node, facts)
+    waits = isinstance(decision, Left) and decision.retry is not None
+    return _left(node) if waits and facts.names_others and _may_fail(node, facts) else decision
+
+
+def _may_fail(node: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether a condition would also be true on another accelerator, which may lack what it guards.
+
+    accelcore selects none of those, but torch's current device may be one.
+    """
+    guard = facts.parent(node)
+    while isinstance(guard, (cst.BooleanOperation, cst.UnaryOperation)):
+        guard = facts.parent(guard)
+    if not isinstance(guard, (cst.If, cst.IfExp)) or not (facts.level is Level.TORCH or facts.place.is_apart(node)):
+        return False
+    if isinstance(guard, cst.IfExp):
+        return _ASKS.search(text_of(guard.body)) is not None
+    block = guard.body.body if isinstance(guard.body, cst.IndentedBlock) else (guard.body,)
+    return not all(_EVERYWHERE.search(text_of(line)) for line in block)
+
+
+def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
     if len(node.comparisons) != 1:
         return _left(node) if _mentions(node) else None
     target = node.comparisons[0]
@@ -121,7 +149,7 @@ def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
     return any(facts.name(call.func) in AVAILABLE and guard.body in facts.parents(call) for call in facts.calls)
 
 
-def _left(node: cst.Comparison) -> Left:
+def _left(node: cst.Comparison | cst.Attribute) -> Left:
     return Left(_SKIPS, node.children)
 
 
@@ -168,4 +196,4 @@ GUARDS = Rule(
     ),
 )
 
-IS_CUDA = Rule("is_cuda", "`x.is_cuda`, if all that it guards is rewritten", (cst.Attribute,), _decide_flag, ())
+IS_CUDA = Rule("is_cuda", "`x.is_cuda`, if all that it guards is rewritten", (cst.Attribute,), _decide, ())

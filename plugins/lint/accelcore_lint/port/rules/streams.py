@@ -40,7 +40,7 @@ def _decide(node: cst.Call | cst.With | cst.SimpleStatementLine, facts: Facts) -
             cst.ensure_type(node, cst.With).items,
             ("import contextlib",),
         )
-    test = f"{subject} is not None" if kind == _WAIT else f'{subject}.device.type != "cpu"'
+    test = f"{subject} is not None" if kind == _WAIT else _has_stream(node, facts)
     line = cst.ensure_type(node, cst.SimpleStatementLine)
     source = re.sub(r"[\w.]+\.current_stream\(\)", f"{facts.torch}.accelerator.current_stream()", text_of(line.body[0]))
 
@@ -49,6 +49,14 @@ def _decide(node: cst.Call | cst.With | cst.SimpleStatementLine, facts: Facts) -
         return cst.If(cst.parse_expression(test), cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
 
     return Rewrite(build, line.body, facts.needs_torch)
+
+
+def _has_stream(node: cst.CSTNode, facts: Facts) -> str:
+    """Return the question whether there are streams: what is kept may be the script's own, which has no device."""
+    function = facts.function_of(node)
+    around = [other for other in _holders(facts) if facts.function_of(other) is function]
+    streams = {form[1] for other in around if (form := _form(other, facts)) is not None and form[0] != _KEEP}
+    return f"{min(streams)} is not None" if len(streams) == 1 else f'{facts.place.device(node)}.type != "cpu"'
 
 
 def _form(node: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:

@@ -1,0 +1,101 @@
+"""Objects of the project's own: a port asks them for nothing that the original does not ask."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import read_project
+from port_sources import written
+
+LEARNER = "class Learner{base}:\n    def cuda(self{more}):\n        self.where = 'its own'\n"
+
+
+def _ported(folder, source, **files):
+    paths = written(folder / "project", {"user.py": source, **{f"{name}.py": text for name, text in files.items()}})
+    return port_source(source, Level.ROLES, read_project(paths).known(paths[0])).source
+
+
+@pytest.mark.parametrize(
+    ("base", "more", "moved", "kept"),
+    [
+        ("", "", "LEARNERS[name](model).cuda()", True),
+        ("", "", "model.cuda()", True),
+        ("(object)", "", "learner.cuda()", True),
+        ("(nn.Module)", "", "LEARNERS[name](model).cuda()", False),
+        ("", "", "model.cuda(non_blocking=True)", False),
+        ("", ", non_blocking=False", "model.cuda(non_blocking=True)", True),
+        ("", "", "torch.ones(2).float().cuda()", False),
+        ("", "", "made.cuda()", False),
+    ],
+)
+def test_an_object_of_an_unknown_class_may_have_no_method_to(tmp_path, base, more, moved, kept):
+    source = (
+        "import torch\nfrom learners import LEARNERS\n\n\ndef run(name, model):\n    made = torch.nn.Linear(2, 2)\n"
+        f"    learner = LEARNERS[name](model)\n    return learner, {moved}\n"
+    )
+    learner = LEARNER.format(base=base, more=more)
+    ported = _ported(
+        tmp_path, source, learners=f"import torch.nn as nn\n\n\n{learner}\n\nLEARNERS = {{'a': Learner}}\n"
+    )
+    assert (moved in ported) is kept
+
+
+@pytest.mark.parametrize("is_library", [True, False])
+def test_a_file_that_defines_cuda_still_moves_tensors(is_library):
+    lines = "    def cuda(self):\n        self.net.cuda()\n\n"
+    lines += "    def step(self, x):\n        return x.cuda(non_blocking=1)\n"
+    source = f"import torch\n\n\nclass Learner:\n{lines}\n"
+    ported = port_source(source if is_library else f"{source}\nLearner().step(torch.ones(2))\n", Level.ROLES).source
+    assert "self.net.cuda()" in ported
+    assert "x.cuda(" not in ported
+
+
+@pytest.mark.parametrize(
+    ("location", "kept"),
+    [
+        ("lambda storage, loc: tools.on_device(storage)", True),
+        ("tools.on_device", True),
+        ("lambda storage, loc: storage", False),
+    ],
+)
+def test_a_helper_that_a_map_location_calls_may_get_a_storage(tmp_path, location, kept):
+    tools = "def on_device(args):\n    return moved(args, 0)\n\n\ndef moved(args, rank):\n    return args.cuda()\n"
+    user = f"import tools, torch\n\n\ndef load(path):\n    return torch.load(path, map_location={location})\n"
+    ported = _ported(tmp_path, f"import torch\n\n\n{tools}", loads=user)
+    assert ("args.cuda()" in ported) is kept
+
+
+def test_what_a_stream_keeps_is_not_asked_for_its_device():
+    source = (
+        "import torch\n\n\nclass Prefetcher:\n    def __init__(self):\n        self.stream = torch.cuda.Stream()\n\n"
+        "    def load(self, batch):\n        with torch.cuda.stream(self.stream):\n            return batch.moved()\n\n"
+        "    def next(self, batch):\n        torch.cuda.current_stream().wait_stream(self.stream)\n"
+        "        batch.record_stream(torch.cuda.current_stream())\n\n"
+        "    def keep(self, batch):\n        batch.record_stream(torch.cuda.current_stream())\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "batch.device" not in ported
+    assert ported.count("if self.stream is not None:") == 2
+    assert "cuda" not in ported
+
+
+@pytest.mark.parametrize("given", ["device_id=device", "device_id=torch.device(f'cuda:{local_rank}')"])
+def test_a_process_group_gets_a_device_with_an_index(given):
+    source = (
+        "import os\nimport torch\nimport torch.distributed as dist\n\n\ndef start():\n"
+        "    local_rank = int(os.environ['LOCAL_RANK'])\n    device = torch.device(f'cuda:{local_rank}')\n"
+        f"    dist.init_process_group(backend='nccl', {given})\n    torch.cuda.set_device(local_rank)\n"
+        "    return device\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "torch.device(current_device.type, local_rank)" in ported
+    assert "device_id=current_device" not in ported
+
+
+@pytest.mark.parametrize(
+    ("guarded", "kept"), [("print(torch.cuda.get_device_name(0))", True), ("torch.cuda.synchronize()", False)]
+)
+def test_a_condition_in_a_project_that_knows_mps_opens_only_for_what_mps_has(tmp_path, guarded, kept):
+    source = f"import torch\n\n\ndef show(device_type):\n    if device_type == 'cuda':\n        {guarded}\n"
+    common = "import torch\n\n\ndef detect():\n    return 'mps' if torch.backends.mps.is_available() else 'cpu'\n"
+    ported = _ported(tmp_path, source, common=common)
+    assert ("if device_type == 'cuda':" in ported) is kept
+    assert "if device_type == 'cuda':" not in _ported(tmp_path / "other", source)
