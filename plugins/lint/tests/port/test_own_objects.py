@@ -99,3 +99,27 @@ def test_a_condition_in_a_project_that_knows_mps_opens_only_for_what_mps_has(tmp
     ported = _ported(tmp_path, source, common=common)
     assert ("if device_type == 'cuda':" in ported) is kept
     assert "if device_type == 'cuda':" not in _ported(tmp_path / "other", source)
+
+
+@pytest.mark.parametrize(
+    ("use", "kept"),
+    [
+        ("print(start.elapsed_time(end))", False),
+        ("end.synchronize()", False),
+        ("start.record(stream)", True),
+        ("stream.wait_event(end)", True),
+        ("return start, end", True),
+        ("start = end = 1", True),
+    ],
+)
+@pytest.mark.parametrize("guard", ["if True:", "if torch.cuda.is_available():"])
+def test_events_that_only_measure_are_of_any_device(use, kept, guard):
+    made = "torch.cuda.Event(enable_timing=True)"
+    source = (
+        f"import torch\n\n\ndef measure(work, stream):\n    {guard}\n        start, end = {made}, {made}\n"
+        f"        start.record()\n        work()\n        end.record()\n        {use}\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    counts = [ported.count(made), ported.count("torch.Event(current_device, enable_timing=True)")]
+    assert counts == ([2, 0] if kept else [0, 2])
+    assert ("torch.cuda.is_available()" in ported) <= kept
