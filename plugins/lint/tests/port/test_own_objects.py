@@ -106,6 +106,7 @@ def test_a_condition_in_a_project_that_knows_mps_opens_only_for_what_mps_has(tmp
     [
         ("print(start.elapsed_time(end))", False),
         ("end.synchronize()", False),
+        ("print('the end', end='')", False),
         ("start.record(stream)", True),
         ("stream.wait_event(end)", True),
         ("return start, end", True),

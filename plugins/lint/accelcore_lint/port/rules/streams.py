@@ -77,7 +77,7 @@ def _event_name(call: cst.Call, facts: Facts) -> str | None:
     events = sum(isinstance(value, cst.Call) and facts.name(value.func) in _EVENTS for value in values)
     uses = rf"(?<![\w.]){name}\.(record\(\)|synchronize\(\)|query\(\)|elapsed_time\()|\.elapsed_time\({name}\)"
     known = events + len(re.findall(uses, code))
-    return name if events == len(values) and len(re.findall(rf"\b{name}\b", code)) == known else None
+    return name if events == len(values) and facts.uses[name] == known else None
 
 
 def _has_stream(node: cst.CSTNode, facts: Facts) -> str:
