@@ -17,7 +17,7 @@ def _check(script: Script) -> Iterator[Mark]:
             yield Mark(
                 ids,
                 "Indices of devices are an error for a model on the CPU.",
-                "Leave device_ids away: the model is on its device before it is wrapped; "
+                "Leave device_ids out: the model is on its device before it is wrapped; "
                 'accel.trainer(parallel="ddp") does both.',
             )
 

@@ -23,7 +23,7 @@ def _check(script: Script) -> Iterator[Mark]:
                 call,
                 "The script trains in bf16, which has the range of fp32: a loss scale gains nothing, and waits for "
                 "the device in each step.",
-                'Leave the scaler away; accel.trainer(precision="bf16") has none.',
+                'Leave the scaler out; accel.trainer(precision="bf16") has none.',
             )
 
 
