@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelcore.devices.hookspecs import Probe
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.util.text import is_number
+from accelcore.util.text import is_number, no_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +31,21 @@ if TYPE_CHECKING:
     from accelcore.scaling.dynamic import Scalers
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
+
+_INSTEAD = {
+    **dict.fromkeys(("seed", "seed_everything", "set_seed"), "accel.runtime.seed(n)"),
+    **dict.fromkeys(("prepare", "setup", "setup_module"), "accel.trainer(model, optimizer, ...)"),
+    **dict.fromkeys(("setup_dataloaders", "prepare_data_loader"), "trainer.batches(loader)"),
+    **dict.fromkeys(("rank", "world_size", "is_main", "print", "gather"), "job = accel.join(), which has it"),
+    **dict.fromkeys(("is_main_process", "is_global_zero"), "job = accel.join() and job.is_main"),
+    **dict.fromkeys(("save", "save_state"), "trainer.save(folder)"),
+    **dict.fromkeys(("load", "load_state"), "trainer.resume(folder)"),
+    **dict.fromkeys(("to_device", "synchronize", "memory"), "accel.runtime, which has it"),
+    **dict.fromkeys(("clip_grad_norm_", "clip_gradients"), "accel.trainer(..., clip_norm=1.0)"),
+    "accumulate": "accel.trainer(..., accumulate=4)",
+    "backward": "trainer.backward(loss)",
+}
+"""Names of accelerate, Fabric and torch, or of a role, and what stands for them on a backend."""
 
 SHARDED = ("fsdp", "zero2", "zero3")
 """Strategies of `Capabilities.parallel` that divide the model."""
@@ -103,6 +118,11 @@ class Backend:
     compiler: Compiler
     runtime: Runtime
     passed_over: tuple[Probe, ...] = ()
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+        def __getattr__(self, name: str) -> None:
+            no_attribute(self, name, _INSTEAD)
 
     @property
     def device(self) -> torch.device:

@@ -32,11 +32,25 @@ from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
+from accelcore.util.text import no_attribute
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _numbers = count()
+_INSTEAD = {
+    **dict.fromkeys(("fit", "train"), "for batch in trainer.batches(loader): trainer(batch)"),
+    **dict.fromkeys(
+        ("step", "optimizer_step", "training_step"), "trainer(batch), or trainer.backward(loss) and trainer.update()"
+    ),
+    **dict.fromkeys(("validate", "test", "eval"), "trainer.evaluate(loader)"),
+    **dict.fromkeys(("clip_gradients", "clip_grad_norm_"), "accel.trainer(..., clip_norm=1.0)"),
+    **dict.fromkeys(("save_checkpoint", "save_state", "state_dict"), "trainer.save(folder)"),
+    **dict.fromkeys(("load_checkpoint", "load_state", "load_state_dict"), "trainer.resume(folder)"),
+    "zero_grad": "nothing there, because a window begins without gradients",
+    "log": "accel.trainer(..., observers=[accelcore.Log(folder)])",
+}
+"""Names of Lightning, accelerate and torch, and what stands for them on a trainer."""
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
@@ -104,6 +118,11 @@ class Trainer(Checkpoints):
         self._schedule.begin(given["total_steps"])
         for listener in plan.listeners.begin:
             listener(proxy(self))
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+        def __getattr__(self, name: str) -> None:
+            no_attribute(self, name, _INSTEAD)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FIXED:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 from accelcore.errors import ConfigurationError
 
@@ -23,6 +23,14 @@ def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is an int or a float. A bool is neither here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> NoReturn:
+    """Raise AttributeError for `__getattr__`; it says what to write `instead` of a name that other libraries have."""
+    if hasattr(type(owner), name):  # a property raised AttributeError: raise that again
+        object.__getattribute__(owner, name)
+    hint = f"; write {instead[name]}" if name in instead else ""
+    raise AttributeError(f"{type(owner).__name__} has no attribute {name!r}{hint}", name=name, obj=owner)
 
 
 def kind_of(value: object) -> str:

@@ -93,3 +93,18 @@ def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
     model = net()
     with pytest.raises(accelcore.DistributedError, match=r"accel\.distributed"):
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
+
+
+def test_names_of_other_libraries_name_ours(accel):
+    model = net()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()))
+    for owner, name, ours in (
+        (accel, "seed", "accel.runtime.seed"),
+        (accel, "prepare", "accel.trainer"),
+        (trainer, "step", "trainer.update"),
+        (trainer, "fit", "trainer.batches"),
+        (accel, "nothing_of_that_name", "has no attribute 'nothing_of_that_name'$"),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=ours):
+            getattr(owner, name)
