@@ -52,6 +52,16 @@ class TransferTests:
             )
             assert torch.equal(arrived.cpu(), tensor), f"on the {place} the values are others"
 
+    @pytest.mark.parametrize("layout", _LAYOUTS)
+    def test_copies_into_other_strides(self, accel: Backend, layout: str) -> None:
+        """`copy_` between host and device puts each element in its place if the strides differ."""
+        tensor = _LAYOUTS[layout]()
+        there = torch.full(tensor.shape, 77.0, device=accel.device).copy_(tensor)
+        back = torch.full(tensor.shape, 77.0).copy_(tensor.to(accel.device))
+        accel.runtime.synchronize()
+        for place, arrived in (("device", there), ("host", back)):
+            assert torch.equal(arrived.cpu(), tensor), f"on the {place} the values are others"
+
     @_of_ways
     def test_large_tensors_travel(self, accel: Backend, way: str) -> None:
         """A tensor of some MiB arrives whole, to its last element, and so does one after it."""

@@ -35,7 +35,7 @@ OF_GRADIENT = "of the gradient"
 """Says of a sample that the operator's gradient is computed in place of its result."""
 
 _LARGE = "with large numbers"
-ALONE = ("with NaN", _LARGE, "with whole numbers", "between other calls")
+ALONE = ("with NaN", _LARGE, "with whole numbers", "between other calls", "of a frozen input")
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was
@@ -196,8 +196,9 @@ class Case:
         if leaves and roots:
             alike = self.what == "of expanded memory"  # as the gradients of a sum are
             shapes = [(torch.Size([1] * root.dim()) if alike else root.shape, root) for root in roots]
-            drawn = [(drawn_weights(shape, root.dtype).expand(root.shape), root.device) for shape, root in shapes]
-            weights = [placed(each, device, layout) if layout else each.to(device) for each, device in drawn]
+            drawn = [(drawn_weights(shape, root.dtype), root) for shape, root in shapes]
+            moved = [(placed(each, to.device, layout) if layout else each.to(to.device), to) for each, to in drawn]
+            weights = [each.expand(root.shape) for each, root in moved]
             grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
             found += [(f"{two} {n}", grad) for n, grad in enumerate(grads) if grad is not None]
         return found + self._arguments_after(arguments)

@@ -81,6 +81,21 @@ def _in_place(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return compute
 
 
+def _bits(x: Tensor) -> Tensor:
+    shifted = x >> 1, torch.bitwise_right_shift(x, x.sign().abs()), x << 1
+    return torch.cat([*shifted, x & 6, x | 1, x ^ 3, ~x])
+
+
+def _causal(dtype: torch.dtype) -> Compute:
+    def compute(device: torch.device) -> Tensor:
+        zeros, values = (
+            torch.tensor(each, device=device, dtype=dtype) for each in ([[[0.0], [0.0]]], [[[2.0], [4.0]]])
+        )
+        return functional.scaled_dot_product_attention(zeros, zeros, values, is_causal=True)
+
+    return compute
+
+
 def _embedding(weight: Tensor) -> Tensor:
     return functional.embedding(_index(weight, 1, 1, 0, 1), weight.reshape(3, 1), padding_idx=0)
 
@@ -166,6 +181,10 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
         _of(lambda x: torch.zeros_like(x).index_put((_index(x, 2, 2, 0, 2),), x, accumulate=True), *_ROWS),
         [3, 0, 7, 0],
     ),
+    "index_put of one value at repeats": (
+        _of(lambda x: torch.zeros_like(x).index_put((_index(x, 0, 0, 2),), x[2], accumulate=True), *_ROWS),
+        [6, 0, 3, 0],
+    ),
     "scatter_add of repeats": (
         _of(lambda x: torch.zeros_like(x).scatter_add(0, _index(x, 0, 0, 0, 0), x), *_ROWS),
         [10, 0, 0, 0],
@@ -249,15 +268,8 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
         _of(lambda x: functional.max_pool1d(-x, 2, padding=1), *_ROWS, shape=(1, 1, 4)),
         [-1, -2, -4],
     ),
-    "attention that is causal": (
-        lambda device: functional.scaled_dot_product_attention(
-            torch.zeros(1, 2, 1, device=device),
-            torch.zeros(1, 2, 1, device=device),
-            torch.tensor([[[2.0], [4.0]]], device=device),
-            is_causal=True,
-        ),
-        [2, 3],
-    ),
+    "attention that is causal": (_causal(torch.float32), [2, 3]),
+    "attention that is causal, in bf16": (_causal(torch.bfloat16), [2, 3]),
     "a transposed matrix": (
         _of(lambda x: x.t().exp().log() @ torch.tensor([1.0, 10.0], device=x.device), *_ROWS, shape=(2, 2)),
         [31, 42],
@@ -268,6 +280,10 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     "an expanded tensor": (_of(lambda x: x.expand(2, 2) + 0, 1.0, 2.0), [1, 2, 1, 2]),
     "add with out=": (_of(_out(lambda x, out: torch.add(x, 1, out=out)), *_ROWS), [2, 3, 4, 5]),
     "cumsum with out=": (_of(_out(lambda x, out: torch.cumsum(x, 0, out=out)), *_ROWS), [1, 3, 6, 10]),
+    "addmm with out= that is transposed": (
+        _of(lambda x: torch.addmm(x, x, x, out=torch.full_like(x, 77.0).t()), *_ROWS, shape=(2, 2)),
+        [8, 12, 18, 26],
+    ),
     "mul in place": (_of(_in_place(lambda x: x.mul_(10)), 1.0, 2.0), [1, 10, 2, 20]),
     "relu in place": (_of(_in_place(torch.relu_), -1.0, 2.0), [-1, 0, 2, 2]),
     "copy in place": (_of(_in_place(lambda x: x.copy_(x.flip(0) + 0)), 1.0, 2.0), [1, 2, 2, 1]),
@@ -284,6 +300,10 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
         ),
         [0, 1, 3, 4],
     ),
+    "bicubic upsampling": (
+        _of(lambda x: functional.interpolate(x, (1, 4), mode="bicubic"), 0.0, 4.0, shape=(1, 1, 1, 2)),
+        [-0.421875, 0.90625, 3.09375, 4.421875],  # of Keys' cubic with a = -0.75
+    ),
     "rounding to bf16": (_of(lambda x: x.bfloat16().float(), 1 + 2**-8, 1 + 3 * 2**-8), [1, 1 + 2**-6]),
     "conversion of a transposed matrix": (_of(lambda x: x.t().bfloat16(), *_ROWS, shape=(2, 2)), [1, 3, 2, 4]),
     "conversion to whole numbers": (_of(lambda x: x.int().float(), 1.9, -1.9), [1, -1]),
@@ -291,6 +311,17 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     "whole numbers and fractions": (
         _of(lambda x: torch.cat([x.int() * 0.5, x.int() + 0.25, x.int() / 4, x.int() ** 0.5]), 1.0, 9.0),
         [0.5, 4.5, 1.25, 9.25, 0.25, 2.25, 1, 3],
+    ),
+    "whole numbers compared with fractions": (
+        _of(
+            lambda x: torch.cat([x.int() > -0.5, x.int() >= 0.5, x.int() < 0.5, x.int() <= -0.5, x.int() == 0.5]),
+            *(0.0, 1.0, -1.0),
+        ),
+        [*(1, 1, 0), *(0, 1, 0), *(1, 0, 1), *(0, 0, 1), *(0, 0, 0)],
+    ),
+    "bits of whole numbers": (
+        _of(lambda x: torch.cat([_bits(x.to(kind)) for kind in (torch.int8, torch.int32, torch.int64)]), -8.0, 5.0),
+        [*(-4, 2, -4, 2, -16, 10, 0, 4, -7, 5, -5, 6, 7, -6)] * 3,
     ),
     "indices from the end": (
         _of(lambda x: torch.cat([x[_index(x, -1, 0)], x.roll(1)[-2:], x.narrow(0, -2, 1)]), *_ROWS),

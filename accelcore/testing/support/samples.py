@@ -13,6 +13,7 @@ import torch
 
 SAMPLED = (
     *("mm", "bmm", "addmm", "matmul", "baddbmm", "mv", "dot", "outer", "einsum", "nn.functional.linear"),
+    "linalg.solve_triangular",
     *("nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv_transpose2d"),
     *("nn.functional.layer_norm", "nn.functional.group_norm", "nn.functional.batch_norm", "nn.functional.rms_norm"),
     *("nn.functional.instance_norm", "nn.functional.normalize", "linalg.vector_norm"),

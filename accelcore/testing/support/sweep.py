@@ -93,6 +93,9 @@ def compare(
                 for change, what in ((with_nan, "with NaN"), *([(with_whole_numbers, "with whole numbers")] * binary)):
                     if (changed := change(given)) is not None:
                         Case(found, device, name, info, dtype, changed, what, elementwise).run()
+                given = _arguments(max(every, key=lambda sample: len(tensors(_arguments(sample)))))
+                if len([each for each in tensors(given) if each.requires_grad]) > 1:
+                    Case(found, device, name, _Frozen(info), dtype, given, "of a frozen input", elementwise).run()
                 if info.supports_gradgrad:
                     given = _arguments(every[0])
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
@@ -218,6 +221,19 @@ class _Gradient:
         if any(type(each.grad_fn).__name__ in _REPORTED for each in gradients):
             raise NotImplementedError("torch reports that its backward pass has no derivative")
         return gradients
+
+
+class _Frozen:
+    """An operator whose first argument needs no gradient, and others do."""
+
+    inplace_variant, supports_out = None, False
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+
+    def op(self, first: Any, *given: Any, **options: Any) -> Any:
+        """Return the operator's result."""
+        return self._info.op(first.detach() if isinstance(first, Tensor) else first, *given, **options)
 
 
 class _Between:
