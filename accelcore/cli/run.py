@@ -42,7 +42,7 @@ _SEVERAL_MACHINES = {
 class _RankCount(click.IntRange):
     """A whole number, or `auto`, which becomes 0."""
 
-    name = "whole number"  # for messages
+    name = "number of ranks: a whole number, or auto"  # for messages
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return 0 if value == "auto" else super().convert(value, param, ctx)
