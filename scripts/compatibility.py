@@ -157,13 +157,14 @@ def page(results: Iterable[dict[str, Any]]) -> str:
         for part in one["lacks"]:
             lacks.setdefault((part["name"], part["instead"]), []).append(_release(one))
     lines += [f"| `{name}` | {', '.join(missing)} | {instead}. |" for (name, instead), missing in lacks.items()]
-    lines += ["", "## What fails", ""]
+    start = len(lines)
     for one in ordered:
         parts = (one["suite"], one["tests"], one["emulator"])
         failures = [name for part in parts if part for name in part["failures"]]
         if failures:
             lines += [f"torch {_release(one)}:", "", *(f"- `{name}`" for name in failures), ""]
             lines += [one["cause"], ""] if "cause" in one else []
+    lines[start:start] = ["", "## What fails", ""] if len(lines) > start else []
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
