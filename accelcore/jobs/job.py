@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,21 @@ from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
-from accelcore.util.text import kind_of
+from accelcore.util.text import kind_of, no_attribute
 
 Number = TypeVar("Number", float, Tensor)
+
+_INSTEAD = {
+    **dict.fromkeys(("is_main_process", "is_global_zero", "is_local_main_process"), "job.is_main"),
+    **dict.fromkeys(("process_index", "global_rank"), "job.rank"),
+    **dict.fromkeys(("local_process_index", "local_process_rank"), "job.local_rank"),
+    **dict.fromkeys(("wait_for_everyone", "wait"), "job.barrier()"),
+    **dict.fromkeys(("all_gather", "gather_for_metrics"), "job.gather(tensor)"),
+    **dict.fromkeys(("reduce", "average"), "job.mean(value), or job.all_reduce(tensor)"),
+    "num_processes": "job.world_size",
+    "gather_object": "job.gather_objects(value)",
+}
+"""Names of accelerate, Fabric and torch, and what stands for them in a job."""
 
 _EXIT_TIMEOUT = timedelta(minutes=1)
 """Time that a rank waits for the others at exit, because a rank may have ended without a trace."""
@@ -54,6 +66,11 @@ class Job:
     ) -> None:
         self._joined, self._launch, self._missing = collectives, launch, missing
         self.rank, self.world_size = collectives.rank, collectives.world_size
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+        def __getattr__(self, name: str) -> None:
+            no_attribute(self, name, _INSTEAD)
 
     @property
     def _collectives(self) -> Collectives:

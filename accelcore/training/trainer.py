@@ -48,6 +48,10 @@ _INSTEAD = {
     **dict.fromkeys(("save_checkpoint", "save_state", "state_dict"), "trainer.save(folder)"),
     **dict.fromkeys(("load_checkpoint", "load_state", "load_state_dict"), "trainer.resume(folder)"),
     "zero_grad": "nothing there, because a window begins without gradients",
+    "global_step": "trainer.steps",
+    "current_epoch": "trainer.epoch",
+    "device": "accel.device",
+    "no_sync": "accel.trainer(..., accumulate=4), which exchanges gradients once a window",
     "log": "accel.trainer(..., observers=[accelcore.Log(folder)])",
 }
 """Names of Lightning, accelerate and torch, and what stands for them on a trainer."""

@@ -98,7 +98,10 @@ def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
 def test_names_of_other_libraries_name_ours(accel):
     model = net()
     trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()))
+    with accel.distributed() as job:
+        pass
     for owner, name, ours in (
+        (job, "is_main_process", "job.is_main"),
         (accel, "seed", "accel.runtime.seed"),
         (accel, "prepare", "accel.trainer"),
         (trainer, "step", "trainer.update"),
