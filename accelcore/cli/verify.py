@@ -89,17 +89,7 @@ class Scorecard:
         }
 
 
-class _Verify(click.Group):
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            raise click.UsageError(f"{error.message} Write: accelcore verify backend {args[0]}", ctx) from error
-
-
-@click.group("verify", cls=_Verify)
+@click.group("verify")
 def commands() -> None:
     """Test whether a backend works as it declares.
 

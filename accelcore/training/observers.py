@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -60,7 +61,7 @@ class Observer:
         """Receive the output of a module in a forward pass, with the module's name."""
 
 
-EVENTS = ("begin", "epoch_begin", "batch", "epoch_end", "loss", "gradient_norm", "overflow", "step", "output")
+EVENTS = tuple(name for name, member in vars(Observer).items() if isfunction(member))
 """The methods of `Observer` that may be overridden."""
 
 

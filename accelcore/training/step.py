@@ -225,7 +225,7 @@ class Step:
         if True not in self._gradients.received:
             raise TrainingError(
                 "no parameter received a gradient in this window",
-                remedy="call trainer.backward(loss) before trainer.update(), or look for frozen parameters",
+                remedy="look for frozen parameters, or a loss that does not depend on them",
             )
 
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:

@@ -171,7 +171,6 @@ def here(machine, monkeypatch):
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "."], "there is no script '.'"),
         (["run", "--nproc", "two", "script.py"], "'two' is not a valid number of ranks"),
-        (["verify", "cpu"], "accelcore verify backend cpu"),
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
         (["run", "--nnodes", "2", "script.py"], "--nnodes cannot be used without --rdzv-endpoint or --master-addr"),
