@@ -38,6 +38,7 @@ _VALUES = {
     "idle_share": ("GPU idle", "{:.0%}", 1.0),
     "overlapped_copies": ("copies beside kernels", "{:.0%}", 1.0),
 }
+_PLOTTED = {"gpt": "tokens_per_second", "resnet": "images_per_second"}
 _VERSIONS = (
     "torch",
     "cuda",
@@ -99,20 +100,23 @@ def page(before: str, found: Sequence[Results]) -> str:
 
 
 def draw(found: Sequence[Results], path: Path) -> None:
-    """The plot: a row for each chip, by hand beside the trainer in every mode; a line is from quartile to quartile."""
+    """The plot: each loop in every mode, for each chip and model; a line is from quartile to quartile."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "accelcore"  # the same file from the same results
-    figure = Figure(figsize=(12, 4 * len(found)), layout="constrained")
-    for place, results in enumerate(found):
-        for column, (stage, value, label) in enumerate(
-            (("gpt", "tokens_per_second", "tokens/s"), ("resnet", "images_per_second", "images/s"))
-        ):
-            axes = figure.add_subplot(len(found), 2, 2 * place + column + 1)
-            record = results.stages.get(stage, {"cases": []})
-            _bars(axes, [case for case in record["cases"] if value in case["values"]], value)
-            axes.set(title=f"{_TITLES[stage]}, {_name(results)}", xlabel=label)
+    measured = [
+        (results, stage, [case for case in results.stages.get(stage, {"cases": []})["cases"] if case["timing"]])
+        for results in found
+        for stage in _PLOTTED
+    ]
+    panels = [panel for panel in measured if panel[2]]
+    figure = Figure(figsize=(12, 4 * len(panels)), layout="constrained")
+    for place, (results, stage, cases) in enumerate(panels):
+        value = _PLOTTED[stage]
+        axes = figure.add_subplot(len(panels), 1, place + 1)
+        _bars(axes, cases, value)
+        axes.set(title=f"{_TITLES[stage]}, {_name(results)}", xlabel=_VALUES[value][0])
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -142,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plotted(found: Iterable[Results]) -> bool:
-    return any(results.stages.get(stage, {}).get("cases") for results in found for stage in ("gpt", "resnet"))
+    return any(results.stages.get(stage, {}).get("cases") for results in found for stage in _PLOTTED)
 
 
 def _name(results: Results) -> str:

@@ -114,7 +114,10 @@ def _attention(device: Device, shape: Shape) -> str:
 
 
 def full_batch(device: Device, shape: Shape) -> int:
-    """Up to 32, as large as fits in three fifths of the memory in fp32; where memory is the host's, 4."""
+    """Up to 32, as large as fits in two fifths of the memory in fp32; where memory is the host's, 4.
+
+    The weights and moments of all loops stay in the memory beside it.
+    """
     memory = device.memory()
     if memory is None or device.toy:
         return 4
@@ -126,6 +129,6 @@ def full_batch(device: Device, shape: Shape) -> int:
         train()
         return device.peak()
 
-    found = largest_batch(peak, room=memory * 3 // 5, sizes=(2, 4), most=32)
+    found = largest_batch(peak, room=memory * 2 // 5, sizes=(2, 4), most=32)
     device.forget()
     return found
