@@ -1,8 +1,9 @@
 """Known kernel bugs: affected versions, symptom, workaround.
 
-Listed are kernels that compute a wrong result without an error. Bugs of torch on every device are below; a plugin lists
-the bugs of its device in the hook `accelcore_known_faults`. The tests check every entry against the installed version.
-This module does not import torch, because `accelcore doctor` shows the table without it.
+Listed are kernels that compute a wrong result without an error, or that make the device unusable. Bugs of torch on
+every device are below; a plugin lists the bugs of its device in the hook `accelcore_known_faults`. The tests check
+every entry against the installed version. This module does not import torch, because `accelcore doctor` shows the table
+without it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 @dataclass(frozen=True)
 class KnownFault:
-    """Kernel that computes a wrong result without an error.
+    """Kernel that computes a wrong result without an error, or makes the device unusable for the process.
 
     Attributes:
         kernel: the kernel, as users call it.
@@ -26,6 +27,8 @@ class KnownFault:
         seen: the version and device with which we reproduced it; empty if we did not.
         findings: a regular expression of what the conformance suite says of operators with this bug. The suite then
             reports the bug instead of a failure. Empty if the suite sees nothing of it.
+        unusable: a regular expression of the suite's samples, as it names them, that make the device unusable for the
+            rest of the process. The suite does not run them, and reports the bug. Empty if there are none.
     """
 
     kernel: str
@@ -36,6 +39,7 @@ class KnownFault:
     reference: str
     seen: str
     findings: str = ""
+    unusable: str = ""
 
     @property
     def installed(self) -> str | None:

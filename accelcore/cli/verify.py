@@ -28,6 +28,7 @@ from accelcore.devices.request import parse
 from accelcore.devices.select import decide
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.jobs.launchers import outside_any_job
+from accelcore.testing.support import UNUSABLE
 from accelcore.util.text import shown
 
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
@@ -184,14 +185,15 @@ def _test(
                 report.verdicts["end"] = Verdict("backend", "end", "", _ENDS, "failed", why)
             return
         crashed = next((test for test, verdict in report.verdicts.items() if not verdict.outcome), None)
-        if crashed is None or len(report.verdicts) == known:
+        if len(report.verdicts) == known or (crashed is None and ended.status != UNUSABLE):
             raise PluginError(
                 f"the suite could not be run on {name}",
                 why=why,
                 remedy="read that output; accelcore doctor --deep tries the backend alone",
             )
         with report.file.open("a", encoding="utf-8") as file:
-            file.write(f"\n{json.dumps({'event': 'end', 'id': crashed, 'outcome': 'failed', 'why': why})}\n")
+            if crashed is not None:
+                file.write(f"\n{json.dumps({'event': 'end', 'id': crashed, 'outcome': 'failed', 'why': why})}\n")
 
 
 def _show_progress(reports: Sequence[_Report], shown: set[str]) -> None:

@@ -9,9 +9,10 @@ import pytest
 from accelcore import Backend
 from accelcore.testing.suite.operators import check
 from accelcore.testing.support.samples import SAMPLED, operators
+from accelcore.testing.support.usable import DeviceTests
 
 
-class TestOperators:
+class TestOperators(DeviceTests):
     """Operators that the default run leaves out."""
 
     @pytest.mark.parametrize("name", sorted(operators().keys() - set(SAMPLED)))

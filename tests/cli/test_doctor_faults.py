@@ -30,7 +30,7 @@ def test_those_of_the_installed_versions_and_of_usable_backends_are_shown(machin
     assert found["mine", "a kernel"] == {
         "backend": "mine", "kernel": "a kernel", "package": "torch", "installed": report["versions"]["torch"],
         "versions": ">=2", "what": "it adds wrongly", "instead": "a loop", "reference": "page 1", "seen": "",
-        "findings": "",
+        "findings": "", "unusable": "",
     }  # fmt: skip
     text = machine.run("doctor").stdout
     assert "  a kernel: it adds wrongly\n" in text

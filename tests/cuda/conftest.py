@@ -82,6 +82,8 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     import torch
 
+from accelcore.testing.support.usable import check_usable, why_unusable  # noqa: E402
+
 
 @cache
 def _why_not() -> str:
@@ -149,6 +151,16 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees what the shell it was started from says to accelcore."""
     for variable in _ELSEWHERE:
         monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _usable_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Skip what follows a kernel that makes the GPU unusable, and say once which test that was."""
+    if why_unusable():
+        pytest.skip(f"not run: {why_unusable()}")
+    yield
+    if not why_unusable():
+        check_usable(torch.device("cuda"), request.node.nodeid)
 
 
 @pytest.fixture

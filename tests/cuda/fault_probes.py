@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, layer_norm
+
+# Runs in a process of its own, because no call on the device works after it. torch takes MATH if it refuses the kernel.
+_ATTENTION = """
+import sys
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+size, begin = (2, 4, 16, 64), 4
+memory = [torch.zeros(begin + 2 * 4 * 16 * 64, device="cuda", dtype=torch.float16) for _ in range(3)]
+with sdpa_kernel([getattr(SDPBackend, sys.argv[1]), SDPBackend.MATH]):
+    torch.nn.functional.scaled_dot_product_attention(*(each[begin:].view(size) for each in memory))
+torch.cuda.synchronize()
+"""
 
 _ROWS, _WIDTH = 32768, 1024  # large enough for inductor to mix the orders of its reductions
 
@@ -42,3 +57,22 @@ def pooled_out() -> bool:
     memory = torch.full((1, 1, 2, 2, 2), 77.0, device="cuda")
     torch._C._nn.avg_pool2d(torch.ones(1, 1, 4, 4, device="cuda"), 2, out=memory[..., 1])
     return bool((memory[..., 0] != 77).any())
+
+
+def flash_attention() -> bool:
+    """Check if flash attention fails on tensors that begin 8 bytes behind a multiple of 16."""
+    return _misaligned("FLASH_ATTENTION")
+
+
+def efficient_attention() -> bool:
+    """Check if memory-efficient attention fails on tensors that begin 8 bytes behind a multiple of 16."""
+    return _misaligned("EFFICIENT_ATTENTION")
+
+
+def _misaligned(kernel: str) -> bool:
+    command = [sys.executable, "-c", _ATTENTION, kernel]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    misaligned = "misaligned address" in done.stderr
+    if done.returncode and not misaligned:
+        raise RuntimeError(done.stderr)
+    return misaligned

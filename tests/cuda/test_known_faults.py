@@ -5,9 +5,21 @@ from __future__ import annotations
 import pytest
 from accelcore_cuda.known_faults import KNOWN_FAULTS
 
-from tests.cuda.fault_probes import mix_order_reduction, pooled_gradient, pooled_out
+from tests.cuda.fault_probes import (
+    efficient_attention,
+    flash_attention,
+    mix_order_reduction,
+    pooled_gradient,
+    pooled_out,
+)
 
-PROBES = dict(zip(KNOWN_FAULTS, (mix_order_reduction, pooled_gradient, pooled_out), strict=True))
+PROBES = dict(
+    zip(
+        KNOWN_FAULTS,
+        (mix_order_reduction, pooled_gradient, pooled_out, flash_attention, efficient_attention),
+        strict=True,
+    )
+)
 
 
 @pytest.mark.parametrize("fault", PROBES, ids=lambda fault: fault.kernel)

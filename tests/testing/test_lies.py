@@ -15,12 +15,14 @@ import forks
 import pytest
 import torch
 from accelcore_cpu.backend import create
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelcore
 from accelcore.cli import main
 from accelcore.cli import verify as command
 from accelcore.known_faults import KnownFault
 from accelcore.testing import whole_suite as suite
+from accelcore.testing.support import usable
 from accelcore.testing.support.options import ORACLES, options_of
 
 HERE = Path(__file__).parent
@@ -127,6 +129,40 @@ def test_a_known_bug_is_named_and_hides_no_other(findings, left, monkeypatch):
     said.clear()
     suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
     assert said == {}, "a bug that does not show is not reported"
+
+
+class Misaligned(TorchDispatchMode):
+    """No kernel runs any more after a tanh of memory that begins elsewhere."""
+
+    lost = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.lost |= func.name() == "aten::tanh" and args[0].storage_offset() > 0 and args[0].is_contiguous()
+        if self.lost:
+            raise RuntimeError("misaligned address")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_kernel_that_makes_the_device_unusable_is_named_once_and_not_run_if_known(monkeypatch):
+    monkeypatch.setattr(usable, "_lost", {})
+    samples = r"tanh, \w+, (as it is|transposed|in place as it is).*"
+    bug = KnownFault("tanh", "torch", ">=2", "it is lost", "nothing", "a reference", "", unusable=samples)
+    monkeypatch.setattr("accelcore.testing.suite.operators.find", lambda name: SimpleNamespace(faults=(bug,)))
+    said = {}
+    with Misaligned():
+        suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
+    assert "not run" in said["known_bug"]
+    assert str(bug) in said["known_bug"]
+    assert not usable.why_unusable()
+
+    monkeypatch.setattr("accelcore.testing.suite.operators.find", lambda name: None)
+    with (
+        Misaligned(),
+        pytest.raises(pytest.fail.Exception, match=r"since tanh, float32, as it is, .*behind other elements, every"),
+    ):
+        suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
+    with pytest.raises(pytest.skip.Exception, match="not run: since tanh"):
+        next(suite.TestOperators._usable_device.__wrapped__(None, None))
 
 
 @pytest.fixture
@@ -264,7 +300,12 @@ def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, forked, ve
 
 
 @pytest.mark.parametrize(
-    ("name", "timeout", "said"), [("device_that_crashes", "100", "SIGSEGV"), ("device_that_hangs", "10", "10 seconds")]
+    ("name", "timeout", "said"),
+    [
+        ("device_that_crashes", "100", "SIGSEGV"),
+        ("device_that_hangs", "10", "10 seconds"),
+        ("device_that_is_lost", "100", "every call on cpu in this process fails (misaligned address)"),
+    ],
 )
 def test_a_crash_or_a_hang_is_a_failure_of_its_test(name, timeout, said, liars, forked, verify):
     code, out, err = verify(name, "--only", "precision", "--timeout", timeout)

@@ -14,6 +14,7 @@ import torch
 import accelcore
 from accelcore import Backend, Capabilities
 from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MODEL_DTYPES, STRATEGIES, TABLES
+from accelcore.testing.support.usable import DeviceTests
 
 _TESTED = {
     "autocast_dtypes": LOW_PRECISION,
@@ -34,7 +35,7 @@ if "torch" in sys.modules:
 """
 
 
-class TestBackend:
+class TestBackend(DeviceTests):
     """The device, its plugin and its declaration."""
 
     def test_probe_is_light(self, accel: Backend) -> None:

@@ -18,11 +18,12 @@ from accelcore.testing.support.job import two_ranks
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import eps
 from accelcore.testing.support.ranks import EXACT, OPERATIONS, base_of, reduced
+from accelcore.testing.support.usable import DeviceTests
 
 _ALONE = timedelta(seconds=5)  # how long a group waits for ranks that do not exist
 
 
-class TestCollectives:
+class TestCollectives(DeviceTests):
     """One process, then a job of two."""
 
     def test_alone(self, accel: Backend) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from accelcore import AccelError, Backend, ConfigurationError, LossScale
 from accelcore.testing.support.declared import declared
 from accelcore.testing.support.oracles import ExactHead, batches, eps, error, network
+from accelcore.testing.support.usable import DeviceTests
 
 _AUTOCAST = (("bf16", "bfloat16"), ("fp16", "float16"), ("O1", "float16"))  # presets, and the dtypes they compute in
 
@@ -32,7 +33,7 @@ class _Shifted(torch.nn.Module):
         return normed.to(rows.dtype) + shift
 
 
-class TestCompiler:
+class TestCompiler(DeviceTests):
     """Compiled modules against eager ones."""
 
     def test_compiled_is_the_same(self, accel: Backend) -> None:

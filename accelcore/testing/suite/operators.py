@@ -16,6 +16,7 @@ from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare
+from accelcore.testing.support.usable import DeviceTests
 
 _KNOWN = {**KNOWN, **KNOWN_OF_MANY}
 
@@ -27,23 +28,21 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
     info = operators()[name]
     declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
     state, plugin = accel.runtime.rng_state(), find(accel.name)
-    try:
-        with accel.precision.fp32("ieee"):
-            dtypes = [*(getattr(torch, each) for each in sorted(declared)), torch.int64, torch.bool]
-            found = compare(accel.device, name, info, dtypes, count, () if plugin is None else plugin.faults)
-    finally:
-        accel.runtime.set_rng_state(state)
+    with accel.precision.fp32("ieee"):
+        dtypes = [*(getattr(torch, each) for each in sorted(declared)), torch.int64, torch.bool]
+        found = compare(accel.device, name, info, dtypes, count, () if plugin is None else plugin.faults)
+    accel.runtime.set_rng_state(state)
     assert not found.wrong, "\n".join(found.wrong)
     if not found.compared:
         reason = found.refused[0] if found.refused else f"{name}: torch has no sample of it that runs on the CPU"
         pytest.skip(f"refused: {reason}" if found.refused else reason)
     if found.seen:
-        record("known_bug", f"{name}: {'; '.join(map(str, found.seen))}")
+        record("known_bug", f"{name}: {'; '.join(found.seen)}")
     if found.on_host:
         record("on_host", f"{name} ({', '.join(sorted(found.on_host))})")
 
 
-class TestOperators(ModuleTests):
+class TestOperators(ModuleTests, DeviceTests):
     """Operators of training."""
 
     @pytest.mark.parametrize("name", SAMPLED)

@@ -17,6 +17,7 @@ from accelcore.testing.suite.optimizer_steps import StepsOfOptimizers
 from accelcore.testing.support.declared import MODEL_DTYPES, declared
 from accelcore.testing.support.options import EVERY, LR, NINE, ORACLES, STEPS, oracle, parameters, step, taken_by
 from accelcore.testing.support.oracles import Launches, eps, error, weights
+from accelcore.testing.support.usable import DeviceTests
 
 _UPDATES = (2000.0, 70_000.0)
 
@@ -33,7 +34,7 @@ def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count:
     return launches.names
 
 
-class TestOptimizers(StateOfOptimizers, StepsOfOptimizers):
+class TestOptimizers(StateOfOptimizers, StepsOfOptimizers, DeviceTests):
     """The registry, and every optimizer in it that there is an oracle for."""
 
     @pytest.mark.parametrize("name", EVERY)

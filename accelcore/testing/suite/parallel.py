@@ -16,6 +16,7 @@ from accelcore.testing.support.declared import DIVIDING, STRATEGIES
 from accelcore.testing.support.job import two_ranks
 from accelcore.testing.support.oracles import buffers, error, evaluated
 from accelcore.testing.support.ranks import STEPS, VARIANTS, Partly, share, uses, variants_of
+from accelcore.testing.support.usable import DeviceTests
 
 
 @cache
@@ -56,7 +57,7 @@ def found_by(accel: Backend, strategy: str, variant: str) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
-class TestParallel:
+class TestParallel(DeviceTests):
     """Every strategy that is declared, on two ranks whose models start apart, and which use other layers."""
 
     @pytest.mark.parametrize("variant", VARIANTS)

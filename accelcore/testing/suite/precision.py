@@ -15,6 +15,7 @@ from accelcore.testing.suite.contexts import ContextTests
 from accelcore.testing.suite.op_tables import OpTables
 from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MOST_BITS, declared
 from accelcore.testing.support.oracles import eps, error, weights
+from accelcore.testing.support.usable import DeviceTests
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
     "linear": lambda row, column: linear(row, column.t()),
@@ -74,7 +75,7 @@ def _torchs_setting(value: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class TestPrecision(OpTables, ContextTests):
+class TestPrecision(OpTables, ContextTests, DeviceTests):
     """Autocast, its tables, and the exactness of fp32 matrix products."""
 
     @pytest.mark.parametrize("name", LOW_PRECISION)

@@ -14,6 +14,7 @@ from accelcore.testing.suite.drawn import DrawnTests
 from accelcore.testing.suite.transfers import TransferTests
 from accelcore.testing.support.declared import declared
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
+from accelcore.testing.support.usable import DeviceTests
 from accelcore.torch_features import GET_KERNEL
 
 MEBIBYTE = 2**20
@@ -60,7 +61,7 @@ _BELOW_HALF = [True, True, False, False, False, False, True, False]
 _BEHIND = [0.763043, 0.759357, 0.063021, 0.057556]
 
 
-class TestRuntime(DrawnTests, TransferTests):
+class TestRuntime(DrawnTests, TransferTests, DeviceTests):
     """Seeds, random states, memory, transfers."""
 
     def test_seed(self, accel: Backend) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
 from accelcore.testing.support.oracles import eps, error, overflow, spoil, weights
+from accelcore.testing.support.usable import DeviceTests
 from accelcore.util.text import first_line
 
 Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
@@ -55,7 +56,7 @@ def _update(scaler: Any, optimizer: Optimizer) -> None:
     scaler.update()
 
 
-class TestScaler:
+class TestScaler(DeviceTests):
     """Dynamic, static and no loss scaling."""
 
     @every_optimizer

@@ -19,6 +19,7 @@ from accelcore.testing.support.job import two_ranks
 from accelcore.testing.support.options import EVERY, oracle
 from accelcore.testing.support.oracles import Stateful, batches, buffers, eps, error, evaluated, network, weights
 from accelcore.testing.support.ranks import share
+from accelcore.testing.support.usable import DeviceTests
 
 LR = 0.1
 
@@ -65,7 +66,7 @@ def make(accel: Backend, model: nn.Module, optimizer: str = "adamw", **options: 
     )  # fmt: skip
 
 
-class TestTraining(LevelTests):
+class TestTraining(LevelTests, DeviceTests):
     """The trainer on this backend, against plain torch."""
 
     @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from accelcore.testing.support.samples import (
     ROUGH,
     SAMPLED,
 )
+from accelcore.testing.support.usable import check_usable
 
 _WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
 OF_GRADIENT = "of the gradient"
@@ -54,7 +55,7 @@ class Found:
         compared: how many results were compared by value.
         known: known bugs of the installed versions that show in findings.
         wrong: each other difference, in a sentence.
-        seen: the known bugs that were seen.
+        seen: the known bugs that were seen, or because of which a sample was not run.
         refused: errors with which the device refuses the operator.
         on_host: operators that the device hands to the CPU.
     """
@@ -64,7 +65,7 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     on_host: set[str] = field(default_factory=set)
-    seen: dict[KnownFault, None] = field(default_factory=dict)
+    seen: dict[str, None] = field(default_factory=dict)
 
     def note(self, finding: str) -> None:
         """Add what is wrong, or the known bug that it shows."""
@@ -72,7 +73,14 @@ class Found:
         if fault is None:
             self.wrong.append(finding)
         else:
-            self.seen[fault] = None
+            self.seen[str(fault)] = None
+
+    def leaves_out(self, sample: str) -> bool:
+        """Return whether a known bug would make the device unusable on this sample, and add the bug."""
+        fault = next((each for each in self.known if re.fullmatch(each.unusable, sample)), None)
+        if fault is not None:
+            self.seen[f"not run, because then the device is unusable: {fault}"] = None
+        return fault is not None
 
 
 @dataclass
@@ -135,7 +143,7 @@ class Case:
         for layout in LAYOUTS if images else LAYOUTS[:-1]:
             if not layout or not (self.what or self.name in READS_MEMORY):
                 begin = BEHIND if self.aside and not layout and self.name not in READS_MEMORY else layout
-                self._check(layout or "as it is", expected, partial(self._on_device, begin), memory)
+                self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
         if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE):
             return
@@ -235,10 +243,14 @@ class Case:
         expected: list[Expected],
         run: Callable[[], Any],
         memory: Any = (),
+        begin: str = "",
         works: Callable[[], bool] = lambda: True,
     ) -> None:
         """Note what is wrong with the results of a form, if it `works` on the CPU: torch refuses some forms."""
-        where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what)))
+        behind = BEHIND if begin == BEHIND else ""
+        where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what, behind)))
+        if self.found.leaves_out(where):
+            return
         try:
             kernels = HostKernels(self.device)
             watched = kernels if form == "as it is" and self.device.type != "cpu" else nullcontext()
@@ -255,6 +267,7 @@ class Case:
             usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
             rare = empty or not usual
             refuses = rare or isinstance(error, NotImplementedError) or _REFUSES.search(text)
+            check_usable(self.device, where)
             if works():
                 (self.found.refused.append if refuses else self.found.note)(f"{where}: {type(error).__name__}: {text}")
             return

@@ -1,7 +1,7 @@
 """Pytest plugin that writes a line when each test of the suite begins and ends.
 
 `accelcore verify` starts it in a child process. If a backend crashes the process, the lines tell in which test, and the
-next process continues with the test after it.
+next process continues with the test after it. A process whose device has become unusable ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import accelcore
+from accelcore.testing.support import UNUSABLE
 from accelcore.testing.support.declared import NOT_DECLARED
+from accelcore.testing.support.usable import why_unusable
 
 _LONGEST = 4000
 _END = pytest.StashKey[dict[str, Any]]()
@@ -75,6 +77,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     _write(item.config, event="begin", id=item.nodeid, **_described(item))
     result = yield
     _write(item.config, event="end", id=item.nodeid, **item.stash[_END])
+    if why_unusable():
+        pytest.exit(why_unusable(), returncode=UNUSABLE)
     return result
 
 

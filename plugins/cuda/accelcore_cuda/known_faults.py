@@ -33,4 +33,26 @@ POOLED_OUT = KnownFault(
     seen="torch 2.11.0, NVIDIA H200",
     findings=r"nn\.functional\.avg_pool2d, \w+, with out=.*: (it wrote beside the tensor|result \d+ is wrong in .*)",
 )
-KNOWN_FAULTS = (MIX_ORDER_REDUCTION, POOLED_GRADIENT, POOLED_OUT)
+_BEHIND = r", as it is(, [\w ]+)?, behind other elements"
+_UNUSABLE = "after it every call in the process fails (misaligned address)"
+FLASH_ATTENTION = KnownFault(
+    kernel="scaled_dot_product_attention on a GPU by flash attention, fp16 and bf16",
+    package="torch",
+    versions=">=2.7",
+    what=f"tensors whose address is no multiple of 16 bytes make the device unusable: {_UNUSABLE}",
+    instead="nothing: give it a clone() of a tensor that is a view from within another one",
+    reference="tests/cuda/fault_probes.py",
+    seen="torch 2.11.0, NVIDIA H100",
+    unusable=rf"nn\.functional\.scaled_dot_product_attention, (bfloat16|float16){_BEHIND}",
+)
+EFFICIENT_ATTENTION = KnownFault(
+    kernel="scaled_dot_product_attention on a GPU by memory-efficient attention",
+    package="torch",
+    versions=">=2.7,<2.13",
+    what=f"tensors whose address is no multiple of 16 bytes make the device unusable: {_UNUSABLE}",
+    instead="nothing: give it a clone() of a tensor that is a view from within another one",
+    reference="https://github.com/pytorch/pytorch/issues/183484",
+    seen="torch 2.11.0, NVIDIA H100",
+    unusable=rf"nn\.functional\.scaled_dot_product_attention, \w+{_BEHIND}",
+)
+KNOWN_FAULTS = (MIX_ORDER_REDUCTION, POOLED_GRADIENT, POOLED_OUT, FLASH_ATTENTION, EFFICIENT_ATTENTION)

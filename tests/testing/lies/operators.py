@@ -182,7 +182,7 @@ def _with_whole_exponents(func, x, exponent):
     return func(x, exponent if exponent.is_floating_point() or not x.is_floating_point() else exponent.sign())
 
 
-swept("convolution_that_begins_elsewhere", "nn.functional.conv2d", "as it is: result",
+swept("convolution_that_begins_elsewhere", "nn.functional.conv2d", "behind other elements: result",
       {"convolution": _from_where_storage_begins})  # fmt: skip
 swept("choice_by_another_order", "where", "transposed", {"where": _as_dense})
 swept("out_with_gaps_that_is_not_written", "cat", "with out=",

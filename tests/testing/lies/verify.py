@@ -12,6 +12,11 @@ import torch
 from lies.lie import lie, replaced
 
 
+class _Lost(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise RuntimeError("misaligned address\nand more")
+
+
 def _in_float64(backend, act):
     def autocast(honest, dtype=None, **options):
         return act() if dtype == torch.float64 else honest.autocast(dtype, **options)
@@ -31,6 +36,12 @@ def device_that_crashes(backend):
 @lie("TestPrecision.test_autocast_refuses_other_dtypes", says="")
 def device_that_hangs(backend):
     return _in_float64(backend, threading.Event().wait)
+
+
+@lie("TestPrecision.test_autocast_refuses_other_dtypes", says="")
+def device_that_is_lost(backend):
+    """No kernel runs after that test, in its process."""
+    return _in_float64(backend, _Lost().__enter__)
 
 
 @lie("TestRuntime.test_memory", says="")
