@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from accelcore.training.monitoring.log import Log
     from accelcore.training.monitoring.progress import Progress
     from accelcore.training.observers import Observer
-    from accelcore.training.options import FSDP, Recompute
+    from accelcore.training.options import FSDP, Recompute, TrainerOptions
     from accelcore.training.saving.together import Together
     from accelcore.training.trainer import Trainer
 
@@ -74,6 +74,7 @@ __all__ = [
     "ShardedStream",
     "Together",
     "Trainer",
+    "TrainerOptions",
     "TrainingError",
     "UnknownBackendError",
     "UnsupportedError",
@@ -102,11 +103,21 @@ _HOMES = {
     "ShardedStream": "training.data.sharding",
     "Together": "training.saving.together",
     "Trainer": "training.trainer",
+    "TrainerOptions": "training.options",
     "compare_logprobs": "layerwise.logprobs",
     "hookimpl": "devices.hookspecs",
     "installed": "devices.select",
     "select": "devices.select",
 }
+
+_INSTEAD = {
+    **dict.fromkeys(("Accelerator", "Fabric", "initialize", "init"), "accel = accelcore.select()"),
+    **dict.fromkeys(("set_seed", "seed", "seed_everything", "manual_seed"), "accel.runtime.seed(n)"),
+    **dict.fromkeys(("device", "autocast", "trainer", "optimizers"), "accel = accelcore.select(), which has it"),
+    **dict.fromkeys(("is_available", "device_count"), "accelcore.installed()"),
+    "GradScaler": "accel.scaler.create()",
+}
+"""Names of accelerate, Fabric and torch, and what stands for them."""
 
 
 def __getattr__(name: str) -> object:
@@ -115,7 +126,9 @@ def __getattr__(name: str) -> object:
 
         return version("accelcore")
     if name not in __all__:
-        raise AttributeError(f"module 'accelcore' has no attribute {name!r}")
+        from accelcore.util.text import no_attribute
+
+        no_attribute(import_module(__name__), name, _INSTEAD)
     value = getattr(import_module(f"accelcore.{_HOMES.get(name, 'errors')}"), name)
     globals()[name] = value
     return value

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+CANNOT_AVOID = "nothing"
+"""Beginning of `KnownFault.instead` if accelcore has no workaround, before what a script can do."""
+
 
 @dataclass(frozen=True)
 class KnownFault:
@@ -22,7 +25,7 @@ class KnownFault:
         package: the distribution that contains it.
         versions: the affected versions, as pip writes them (`">=2.10,<2.14"`).
         what: the symptom, in one sentence without its full stop.
-        instead: accelcore's workaround, likewise.
+        instead: accelcore's workaround, likewise; if there is none, "nothing: " and what a script can do.
         reference: a description of the bug; a URL if there is one.
         seen: the version and device with which we reproduced it; empty if we did not.
         findings: a regular expression of what the conformance suite says of operators with this bug. The suite then
@@ -111,7 +114,7 @@ CAST_WITHOUT_GRADIENT = KnownFault(
     package="torch",
     versions="<2.11",
     what="autocast keeps the cast without a gradient: such a weight gets none later in the same region",
-    instead="nothing under torch's table, so evaluate outside of the region; table O1 is right",
+    instead="nothing: under torch's table, evaluate outside of the region; table O1 is right",
     reference="tests/fault_probes.py",
     seen="torch 2.7.1 and 2.10.0, CPU",
 )

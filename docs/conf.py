@@ -48,18 +48,6 @@ def of_init(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: 
     return None
 
 
-def with_defaults(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """A trainer's options are shown with their defaults, which stand in the code alone."""
-    if name != "accelcore.training.options.TrainerOptions":
-        return
-    from accelcore.training.options import complete
-
-    for option, default in complete({}).items():
-        place = next(place for place, line in enumerate(lines) if line.strip().startswith(f"{option}: "))
-        lines[place] = lines[place].replace(": ", f": Default: `{default!r}`. ", 1)
-
-
 def setup(app: Sphinx) -> None:
-    """Connect the functions above."""
-    app.connect("autodoc-process-docstring", with_defaults, priority=400)  # before napoleon reads it
+    """Connect the function above."""
     app.connect("autodoc-process-signature", of_init)

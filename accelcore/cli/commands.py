@@ -52,7 +52,8 @@ class Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            known = {name: name for name in self.list_commands(ctx)} | {"version": "--version", "help": "--help"}
+            known = {name: name for name in self.list_commands(ctx)}
+            known |= {"version": "--version", "help": "--help", "train": "run", "launch": "run", "env": "doctor"}
             near = nearest(args[0], known)
             hint = f" Did you mean 'accelcore {known[near]}'?" if near else ""
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -34,6 +34,21 @@ def number(
     return click.option(name, metavar=metavar, type=kind, default=default, show_default=True, help=help)
 
 
+class _RankCount(click.IntRange):
+    """A whole number, or `auto`, which becomes 0."""
+
+    name = "number of ranks: a whole number, or auto"  # for messages
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return 0 if value == "auto" else super().convert(value, param, ctx)
+
+
+def nproc_option(more: str = "") -> Callable[[F], F]:
+    """Add the option `--nproc`; 0 is `auto`."""
+    text = f"How many ranks to start on this machine, or auto: one for each device. {more}".strip()
+    return click.option("--nproc", metavar="N", type=_RankCount(min=1), default=1, show_default=True, help=text)
+
+
 def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete the names of installed backends, from their metadata: no plugin is loaded."""
     from accelcore.devices.plugins import BACKENDS, declared
@@ -54,5 +69,5 @@ def check_script(script: str) -> None:
         raise ConfigurationError(
             f"there is no script {shown(script, 200)}",
             why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",
-            remedy="correct the path; accelcore run and advise take a module with -m",
+            remedy="correct the path; accelcore run, record, replay and advise take a module with -m",
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelcore.cli import child
-from accelcore.cli.options import check_script, common, device_option, json_option, number
+from accelcore.cli.options import check_script, common, device_option, json_option, nproc_option, number
 from accelcore.devices.plugins import AUTOLOAD
 from accelcore.errors import ConfigurationError
 
@@ -26,7 +26,8 @@ _NOTHING, _INVALID = 2, 64
 
 _device = device_option("--device", "DEVICE", "What select() chooses in the script, as ACCEL_DEVICE does.")
 _emulate = device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, on this host.")
-_nproc = number("--nproc", "N", 1, "How many ranks to start on this machine.")
+_nproc = nproc_option()
+_module = click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 _steps = number("--steps", "N", 0, "End the script after so many steps; 0 for all.", least=0)
 
 
@@ -39,6 +40,7 @@ _steps = number("--steps", "N", 0, "End the script after so many steps; 0 for al
 @_device
 @_emulate
 @_nproc
+@_module
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @common
@@ -58,6 +60,7 @@ def record(
     Examples:
       accelcore record --out ref train.py --epochs 1
       accelcore record --out ref --steps 20 --same-random train.py
+      accelcore record --out ref -m mypackage.train
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     options = {
         "operators": _numbers(operators),
@@ -81,6 +84,7 @@ def record(
 @_device
 @_emulate
 @_nproc
+@_module
 @json_option
 @click.argument("reference", type=click.Path())
 @click.argument("script", type=click.Path())
@@ -110,6 +114,7 @@ def replay(
       accelcore replay --take-batches ref train.py
       accelcore replay --batch 1 ref train.py
       accelcore replay --self new train.py
+      accelcore replay -m ref mypackage.train
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
     if batch and report:
@@ -181,10 +186,13 @@ def _run(
     mode: str, folder: str, options: dict[str, Any], places: dict[str, Any], script: str, arguments: Sequence[str]
 ) -> int:
     """Run a script in a process of its own, and return its exit code; 128 and the signal that ended it."""
-    check_script(script)
+    places = {**places, "nproc": places["nproc"] or "auto"}
+    module = ["-m"] if places.pop("module") else []
+    if not module:
+        check_script(script)
     child.raise_on_signals()  # so that the script ends with this process
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
-    program = [str(_RUNNER), mode, folder, json.dumps(options), script, *arguments]
+    program = [str(_RUNNER), mode, folder, json.dumps(options), *module, script, *arguments]
     code = subprocess.run(child.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
     return code if code >= 0 else 128 - code
 

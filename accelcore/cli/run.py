@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 import click
 
 from accelcore.cli import rank
-from accelcore.cli.options import check_script, common, device_option, number
+from accelcore.cli.options import check_script, common, device_option, nproc_option, number
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of
 from accelcore.devices.request import parse, requested_device
@@ -39,15 +39,6 @@ _SEVERAL_MACHINES = {
 """Options of torchrun that are passed through."""
 
 
-class _RankCount(click.IntRange):
-    """A whole number, or `auto`, which becomes 0."""
-
-    name = "number of ranks: a whole number, or auto"  # for messages
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return 0 if value == "auto" else super().convert(value, param, ctx)
-
-
 def _several_machines(command: F) -> F:
     """Add torchrun's options for several machines."""
     for name, (metavar, text) in reversed(_SEVERAL_MACHINES.items()):
@@ -61,15 +52,7 @@ def _several_machines(command: F) -> F:
     "DEVICE",
     "What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
 )
-@click.option(
-    "--nproc",
-    metavar="N",
-    type=_RankCount(min=1),
-    default=1,
-    show_default=True,
-    help="How many ranks to start on this machine, or auto: one for each device. More than 1 through torch's elastic "
-    "launcher.",
-)
+@nproc_option("More than 1 through torch's elastic launcher.")
 @number(
     "--max-restarts", "K", 0, "How often torch's elastic launcher starts all ranks again after one has died.", least=0
 )

@@ -1,16 +1,16 @@
 """Program that runs a script of others and records or replays it: `accelcore record` and `replay` start it.
 
-Its arguments: `record` or `replay`; the folder; the options of `Record` or `Replay` as JSON; the script and its own
-arguments.
+Its arguments: `record` or `replay`; the folder; the options of `Record` or `Replay` as JSON; the script, or `-m` and a
+module, and its own arguments.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 import warnings
-from os.path import dirname, realpath
 from time import monotonic
 
 from accelcore.errors import AccelError
@@ -24,8 +24,12 @@ _EVERY = 5.0  # seconds between two lines of progress
 def main() -> None:
     """Run the script in the context of a `Record` or a `Replay`."""
     mode, folder, options, *sys.argv = sys.argv[1:]
+    module = sys.argv[0] == "-m"
+    if module:
+        del sys.argv[0]
+    script = sys.argv[0]
     if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
-        sys.path[0] = dirname(realpath(sys.argv[0]))
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     # Hooks on all modules find the models. That torch calls them once more for a compiled one does no harm here.
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
     context = _Shown if mode == "record" else _ShownReplay
@@ -34,7 +38,10 @@ def main() -> None:
         with context(folder, **json.loads(options)):
             code = 1
             try:
-                runpy.run_path(sys.argv[0], run_name="__main__")
+                if module:
+                    runpy.run_module(script, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(script, run_name="__main__")
             except SystemExit as end:  # a plain end by `sys.exit()` or after enough steps is an end as any other
                 if end.code not in (None, 0):
                     raise

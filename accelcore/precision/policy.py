@@ -19,15 +19,27 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 _TABLES = ("torch", "O1")
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BEST = "best"
 _FP32_MODES = ("ieee", "fast", "fast if possible")
 _LEVELS = ("O1", "O2", "O3")
 _LEVEL_DTYPES = ("float16", "bfloat16")
+# Words of torch, accelerate and Lightning.
+_ALIASES = {
+    "float32": "fp32", "32": "fp32", "32-true": "fp32", "no": "fp32",
+    "bfloat16": "bf16", "bf16-mixed": "bf16",
+    "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16",
+}  # fmt: skip
+
+
+def _canonical(word: object) -> str:
+    name = str(word).removeprefix("torch.")
+    return _ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)
 class Policy(Settings):
-    """Precision of a whole training run. Dtypes are torch's names, such as `"bfloat16"`.
+    """Precision of a whole training run. Dtypes are torch's names, such as `"bfloat16"` or `"bf16"`.
 
     Attributes:
         autocast: dtype of the forward pass under autocast; None means no autocast.
@@ -89,14 +101,16 @@ class Policy(Settings):
 
     def __post_init__(self) -> None:
         for name in ("autocast", "model_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in _FLOATS:
-                dtype = _DTYPES.get(_canonical(value))
+            given = getattr(self, name)
+            if given is None:
+                continue
+            value = str(_DTYPES.get(_canonical(given), given)).removeprefix("torch.")
+            if value not in _FLOATS:
                 raise ConfigurationError(
-                    f"{name}={value!r} is not a floating-point dtype",
+                    f"{name}={given!r} is not a floating-point dtype",
                     available=f"{', '.join(_FLOATS)}; each device declares which of them it supports",
-                    remedy=f'write {name}="{str(dtype).removeprefix("torch.")}"' if dtype else "",
                 )
+            object.__setattr__(self, name, value)
         for name in ("masters", "keep_batchnorm_fp32", "cast_boundary"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} is not a switch", remedy="give True or False")
@@ -131,19 +145,12 @@ _PRESETS = {
     "O2": Policy(model_dtype="float16", keep_batchnorm_fp32=True, cast_boundary=True, loss_scale="dynamic"),
     "O3": Policy(model_dtype="float16", masters=False, cast_boundary=True),
 }
-# Words of torch, accelerate and Lightning.
-_ALIASES = {
-    "float32": "fp32", "32": "fp32", "32-true": "fp32", "no": "fp32",
-    "bfloat16": "bf16", "bf16-mixed": "bf16",
-    "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16",
-}  # fmt: skip
 # Words that do not tell which precision is meant.
 _MEANT = {
     **dict.fromkeys(("auto", "true"), 'write "bf16", or "best" for the fastest'),
     "tf32": 'write fp32="fast", for fp32 products only',
     "none": "leave precision out for fp32",
 }
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def preset_name(precision: object, backend: Backend) -> str | Policy:
@@ -214,11 +221,6 @@ def _fastest(backend: Backend) -> torch.dtype | None:
     """Return the first declared autocast dtype that the device has hardware for; None if fp32 is fastest."""
     dtypes: Iterable[torch.dtype] = (getattr(torch, name) for name in backend.capabilities.autocast_dtypes)
     return next(filter(backend.precision.has_units, dtypes), None)
-
-
-def _canonical(word: object) -> str:
-    name = str(word).removeprefix("torch.")
-    return _ALIASES.get(name, name)
 
 
 def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from difflib import get_close_matches
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,16 @@ def observed(batches: Iterator[Any], listeners: Listeners, epoch_now: Callable[[
 def overrides(observer: Observer, event: str) -> bool:
     """Return whether an observer's class has a method of its own for an event."""
     return getattr(type(observer), event) is not getattr(Observer, event)
+
+
+def misspelt(observers: Sequence[Observer]) -> Iterator[tuple[Observer, str, str]]:
+    """Yield the methods whose names are almost those of events, as in other libraries: `on_loss`, `epoch_ends`."""
+    for observer in observers:
+        for name in sorted({name for kind in type(observer).__mro__[:-1] for name in vars(kind)} - {*dir(Observer)}):
+            word = name.removeprefix("on_")
+            close = get_close_matches(word, EVENTS, n=1, cutoff=0.85)
+            if close and not word.startswith("_") and callable(getattr(type(observer), name)):
+                yield observer, name, close[0]
 
 
 def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:

@@ -75,7 +75,7 @@ class Recompute(Settings):
 
 
 class TrainerOptions(TypedDict, total=False):
-    """Options of `accel.trainer(model, optimizer, ...)`. All of them are optional.
+    """Options of `accel.trainer(model, optimizer, ...)`. All are optional; the default is None if no other is named.
 
     Attributes:
         loss: `loss(model, batch)` returns a scalar, `(scalar, aux)`, an object with `.loss`, or a dict with "loss"; the
@@ -87,19 +87,19 @@ class TrainerOptions(TypedDict, total=False):
             returns a scheduler. The trainer makes these when it knows the number: from `total_steps`, or when the first
             epoch of `trainer.batches(loader)` begins in a loop over `trainer.epochs(n)`.
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
-            updates, such as 0.05. For a `scheduler` that the trainer makes.
+            updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
         total_steps: number of updates of the whole training; None if epochs and loader tell it.
-        schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.
-            `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric for
-            ReduceLROnPlateau. Under `"window"` a script that does so gets an error.
-        precision: `"fp32"`, `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see `Policy.preset`), or a
-            `Policy`. `"best"` is the fastest that the device has units for. The words of torch, accelerate and
-            Lightning work, too.
+        schedule_by: when the scheduler is stepped. `"window"`, the default: after each update, even if it was skipped
+            for overflow. `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric
+            for ReduceLROnPlateau. Under `"window"` a script that does so gets an error.
+        precision: `"fp32"`, the default; `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see
+            `Policy.preset`), or a `Policy`. `"best"` is the fastest that the device has units for. The words of torch,
+            accelerate and Lightning work, too.
         loss_scale: a number for a static scale, `"dynamic"`, or a `LossScale` for a dynamic scale with other settings;
             None for the default of the precision.
         fp32: how fp32 matrix products are computed during steps. `"ieee"`: exactly. `"fast"`: as the backend's
             `fast_fp32` declares. `"fast if possible"`: fast if the backend declares it. None: torch's own setting.
-        accumulate: micro-batches of a window; their losses are averaged.
+        accumulate: micro-batches of a window; their losses are averaged. Default: `1`.
         weight: `weight(batch)` returns over how many examples or tokens a micro-batch's loss is a mean, as a number or
             a scalar tensor. The gradients of a window are then those of the mean over all examples, on all ranks. None:
             every micro-batch counts alike.
@@ -107,11 +107,11 @@ class TrainerOptions(TypedDict, total=False):
         clip: `clip(parameters)` clips gradients in place in another way, such as
             `torch.nn.utils.clip_grad_value_(parameters, 1.0)`. It gets the parameters that have a gradient, reduced
             over ranks and unscaled, or their fp32 masters.
-        on_nonfinite: what to do about NaN and inf. `"raise"`: look at the parameters in the first windows, in every
-            64th, at the end of an epoch and in `save`. If one is not finite, raise TrainingError with its name and the
-            step of the first loss that was not. `"skip"`: also skip an update if a gradient is not finite, as a dynamic
-            loss scale does; if no kernel skips by itself, every step waits for the device. Statistics of BatchNorm keep
-            what the forward pass wrote. None: do not look.
+        on_nonfinite: what to do about NaN and inf. `"raise"`, the default: look at the parameters in the first windows,
+            in every 64th, at the end of an epoch and in `save`. If one is not finite, raise TrainingError with its name
+            and the step of the first loss that was not. `"skip"`: also skip an update if a gradient is not finite, as a
+            dynamic loss scale does; if no kernel skips by itself, every step waits for the device. Statistics of
+            BatchNorm keep what the forward pass wrote. None: do not look.
         parallel: `"none"`, a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
             `"fsdp"`, or `FSDP(...)` for `"fsdp"` with other settings. In a job of one process all are the same. None:
             `"none"`; in a job of several ranks the option is required.
@@ -123,12 +123,12 @@ class TrainerOptions(TypedDict, total=False):
         offload: the parts whose activations wait for backward in pinned host memory, chosen in the same way. For a part
             that is in both options, these are its inputs.
         flat: whether parameters and gradients lie in one piece of memory each; None if that is faster.
-        compile: True, or options for the compiler.
+        compile: True, or options for the compiler. Default: `False`.
         graph: capture whole steps as graphs and launch each as one. This pays if a step is many short operators. It
             needs `trainer(batch)`, one rank, and a few shapes of batches. After three eager windows each shape is
             captured when it comes for the second time. The next step overwrites the memory of `aux`. With a dynamic
-            loss scale the optimizer's kernel must skip an overflowed step by itself.
-        observers: callbacks for losses, gradient norms, overflows, steps and module outputs.
+            loss scale the optimizer's kernel must skip an overflowed step by itself. Default: `False`.
+        observers: callbacks for losses, gradient norms, overflows, steps and module outputs. Default: `()`.
     """
 
     loss: Loss | None

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 from accelcore.errors import ConfigurationError
@@ -29,8 +30,10 @@ def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> NoRetu
     """Raise AttributeError for `__getattr__`; it says what to write `instead` of a name that other libraries have."""
     if hasattr(type(owner), name):  # a property raised AttributeError: raise that again
         object.__getattribute__(owner, name)
-    hint = f"; write {instead[name]}" if name in instead else ""
-    raise AttributeError(f"{type(owner).__name__} has no attribute {name!r}{hint}", name=name, obj=owner)
+    label = f"module {owner.__name__!r}" if isinstance(owner, ModuleType) else type(owner).__name__
+    if name in instead:
+        raise AttributeError(f"{label} has no attribute {name!r}; write {instead[name]}")
+    raise AttributeError(f"{label} has no attribute {name!r}", name=name, obj=owner)  # Python adds a similar name
 
 
 def kind_of(value: object) -> str:

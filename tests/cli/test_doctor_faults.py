@@ -12,7 +12,8 @@ def accelcore_known_faults():
     from accelcore.known_faults import KnownFault
 
     words = dict(package="torch", what="it adds wrongly", instead="a loop", reference="page 1", seen="")
-    return [KnownFault("a kernel", versions=">=2", **words), KnownFault("an old one", versions="<1", **words)]
+    left = KnownFault("another", versions=">=2", **{**words, "instead": "nothing: use the host"})
+    return [KnownFault("a kernel", versions=">=2", **words), KnownFault("an old one", versions="<1", **words), left]
 """
 
 
@@ -25,7 +26,7 @@ def test_those_of_the_installed_versions_and_of_usable_backends_are_shown(machin
     assert {kernel for backend, kernel in found if backend == ""} == {
         fault.kernel for fault in TORCH_FAULTS if fault.applies
     }
-    assert {kernel for backend, kernel in found if backend == "mine"} == {"a kernel"}
+    assert {kernel for backend, kernel in found if backend == "mine"} == {"a kernel", "another"}
     assert {backend for backend, _ in found} == {"", "cpu", "mine"}
     assert found["mine", "a kernel"] == {
         "backend": "mine", "kernel": "a kernel", "package": "torch", "installed": report["versions"]["torch"],
@@ -33,7 +34,10 @@ def test_those_of_the_installed_versions_and_of_usable_backends_are_shown(machin
         "findings": "", "unusable": "",
     }  # fmt: skip
     text = machine.run("doctor").stdout
-    assert "  a kernel: it adds wrongly\n" in text
+    assert "  another: it adds wrongly\n      what to do: use the host\n" in text
+    avoided = sum(not fault["instead"].startswith("nothing") for fault in report["faults"])
+    assert f"  {avoided} that accelcore avoids" in text
+    assert "a kernel: it adds wrongly" not in text
     assert "an old one" not in text
 
 

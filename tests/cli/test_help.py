@@ -43,7 +43,9 @@ def test_help_of_doctor_tells_the_exit_codes(capsys):
         assert code in text
 
 
-@pytest.mark.parametrize(("word", "meant"), [("version", "--version"), ("doktor", "doctor"), ("rum", "run")])
+@pytest.mark.parametrize(
+    ("word", "meant"), [("version", "--version"), ("doktor", "doctor"), ("rum", "run"), ("trian", "run")]
+)
 def test_an_unknown_command_suggests_one(capsys, word, meant):
     assert main([word]) == 64
     assert f"Did you mean 'accelcore {meant}'?" in capsys.readouterr().err

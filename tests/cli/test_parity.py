@@ -111,6 +111,16 @@ def test_a_loop_of_its_own_that_calls_its_model_by_keyword_is_recorded(tmp_path,
     assert (found["phase"], found["module"], found["item"]) == ("batch size", "", "input 0 of scale")
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_module_is_recorded_and_replayed(tmp_path, capfd, monkeypatch):
+    (tmp_path / "of_mine").mkdir()
+    (tmp_path / "of_mine" / "train.py").write_text(_SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert main(["record", "--out", "ref", "-m", "of_mine.train", "0"]) == 0
+    assert main(["replay", "-m", "ref", "of_mine.train", "0"]) == 0
+    assert "agree to the bit" in capfd.readouterr().out
+
+
 def test_a_script_that_is_missing_starts_nothing(tmp_path, capsys):
     missing = str(tmp_path / "train.py")
     for command in (["advise"], ["record", "--out", str(tmp_path / "ref")], ["replay", str(tmp_path / "ref")]):

@@ -13,12 +13,12 @@ from accelcore.precision.policy import Policy
 @pytest.mark.parametrize(
     "options",
     [
-        {"autocast": "bf16"},
+        {"autocast": "bf17"},
         {"autocast": "float99"},
         {"autocast": "nn"},
-        {"autocast": 16},
+        {"autocast": 8},
         {"model_dtype": "half precision"},
-        {"model_dtype": torch.bfloat16},
+        {"model_dtype": torch.int8},
         {"loss_scale": "static"},
         {"loss_scale": 0},
         {"loss_scale": -2.0},
@@ -37,6 +37,12 @@ from accelcore.precision.policy import Policy
 def test_what_is_no_policy_is_refused_when_it_is_made(options):
     with pytest.raises(accelcore.ConfigurationError, match=next(iter(options))):
         Policy(**options)
+
+
+@pytest.mark.parametrize("word", ["bf16", "bf16-mixed", torch.bfloat16, "torch.bfloat16"])
+def test_other_words_for_a_dtype_mean_the_same(word):
+    assert Policy(autocast=word) == Policy(autocast="bfloat16")
+    assert Policy(model_dtype=word).model_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("loss_scale", [1024.0, "dynamic"])

@@ -11,6 +11,7 @@ from accelcore.cli.doctor.ask_plugins import Selection
 from accelcore.cli.doctor.deep import Trial
 from accelcore.cli.doctor.diagnosis import USABLE, Diagnosis, Plugin
 from accelcore.devices.plugins import how_to_install
+from accelcore.known_faults import CANNOT_AVOID
 from accelcore.util.text import shown
 
 _GOOD, _MEDIUM, _BAD, _HEAD = "green", "yellow", "bold red", "bold underline"
@@ -85,9 +86,12 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         for autoload in diagnosis.autoload:
             yield 2, str(autoload), ""
     if diagnosis.faults:
-        yield from _headed("known kernel bugs in the installed versions (--json has what accelcore does about them)")
-        for fault in diagnosis.faults:
+        yield from _headed("known kernel bugs in the installed versions")
+        left = [fault for fault in diagnosis.faults if str(fault["instead"]).startswith(CANNOT_AVOID)]
+        yield 2, f"{len(diagnosis.faults) - len(left)} that accelcore avoids (--json lists them)", ""
+        for fault in left:
             yield 2, f"{fault['kernel']}: {fault['what']}", ""
+            yield from _explained("", str(fault["instead"]).removeprefix(CANNOT_AVOID).lstrip(": "))
     yield 0, "", ""
     verdict = [f"usable: {', '.join(diagnosis.usable)}" if diagnosis.usable else "no backend is usable"]
     verdict += [f"broken: {', '.join(diagnosis.broken)}"] if diagnosis.broken else []

@@ -28,7 +28,7 @@ REMAINDER = KnownFault(
     versions=">=2.7",
     what="the result is NaN where the quotient is too large for the dtype (in bf16, for fp32), though a shorter tensor "
     "gets it right",
-    instead="nothing: in float64, the range is enough for lower dtypes",
+    instead="nothing: compute it in float64, whose range is enough for lower dtypes",
     reference="https://github.com/pytorch/pytorch/issues/193753",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0: 6 by 2**-126, in bf16 and fp32",
 )
