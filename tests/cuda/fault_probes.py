@@ -7,7 +7,7 @@ import sys
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, layer_norm
+from torch.nn.functional import avg_pool2d, batch_norm, layer_norm
 
 # Runs in a process of its own, because no call on the device works after it. torch takes MATH if it refuses the kernel.
 _ATTENTION = """
@@ -57,6 +57,15 @@ def pooled_out() -> bool:
     memory = torch.full((1, 1, 2, 2, 2), 77.0, device="cuda")
     torch._C._nn.avg_pool2d(torch.ones(1, 1, 4, 4, device="cuda"), 2, out=memory[..., 1])
     return bool((memory[..., 0] != 77).any())
+
+
+def running_statistics() -> bool:
+    """Check if a batch leaves a running mean and variance as they were if these have gaps between their elements."""
+    images = torch.arange(64.0, device="cuda").reshape(4, 4, 2, 2)
+    mean, variance = torch.zeros(2, 4, 2, device="cuda")[..., 0]
+    ones = torch.ones(4, device="cuda")
+    batch_norm(images, mean, variance, ones, ones, training=True)  # torch gives cuDNN no layer without a weight
+    return not bool(mean.any())
 
 
 def flash_attention() -> bool:

@@ -11,12 +11,13 @@ from tests.cuda.fault_probes import (
     mix_order_reduction,
     pooled_gradient,
     pooled_out,
+    running_statistics,
 )
 
 PROBES = dict(
     zip(
         KNOWN_FAULTS,
-        (mix_order_reduction, pooled_gradient, pooled_out, flash_attention, efficient_attention),
+        (mix_order_reduction, pooled_gradient, pooled_out, running_statistics, flash_attention, efficient_attention),
         strict=True,
     )
 )

@@ -33,6 +33,16 @@ POOLED_OUT = KnownFault(
     seen="torch 2.11.0, NVIDIA H200",
     findings=r"nn\.functional\.avg_pool2d, \w+, with out=.*: (it wrote beside the tensor|result \d+ is wrong in .*)",
 )
+RUNNING_STATISTICS = KnownFault(
+    kernel="batch_norm on a GPU by cuDNN, with a running mean and variance that are not contiguous",
+    package="torch",
+    versions=">=2.7",
+    what="the running mean and variance are not updated: the update goes to a contiguous copy",
+    instead="nothing: leave the buffers of the layer contiguous",
+    reference="https://github.com/pytorch/pytorch/issues/33867",
+    seen="torch 2.11.0, NVIDIA H100",
+    findings=r"nn\.functional\.batch_norm, \w+, strided: argument [12] is wrong in .*",
+)
 _BEHIND = r", as it is(, [\w ]+)?, behind other elements"
 _UNUSABLE = "after it every call in the process fails (misaligned address)"
 FLASH_ATTENTION = KnownFault(
@@ -55,4 +65,11 @@ EFFICIENT_ATTENTION = KnownFault(
     seen="torch 2.11.0, NVIDIA H100",
     unusable=rf"nn\.functional\.scaled_dot_product_attention, \w+{_BEHIND}",
 )
-KNOWN_FAULTS = (MIX_ORDER_REDUCTION, POOLED_GRADIENT, POOLED_OUT, FLASH_ATTENTION, EFFICIENT_ATTENTION)
+KNOWN_FAULTS = (
+    MIX_ORDER_REDUCTION,
+    POOLED_GRADIENT,
+    POOLED_OUT,
+    RUNNING_STATISTICS,
+    FLASH_ATTENTION,
+    EFFICIENT_ATTENTION,
+)
