@@ -170,7 +170,8 @@ def test_the_options_of_a_trainer_have_their_defaults(entries, mocked):
     for name, value in options.complete({}).items():
         if value is not None:
             shown = re.escape(repr(value)).replace("'", '"')
-            assert re.search(rf"\b{name} \((?:(?! \([^)]*\) . ).)*(Default: {shown}|{shown} ?, the default)", words), name
+            default = rf"(Default: {shown}|{shown} ?, the default)"
+            assert re.search(rf"\b{name} \((?:(?! \([^)]*\) . ).)*{default}", words), name
 
 
 def test_there_is_no_noise(entries):
