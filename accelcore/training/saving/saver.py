@@ -31,8 +31,8 @@ from accelcore.training.agreement import Agreement
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
 from accelcore.training.saving.foreign import prepare_foreign
-from accelcore.training.saving.model import MastersPart, ModelPart
-from accelcore.training.saving.optimizer import OptimizerPart
+from accelcore.training.saving.model_part import MastersPart, ModelPart
+from accelcore.training.saving.optimizer_part import OptimizerPart
 from accelcore.training.saving.parts import (
     DataStreamPart,
     ExtraPart,
