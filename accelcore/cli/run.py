@@ -160,9 +160,10 @@ def _launcher(
     environ: MutableMapping[str, str],
 ) -> list[str]:
     """Return the command of torch's launcher that starts the ranks, and add to `environ` what they need."""
-    # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that have ended: every
-    # other restart fails or hangs. With this, each start has a store of its own.
-    environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if restarts:
+        # torch 2.13 keeps one store over restarts, in which gloo finds the addresses of ranks that have ended: every
+        # other restart fails or hangs. With this, each start has a store of its own, which ends with its rank 0.
+        environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if nproc > 1:
         # Otherwise each rank would use all cores; torch's launcher would give each one core, with a long warning.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,7 +20,7 @@ from accelcore.errors import ConfigurationError, DistributedError, logger
 from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.jobs.missing_ranks import MissingRanks
+from accelcore.jobs.missing_ranks import MissingRanks, root
 from accelcore.util.text import kind_of, no_attribute
 
 Number = TypeVar("Number", float, Tensor)
@@ -230,7 +230,7 @@ def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta |
         explained = None if job is None else job.explain(error)
         if explained is None:
             raise
-        raise explained from error
+        raise explained from root(error)
     finally:
         if missing is not None:
             missing.close()
@@ -256,7 +256,7 @@ def _show_explained(
     """Show an error that ends the script; if a lost rank caused it, show the error that names the rank."""
     explained = job.explain(error)
     if explained is not None:
-        explained.__cause__ = error
+        explained.__cause__ = root(error)
         kind, error, trace = type(explained), explained, None
     show(kind, error, trace)
 

@@ -197,7 +197,7 @@ class MissingRanks:
             )
         others = {rank: note for rank, note in notes.items() if rank != self._rank}
         if culprits := _select(others, lambda note: note.is_culprit):
-            return self._others_failed(culprits, notes, why, remedy)
+            return self._others_failed(culprits, notes)
         furthest = max(note.place for note in notes.values())
         for missing, what in (
             (_select(others, lambda note: note.done), "left the job, which others have not"),
@@ -226,10 +226,12 @@ class MissingRanks:
     def _others_failed(
         self, failed: Sequence[int], notes: Mapping[int, _Note], why: str = "", remedy: str = ""
     ) -> DistributedError:
+        ended = notes[failed[0]].failed.startswith("SystemExit")
+        what = "ended by sys.exit()" if ended else "failed"
         return DistributedError(
-            f"{ranks(failed)} of this job failed, and the others cannot go on without it",
+            f"{ranks(failed)} of this job {what}, and the others cannot go on without it",
             why="; ".join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
-            remedy=remedy or "see the traceback of that rank",
+            remedy=remedy or ("let all ranks end together" if ended else "see the traceback of that rank"),
         )
 
     def _collect(self) -> tuple[dict[int, _Note], list[int]]:
@@ -310,6 +312,14 @@ def _script_line(frames: Iterable[tuple[FrameType, int]]) -> str:
             source = linecache.getline(path, line).strip()[:_WIDTH]
             return f"{Path(path).name}:{line} in {frame.f_code.co_name}" + (f" ({source})" if source else "")
     return ""
+
+
+def root(error: BaseException) -> BaseException:
+    """Return the error of torch from which a DistributedError was raised, or the error itself.
+
+    The error that names the lost rank replaces that DistributedError, and Python then shows one traceback less.
+    """
+    return error.__cause__ if isinstance(error, DistributedError) and error.__cause__ is not None else error
 
 
 def _is_loss(error: BaseException) -> bool:
