@@ -76,6 +76,14 @@ def test_where_a_rank_fails_the_others_say_what_failed(run, way):
     )
 
 
+def test_a_rank_that_calls_exit_is_named(run):
+    (first, _), codes = run("exits")
+    assert codes == [1, 0]
+    said = final(first)
+    assert said.startswith("rank 1 of this job ended by sys.exit(), and the others cannot go on without it\n")
+    assert re.search(r"it is at lost_ranks\.py:\d+ in loads \(sys\.exit\(0\)\)", said)
+
+
 def test_a_rank_that_fails_is_logged_where_no_collective_raises(run):
     """NCCL's return at once, and the device waits."""
     (first, _), codes = run("fails, and rank 0 is not in a collective")
