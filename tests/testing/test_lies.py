@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 import sys
@@ -23,7 +24,9 @@ from accelcore.cli import verify as command
 from accelcore.known_faults import KnownFault
 from accelcore.testing import whole_suite as suite
 from accelcore.testing.support import usable
+from accelcore.testing.support.case import Case, Found
 from accelcore.testing.support.options import ORACLES, options_of
+from accelcore.testing.support.samples import operators
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -129,6 +132,25 @@ def test_a_known_bug_is_named_and_hides_no_other(findings, left, monkeypatch):
     said.clear()
     suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
     assert said == {}, "a bug that does not show is not reported"
+
+
+def said_of(name, dtype, what, given, planted=None):
+    """What the sweep finds wrong with an operator on the host, with kernels that are planted."""
+    found = Found()
+    given = [each.to(dtype).requires_grad_() if isinstance(each, torch.Tensor) else each for each in given]
+    with lies.operators.Wrong(planted or {}):
+        Case(found, torch.device("cpu"), name, operators()[name], dtype, (tuple(given), {}), what, False).run()
+    assert found.compared
+    return found.wrong
+
+
+def test_a_number_that_leaves_the_range_within_a_calculation_may_make_inf():
+    """The gradient of a remainder is a weight times a quotient: here an eighth of 4.5e38, which bf16 cannot hold."""
+    large, small = torch.full((8,), 2.0**127), torch.full((8,), 0.375)
+    assert said_of("remainder", torch.bfloat16, "", (large, small)) == []
+    infinite = {"div": lambda func, *args, **kwargs: func(*args, **kwargs) * math.inf}
+    assert said_of("remainder", torch.bfloat16, "", (large / 2**20, small)) == []
+    assert "inf instead of" in said_of("remainder", torch.bfloat16, "", (large / 2**20, small), infinite)[0]
 
 
 class Misaligned(TorchDispatchMode):

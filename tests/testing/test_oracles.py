@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from accelcore.testing.support.expected import Expected
 from accelcore.testing.support.options import (
     LR,
     OPTIONS,
@@ -97,3 +98,11 @@ def test_no_option_is_left_out():
     ways = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
     for kind, _ in ORACLES.values():
         assert taken_by(kind) - ways <= set(OPTIONS)
+
+
+@pytest.mark.parametrize(("error", "wrong"), [(1e-7, False), (1e-5, True)])
+def test_an_element_that_rounding_has_hardly_moved_by_chance_may_be_as_far_off_as_others(error, wrong):
+    """In sums that cancel, where the size of the result says nothing of the size of its rounding errors."""
+    right, noise = torch.zeros(5, dtype=torch.float64), torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0]) * 1e-7
+    expected = Expected("result 0", right, [right + noise, right - noise], torch.float32, 1, lambda: False)
+    assert bool(expected.differs(torch.full((5,), error))) == wrong

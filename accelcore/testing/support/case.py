@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from accelcore.testing.support.samples import (
     NOT_UNIQUE,
     READS_MEMORY,
     ROUGH,
-    SAMPLED,
 )
 from accelcore.testing.support.usable import check_usable
 
@@ -119,22 +118,20 @@ class Case:
                 self._written = [n for n, pair in enumerate(_pairs(given, exact)) if not _same(*pair)]
             right += self._arguments_after(given)
             memory = self._memory
-            others, overflows = [], False
+            others, too_large = [], False
             once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
             for seed in range(1 if once else 3):
                 torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
-                rounding = Rounding(self.dtype, seed, large=self.what == _LARGE or self.name not in SAMPLED)
-                moved = rounding.inputs(exact)
-                with rounding:
-                    others.append(self._exactly(moved))
-                overflows |= rounding.overflows
+                rounding = Rounding(self.dtype, seed, watch=self.what == _LARGE)
+                others.append(self._rounded(exact, rounding))
+                too_large |= rounding.overflows  # what the dtype cannot hold may also vanish
                 self.draws |= rounding.draws
         except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
             return
-        too_large = overflows and self.what == _LARGE  # what the dtype cannot hold may also vanish
         if too_large or any(len(each) != len(right) for each in others):
             return
         factor = _WIDER if self.name in ROUGH or self.what == "of many elements" else 1
+        overflows = cache(partial(self._overflows, exact))
         expected = [
             Expected(part, tensor, [each[number][1] for each in others], self.dtype, factor, overflows)
             for number, (part, tensor) in enumerate(right)
@@ -189,8 +186,16 @@ class Case:
             assert kept, f"it changes its argument {number}"
         return found
 
-    def _exactly(self, arguments: Any) -> list[tuple[str, Tensor]]:
-        return self._results(placed(arguments, torch.device("cpu"), "", graph=True))
+    def _rounded(self, exact: Any, rounding: Rounding) -> list[tuple[str, Tensor]]:
+        moved = rounding.inputs(exact)
+        with rounding:
+            return self._results(placed(moved, torch.device("cpu"), "", graph=True))
+
+    def _overflows(self, exact: Any) -> bool:
+        """Return whether the calculation meets finite numbers that are too large for the dtype."""
+        rounding = Rounding(self.dtype, 0, watch=True)
+        self._rounded(exact, rounding)
+        return rounding.overflows
 
     def _results(self, arguments: Any, layout: str = "") -> list[tuple[str, Tensor]]:
         """Return the operator's tensors, and the gradients of a weighted sum of them."""

@@ -24,19 +24,18 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         dtype: of the device's calculation.
         seed: of the chance.
-        large: whether numbers may be too large for another dtype than fp16, which takes time to find out.
+        watch: whether to look for numbers that are too large for `dtype`, which takes time.
 
     Attributes:
-        overflows: whether a finite number was too large for `dtype`.
+        overflows: whether it has found one.
         draws: whether an operator drew random numbers.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int, *, large: bool) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, *, watch: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.overflows = self.draws = False
         self._eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        finite = dtype == torch.float16 or (large and dtype.is_floating_point)
-        self._largest = torch.finfo(dtype).max / 4 if finite else 0.0
+        self._largest = torch.finfo(dtype).max / 4 if watch and dtype.is_floating_point else 0.0
         self._random = random.Random(seed)  # noqa: S311  # noise
 
     def inputs(self, arguments: Any) -> Any:
