@@ -23,6 +23,7 @@ _WITH_EPSILON: tuple[Any, ...] = (
 _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 _HERMITIAN: tuple[Any, ...] = (torch.fft.ihfftn, torch.fft.ihfft2)
 _GELU: Any = torch._C._nn.gelu
+_LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
 _FAR_APART = (6.0, 2.0**-126)  # the quotient is too large for fp32
 
@@ -150,6 +151,15 @@ def gelu_out() -> bool:
     for out in (with_gaps, dense):
         _GELU(torch.ones(8), out=out)
     return bool(with_gaps.eq(77).all()) and not bool(dense.eq(77).any())
+
+
+def grouped_variance() -> bool:
+    """Check if a group norm of values far from 0 is right in contiguous memory, and wrong with channels last."""
+    images = 1024 + torch.linspace(-600, 600, 1024).sin().reshape(2, 8, 8, 8)
+    right = torch.nn.functional.group_norm(images.double(), 4)
+    found = (torch.nn.functional.group_norm(images.contiguous(memory_format=each), 4) for each in _LAYOUTS)
+    dense, channels_last = (float((each.double() - right).abs().max()) for each in found)
+    return dense < 1e-3 and channels_last > 0.1
 
 
 def narrow_convolution() -> bool | None:

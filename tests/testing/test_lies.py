@@ -153,6 +153,22 @@ def test_a_number_that_leaves_the_range_within_a_calculation_may_make_inf():
     assert "inf instead of" in said_of("remainder", torch.bfloat16, "", (large / 2**20, small), infinite)[0]
 
 
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (NotImplementedError("no bicubic here"), pytest.skip.Exception),
+        (RuntimeError("upsample_bicubic2d is not supported"), pytest.skip.Exception),
+        (RuntimeError("out of resources"), RuntimeError),
+    ],
+)
+def test_a_known_result_that_the_device_refuses_is_not_tried(error, outcome):
+    def refuse(*args, **kwargs):
+        raise error
+
+    with lies.operators.Wrong({"upsample_bicubic2d": refuse}), pytest.raises(outcome):
+        suite.TestOperators().test_known_result(create(), "bicubic upsampling")
+
+
 class Misaligned(TorchDispatchMode):
     """No kernel runs any more after a tanh of memory that begins elsewhere."""
 

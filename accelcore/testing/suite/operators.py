@@ -12,6 +12,7 @@ import torch
 from accelcore import Backend
 from accelcore.devices.plugins import find
 from accelcore.testing.suite.modules import ModuleTests
+from accelcore.testing.support.case import is_refusal
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
@@ -54,8 +55,12 @@ class TestOperators(ModuleTests, DeviceTests):
     def test_known_result(self, accel: Backend, what: str) -> None:
         """An operator gives a result that was computed without torch."""
         compute, expected = _KNOWN[what]
-        found = compute(accel.device)
-        values = found.detach().cpu().double().reshape(-1).tolist()
+        try:
+            values = compute(accel.device).detach().cpu().double().reshape(-1).tolist()
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            pytest.skip(f"refused: {what}: {type(error).__name__}: {error}")
         assert len(values) == len(expected), f"{what}: {len(values)} numbers instead of {len(expected)}"
         for value, right in zip(values, expected, strict=True):
             same = math.isnan(value) if math.isnan(right) else math.isclose(value, right, rel_tol=2e-5, abs_tol=2e-6)

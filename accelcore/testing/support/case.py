@@ -271,7 +271,7 @@ class Case:
             empty = any(not tensor.numel() for tensor in tensors(self.arguments))
             usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
             rare = empty or not usual
-            refuses = rare or isinstance(error, NotImplementedError) or _REFUSES.search(text)
+            refuses = rare or is_refusal(error)
             check_usable(self.device, where)
             if works():
                 (self.found.refused.append if refuses else self.found.note)(f"{where}: {type(error).__name__}: {text}")
@@ -300,6 +300,11 @@ class Case:
         """Return whether the oracle's arguments lie in memory as the sample's do."""
         pairs = _pairs(self.arguments, wide(self.arguments, self.dtype))
         return all(one.layout != torch.strided or one.stride() == other.stride() for one, other in pairs)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether a device says by an error that it has no such kernel."""
+    return isinstance(error, NotImplementedError) or bool(_REFUSES.search(" ".join(str(error).splitlines()[:2])[:200]))
 
 
 def _pairs(arguments: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:

@@ -51,4 +51,14 @@ GELU_OUT = KnownFault(
     reference="tests/fault_probes.py",
     seen="torch 2.13.0",
 )
-KNOWN_FAULTS = (LOW_PRECISION_SGD, MEMORY_ORDER, REMAINDER, NARROW_CONVOLUTION, GELU_OUT)
+GROUPED_VARIANCE = KnownFault(
+    kernel="group_norm on the CPU, channels last",
+    package="torch",
+    versions=">=2.7",
+    what="the variance is a difference of two large sums: for values far from 0, as around 256 with a deviation of 1, "
+    "the result is off by 0.07, and around 1,024 by 7",
+    instead="nothing: give the layer a contiguous tensor",
+    reference="tests/fault_probes.py",
+    seen="torch 2.13.0",
+)
+KNOWN_FAULTS = (LOW_PRECISION_SGD, MEMORY_ORDER, REMAINDER, NARROW_CONVOLUTION, GELU_OUT, GROUPED_VARIANCE)
