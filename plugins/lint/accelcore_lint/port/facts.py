@@ -37,6 +37,8 @@ _TEXT = re.compile(
     r"\bstr\((\w+\.)*device\)(?! *[=!]=)|\{(\w+\.)*device\}|\.format\([^()]*\bdevice\b|\bdevice\.index\b"
 )
 _SHOWS = re.compile(r"print|log|info|warn|debug|error|raise|assert|write|echo|desc", re.IGNORECASE)
+_LOOPS = re.compile(r"\bfor ([^\n]*?) in\b")
+_OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']")
 _DEVICE_CALLS = (*DEVICES, "to", "device", "set_device", "load")
 """Calls whose device is certainly used; that of others, such as `os.getenv("DEVICE", "cuda:1")`, may be a default."""
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
@@ -344,19 +346,30 @@ class Facts(Ranks):
         return [made for made in self.module.body if isinstance(made, cst.ClassDef) and _is_module(made)]
 
     def guards(self, node: cst.CSTNode) -> bool:
-        """Return whether a node only runs where `torch.cuda.is_available()` is true."""
+        """Return whether a node only runs where `torch.cuda.is_available()` is true, or a device is of that type."""
         inner = node
         for outer in self.parents(node):
             if isinstance(outer, cst.FunctionDef):
                 return False
-            if isinstance(outer, (cst.If, cst.IfExp)) and inner is outer.body and self._asks(outer.test):
+            if isinstance(outer, (cst.If, cst.IfExp)) and inner is outer.body and self._implies(outer.test):
                 return True
             if isinstance(outer, cst.BooleanOperation) and inner is outer.right:
-                found = isinstance(outer.operator, cst.And) and self._asks(outer.left)
+                found = isinstance(outer.operator, cst.And) and self._implies(outer.left)
                 if found:
                     return True
             inner = outer
         return False
+
+    def _implies(self, test: cst.BaseExpression) -> bool:
+        """Return whether there is an accelerator wherever a condition is true."""
+        if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+            return self._implies(test.left) or self._implies(test.right)
+        if isinstance(test, cst.Name):
+            heads = [text_of(outer.params) for outer in self.parents(test) if isinstance(outer, cst.FunctionDef)]
+            given = any(re.search(rf"\b{test.value}\b", text) for text in (*heads, *_LOOPS.findall(self.code)))
+            values = self.assigned.get(test.value, [])
+            return bool(values) and not given and all(map(self._asks, values))
+        return self._asks(test) or _OF_TYPE.fullmatch(text_of(test)) is not None
 
     def _asks(self, test: cst.BaseExpression) -> bool:
         if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):

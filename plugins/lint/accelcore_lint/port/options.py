@@ -38,6 +38,8 @@ class Options:
         if (tree.is_library and function is None) or tree.submits:
             return False
         reads = [call for call in tree.calls if _method(call) in _READS]
+        if function is not None and reads and any(text_of(call.func) == function.name.value for call in tree.calls):
+            return True  # the file that nobody imports calls it, and reads what it declares
         return any(function is None or tree.function_of(call) is function for call in reads)
 
 

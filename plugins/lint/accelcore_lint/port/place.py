@@ -99,9 +99,10 @@ class Place:
             raise UnplacedError("the device of the context around this line, which is one vendor's")
         if self._tree.is_library and not self._tree.imports_torch:
             raise UnplacedError("the file imports torch in functions only: choose the device there")
-        if (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site):
+        is_default = (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site)
+        if is_default and self._tree.submits:
             raise UnplacedError(DEFAULT)
-        if (self._tree.is_library or self._tree.known.steered) and self._is_new_question(site):
+        if is_default or ((self._tree.is_library or self._tree.known.steered) and self._is_new_question(site)):
             # Without a check: that would fix which devices are visible, and an import of the original does not.
             return f'({self._tree.torch}.accelerator.current_accelerator() or {self._tree.torch}.device("cpu"))'
         function, hidden = self._scope(site), self._hides(site)
@@ -229,7 +230,7 @@ class Place:
         tree, function = self._tree, self._scope(site)
         for target in tree.hidden_by:
             setter = self._scope(target)
-            if setter is not None and (setter is not function or not self._called_once(setter)):
+            if setter is not None and (setter is not function or not self._tree.is_called_once(setter)):
                 return True
             if tree.line(self._first(setter.body if setter else tree.module, [site])) < tree.line(target):
                 return True
@@ -282,7 +283,11 @@ class Place:
             }
         line = f"{self.name} = {self._value}"
         (scope, *others) = scopes
-        if scope is not None and not others and (self._called_once(scope) or scope is tree.functions.get("main")):
+        if (
+            scope is not None
+            and not others
+            and (self._tree.is_called_once(scope) or scope is tree.functions.get("main"))
+        ):
             return {self._first(scope.body, self._sites): line}
         if scopes == {None} and (guard := self._common_guard(self._sites)) is not None:
             return {self._first(guard.body, self._sites): line}
@@ -351,21 +356,9 @@ class Place:
             function = inner
         return function
 
-    def _called_once(self, function: cst.FunctionDef) -> bool:
-        """Return whether the module calls a function of its own in one place that is not in a loop."""
-        name = function.name.value
-        if self._tree.functions.get(name) is not function or not isinstance(function.body, cst.IndentedBlock):
-            return False
-        calls = [call for call in self._tree.calls if isinstance(call.func, cst.Name) and call.func.value == name]
-        return len(calls) == 1 and not any(
-            isinstance(outer, (cst.FunctionDef, cst.For, cst.While))
-            or (isinstance(outer, cst.With) and "graph" in "".join(map(text_of, outer.items)))
-            for outer in self._tree.parents(calls[0])
-        )
-
     def _is_repeated(self, function: cst.FunctionDef | None) -> bool:
         """Return whether a function of this process may run more than once: choosing a device each time is slow."""
-        return function is not None and not (self._tree.spawns or self._called_once(function))
+        return function is not None and not (self._tree.spawns or self._tree.is_called_once(function))
 
     def _common_guard(self, sites: list[cst.CSTNode]) -> cst.If | None:
         """Return the module's `if __name__ == "__main__":` if all sites are in its body."""

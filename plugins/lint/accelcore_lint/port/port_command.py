@@ -88,7 +88,7 @@ def port(
     except FileError as error:
         raise click.ClickException(str(error)) from error
     project = read_project(found)
-    files = [_ported(path, chosen, paths if write else None, project) for path in found]
+    files = [_ported(path, chosen, paths if write else None, project, named=path in paths) for path in found]
     if show_diff:
         for ported in files:
             click.echo(diff(ported), nl=False)
@@ -113,10 +113,17 @@ def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequenc
     return {True: 0, None: FINDINGS, False: ERROR}[result.same]
 
 
-def _ported(path: Path, level: Level, within: tuple[Path, ...] | None, project: Project) -> Ported:
-    """Port one file, and replace it if `within` is given. An error is part of the result: other files go on."""
+def _ported(
+    path: Path, level: Level, within: tuple[Path, ...] | None, project: Project, *, named: bool = True
+) -> Ported:
+    """Port one file, and replace it if `within` is given. An error is part of the result: other files go on.
+
+    A file in a folder that has nothing to port may be in another language version; one that the user `named` may not.
+    """
     try:
         script = read_script(path)
+        if named:
+            cst.parse_module(script.source)
         outcome = port_source(script.source, level, project.known(path))
         if within is not None and outcome.source != script.source:
             write_script(script, outcome.source, within)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelcore_lint.port.files import find_scripts
+from accelcore_lint.port.programs import settings_beside
 from accelcore_lint.port.uses import drives_apex, functions_with, uses_in
 from accelcore_lint.port.vendors import DEVICES
 
@@ -25,7 +26,6 @@ _LOCATES = re.compile(
 )
 _FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
 _MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
-_SETTING = re.compile(r"\bcudnn\.(\w+)[ \t]*=[ \t]*([^\s=#;]+)")
 _HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
 _CHOOSES = re.compile(
     r"\b(set_device|set_device_index)\(|(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"'](\] *=[^=]| *,)"
@@ -55,7 +55,7 @@ class Known:
         moves_take: whether such a `cuda()` takes arguments.
         movers: functions that may get a storage, as those that a `map_location` calls.
         names_others: whether a file speaks of accelerators beside those that a port starts from, such as `"mps"`.
-        settings: settings of cuDNN in all files, such as `("benchmark", "True")`.
+        settings: settings of cuDNN in the other files of its programs, such as `("benchmark", "True")`.
         taken: names that other files may take from it, as by `from module import name`.
         modules: the project's own modules and packages, by the first part of their names.
         hiders: functions and methods of the project that hide devices by an environment variable.
@@ -84,17 +84,19 @@ class Project:
     Attributes:
         taken: the files that another one imports, with the names that those may take from it.
         steered: the files that import one that may choose the device.
+        settings: what a file's programs set of cuDNN, for the files that set something themselves.
         all: what is the same for all files.
     """
 
     taken: Mapping[Path, frozenset[str]]
     steered: frozenset[Path]
+    settings: Mapping[Path, frozenset[tuple[str, str]]]
     all: Known
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
         path = path.resolve()
-        known = replace(self.all, steered=path in self.steered)
+        known = replace(self.all, steered=path in self.steered, settings=self.settings.get(path, frozenset()))
         names = self.taken.get(path)
         return known if names is None else replace(known, imported=True, taken=names)
 
@@ -123,13 +125,17 @@ def read_project(paths: Iterable[Path]) -> Project:
         moves_take=any(map(takes_arguments, texts.values())),
         movers=_movers(texts.values()),
         names_others=any(map(OTHERS.search, texts.values())),
-        settings=frozenset(found for text in texts.values() for found in _SETTING.findall(text)),
         modules=frozenset(modules),
         hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
         uses=frozenset(word for text in texts.values() for word in uses_in(text))
         | ({"apex"} if any(drives_apex(text, modules) for text in texts.values()) else set()),
     )
-    return Project({path: frozenset(names) for path, names in taken.items()}, _users(_choosing(texts), imports), known)
+    return Project(
+        {path: frozenset(names) for path, names in taken.items()},
+        _users(_choosing(texts), imports),
+        settings_beside(given, texts),
+        known,
+    )
 
 
 def _choosing(texts: Mapping[Path, str]) -> set[Path]:

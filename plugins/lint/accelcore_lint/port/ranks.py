@@ -103,7 +103,10 @@ class Ranks(Tree):
                 self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
             )
         values = self.assigned.get(text, [])
-        return bool(values) and text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
+        if not values:  # what a caller gives, or None, which is no index
+            numbers = rf"(?<![\w.]){re.escape(text)} *([=!]=|[<>]=?) *\d"
+            return isinstance(node, (cst.Name, cst.Attribute)) and re.search(numbers, self.code) is not None
+        return text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
 
     def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Return what the file assigns to a name."""

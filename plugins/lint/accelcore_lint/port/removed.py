@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import TypeVar, cast
 
 import libcst as cst
@@ -12,6 +13,8 @@ from accelcore_lint.port.syntax import text_of
 
 _MARK = "__accelcore_removed__"
 
+_VARIABLE = r"(?:environ\[[\"']LOCAL_RANK[\"']\]|getenv\([\"']LOCAL_RANK[\"']\))"
+_READ_RANK = re.compile(rf"(?m)^[ \t]*(\w+) = int\(os\.{_VARIABLE}\)[ \t]*\r?$")
 _PLAIN = (cst.Comparison, cst.Name, cst.Attribute)
 
 Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
@@ -41,6 +44,20 @@ def sweep(module: cst.Module) -> cst.Module:
 def without_unused(module: cst.Module, name: str) -> cst.Module:
     """Delete the lines that assign a name which the rest of their block does not use: what used it was removed."""
     return module.visit(_Unused(name)) if f"{name} = " in module.code else module
+
+
+def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]) -> cst.Module:
+    """Delete the lines that read a rank from the launcher's variables for lines that were removed.
+
+    They raise an error without a launcher, which the rest of the script may not need. `taken`: names that others use.
+    """
+    for name in sorted(set(_READ_RANK.findall(module.code)) - set(taken)):
+        uses = re.compile(rf"\b{name}\b|(?<![\w.])(?:locals|globals|vars|eval|exec)\(")
+        read = re.compile(rf"(?m)^[ \t]*{name} = ")
+        used = len(uses.findall(module.code))
+        if used == len(read.findall(module.code)) and used < len(uses.findall(before.code)):
+            module = module.visit(_Unused(name))
+    return module
 
 
 class _Unused(cst.CSTTransformer):
@@ -84,6 +101,9 @@ class _Sweep(cst.CSTTransformer):
         is_empty_else = isinstance(last, cst.Else) and _is_empty(last.body)
         if new is not None and (is_removed(new) or (is_empty_else and not _has_comment(new))):
             updated_node = updated_node.with_changes(orelse=None)
+        is_first = original_node not in self._elifs
+        if _is_empty(original_node.body) and is_first and (other := _without_first(updated_node)) is not None:
+            return other
         empty = _is_empty(original_node.body) and not _has_comment(updated_node)
         if original_node in self._elifs and any(line.comment for line in updated_node.leading_lines):
             return updated_node
@@ -96,12 +116,41 @@ class _Sweep(cst.CSTTransformer):
         return _swept(updated_node)
 
 
+def _without_first(node: cst.If) -> cst.If | None:
+    """Return an `if` with nothing under it by the opposite condition; None if it has no other branch, or several."""
+    last = node.orelse
+    if last is None or (isinstance(last, cst.If) and last.orelse is not None) or _has_comment(node, alone=True):
+        return None
+    if any(line.comment for line in last.leading_lines):
+        return None
+    test = _opposite(node.test)
+    if isinstance(last, cst.If):
+        test = f"{_operand(test)} and {_operand(text_of(last.test))}"
+    return node.with_changes(test=cst.parse_expression(test), body=last.body, orelse=None)
+
+
+def _opposite(test: cst.BaseExpression) -> str:
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return text_of(test.expression)
+    if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
+        target = test.comparisons[0]
+        if isinstance(target.operator, (cst.Equal, cst.NotEqual)):
+            other = "!=" if isinstance(target.operator, cst.Equal) else "=="
+            return f"{text_of(test.left)} {other} {text_of(target.comparator)}"
+    return f"not {_operand(text_of(test))}" if not isinstance(test, cst.BooleanOperation) else f"not ({text_of(test)})"
+
+
+def _operand(text: str) -> str:
+    return f"({text})" if re.search(r" or | if |:=|lambda", text) else text
+
+
 def _is_empty(body: cst.BaseSuite) -> bool:
     return isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body))
 
 
-def _has_comment(node: cst.If | cst.Else) -> bool:
-    header = node.with_changes(leading_lines=[])
+def _has_comment(node: cst.If | cst.Else, *, alone: bool = False) -> bool:
+    """Return whether there is a comment in an `if` or `else`; if `alone`, without its other branches."""
+    header = node.with_changes(leading_lines=[], **({"orelse": None} if alone else {}))
     return "#" in cst.Module([]).code_for_node(header)
 
 

@@ -14,7 +14,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.project import Known
-from accelcore_lint.port.removed import sweep, without_unused
+from accelcore_lint.port.removed import sweep, without_ranks, without_unused
 from accelcore_lint.port.split import Split
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
@@ -94,7 +94,7 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
         strange=facts.strange_apex,
         taken=facts.known.taken,
     )
-    swept = sweep(imports.apply(rewritten))
+    swept = without_ranks(sweep(imports.apply(rewritten)), module, facts.known.taken)
     name = facts.place.current
     outcome.source = (swept if name in facts.identifiers else without_unused(swept, name)).code
     if level is Level.TRAINER:

@@ -20,6 +20,7 @@ _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes
 _SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
 """Packages that run functions of the script on other hosts, or in processes that they start."""
 
+_OF_TORCH = re.compile(r"(import|from)\s+torch\b")
 _STARTS = re.compile(r"(.*\.)?(Process|delayed|process_map|imap(_unordered)?|starmap(_async)?|map_async|apply_async)")
 _POOL = re.compile(r"\w*Pool(Executor)?\(")
 _OF_POOL = re.compile(r".*\.(map|apply|submit)")
@@ -73,7 +74,7 @@ class Tree:
         numbered: those names and moves.
         moved_to: the names in moves such as `x.cuda(i)`.
         torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
-        imports_torch: whether it imports torch, or a part of it, outside of functions.
+        imports_torch: whether it imports torch, or a part of it, outside of functions; a star may do so, too.
     """
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
@@ -104,7 +105,8 @@ class Tree:
         self.imports = survey.imports
         self.torch = survey.torch or "torch"
         self.has_torch_name = survey.torch is not None
-        self.imports_torch = survey.imports_torch
+        by_star = self._has_star and not any(_OF_TORCH.match(text_of(node)) for node in survey.imports)
+        self.imports_torch = survey.imports_torch or by_star
         self.hidden_by = survey.hidden_by + self.others(known.hiders)
 
     @property
@@ -328,6 +330,18 @@ class Tree:
         parent = self.parent(name)
         return (isinstance(parent, cst.Attribute) and parent.attr is name) or (
             isinstance(parent, cst.Arg) and parent.keyword is name
+        )
+
+    def is_called_once(self, function: cst.FunctionDef) -> bool:
+        """Return whether the file calls a function of its module in one place that is not in a loop."""
+        name = function.name.value
+        if self.functions.get(name) is not function or not isinstance(function.body, cst.IndentedBlock):
+            return False
+        calls = [call for call in self.calls if isinstance(call.func, cst.Name) and call.func.value == name]
+        return len(calls) == 1 and not any(
+            isinstance(outer, (cst.FunctionDef, cst.For, cst.While))
+            or (isinstance(outer, cst.With) and "graph" in "".join(map(text_of, outer.items)))
+            for outer in self.parents(calls[0])
         )
 
     def _passes_function(self, call: cst.Call) -> bool:

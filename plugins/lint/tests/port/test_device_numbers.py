@@ -244,3 +244,33 @@ def test_a_module_of_apex_that_accelcore_does_not_have_is_counted_beside_accelco
     source = "import torch\nfrom accelcore import apex\nfrom apex.fp16_utils import *\napex.amp.initialize(model)\n"
     outcome = port_source(source, Level.ROLES)
     assert (outcome.before, outcome.after) == (1, 1)
+
+
+LAUNCHED = """import os
+import torch
+
+
+def main():
+    torch.distributed.init_process_group("nccl")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    for x in torch.utils.data.DataLoader([1.0]):
+        torch.nn.Linear(1, 1).cuda(rank)(x.cuda(rank)).backward()
+    {last}
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "is_left"),
+    [("", False), ("net.eval()", False), ("print(rank)", True), ("print(locals())", True), ("print(f'{rank}')", True)],
+)
+def test_a_rank_is_not_read_for_lines_that_are_gone(last, is_left):
+    outcome = port_source(LAUNCHED.format(last=last), Level.ROLES)
+    assert ('rank = int(os.environ["LOCAL_RANK"])' in outcome.source) is is_left
+    assert outcome.after == 0
+    unused = "import os\nimport torch\nrank = int(os.environ['LOCAL_RANK'])\nx = torch.ones(2).cuda()\n"
+    assert "LOCAL_RANK" in port_source(unused, Level.ROLES).source

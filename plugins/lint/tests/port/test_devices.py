@@ -220,7 +220,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("imported", "read", "left"),
-    [("", ".parse_args()", 0), ("", "", 2), ("import submitit\n", ".parse_args()", 3)],
+    [
+        ("", ".parse_args()", 0),
+        ("", "", 2),
+        ("", "\n\n\nargs = argparse.ArgumentParser(parents=[options()]).parse_args()", 0),
+        ("import submitit\n", ".parse_args()", 3),
+    ],
 )
 def test_an_option_whose_process_may_not_train_keeps_its_default(imported, read, left):
     outcome = _ported(OPTION.format(imported=imported, read=read))
@@ -294,3 +299,48 @@ def test_the_cpu_has_no_number_where_a_module_chooses_between_it_and_a_device_wi
     assert (outcome.after, outcome.left) == (0, [])
     name = "device" if level is Level.TORCH else "current_device"
     assert f'path, torch.device({name}.type, 0) if {name}.type != "cpu" else {name})' in outcome.source
+
+
+WRAPPED = """import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def wrap(model, number, **options):
+    return DDP(model, device_ids=[{index}], output_device={index}{more})
+"""
+
+
+@pytest.mark.parametrize(
+    ("index", "new"),
+    [
+        ("torch.cuda.current_device()", "torch.accelerator.current_device_index()"),
+        ("number % torch.cuda.device_count()", "number % torch.accelerator.device_count()"),
+        ("number", "number"),
+    ],
+)
+@pytest.mark.parametrize("more", ["", ", **options"])
+def test_the_devices_of_a_replica_are_those_of_any_accelerator(index, new, more):
+    outcome = _ported(WRAPPED.format(index=index, more=more))
+    assert (outcome.after, outcome.left) == (0, [])
+    assert f"DDP(model, device_ids=[{new}] if torch.accelerator.is_available() else None{more})" in outcome.source
+
+
+@pytest.mark.parametrize(
+    ("line", "is_number"),
+    [("main = rank == 0", True), ("main = rank in ranks", False), ("main = rank == 'cuda'", False)],
+)
+def test_an_index_that_is_compared_with_a_number_is_one(line, is_number):
+    source = (
+        f"import torch\n\n\nclass Run:\n    def __init__(self, net, rank):\n        self.rank = rank\n        {line}\n"
+    )
+    outcome = _ported(f"{source}        self.net = net.cuda(self.rank)\n")
+    assert bool(outcome.left) is not is_number
+    assert ("net.to(torch.device(current_device.type, self.rank))" in outcome.source) is is_number
+
+
+@pytest.mark.parametrize(("first", "is_left"), [("", False), ("    import torch\n", True)])
+def test_a_file_whose_torch_comes_with_a_star_gets_its_own_import(first, is_left):
+    source = f"from tools import *\n\n\ndef move(x):\n{first}    return x.to(torch.device('cuda'))\n"
+    outcome = _ported(source)
+    assert bool(outcome.left) is is_left
+    assert outcome.source.startswith("from tools import *\nimport torch\n") is not is_left

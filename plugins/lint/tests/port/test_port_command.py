@@ -145,3 +145,11 @@ def test_check_reports_an_original_that_cannot_run_here(script):
 
 def test_arguments_of_the_script_need_check(script):
     assert run(script, "--", "0.1").return_value == 2
+
+
+def test_a_named_file_without_vendor_words_is_read_and_one_in_a_folder_is_not(tmp_path):
+    old = tmp_path / "old.py"
+    old.write_text('print "text"\n')
+    result = run(old)
+    assert (result.return_value, "line 1 is not Python" in result.output) == (2, True)
+    assert run(tmp_path).return_value == 0

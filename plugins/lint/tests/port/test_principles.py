@@ -75,16 +75,21 @@ def test_a_module_asks_no_question_on_import_that_it_did_not_ask(lines, level):
     assert all(not call.args and not call.kwargs for call in asked.call_args_list)
 
 
-def test_a_script_leaves_defaults_that_are_set_when_others_import_it():
+def test_defaults_that_are_set_when_others_import_a_script_are_its_builds_accelerator():
     source = (
-        "import argparse\nimport torch\n\n\ndef predict(x, device=torch.device('cuda')):\n    return x.to(device)\n\n\n"
+        "import argparse\nimport torch\n{}\n\n"
+        "def predict(x, device=torch.device('cuda')):\n    return x.to(device)\n\n\n"
         "def main():\n    args = argparse.ArgumentParser().parse_args()\n    predict(torch.ones(2)).cuda()\n\n\n"
         "if __name__ == '__main__':\n    main()\n"
     )
-    outcome = port_source(source, Level.ROLES)
+    outcome = port_source(source.format(""), Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert imported(outcome.source).predict(torch.ones(1)).device.type == "cpu"
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")):
+        assert imported(outcome.source).predict(torch.ones(1)).device.type == "meta"
+    outcome = port_source(source.format("import ray\n"), Level.ROLES)  # on a host that may have another build
     assert "device=torch.device('cuda')" in outcome.source
     assert len(outcome.left) == 1
-    imported(outcome.source)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +162,58 @@ def test_a_move_to_none_goes_to_the_current_device(head, before):
 
 def test_a_setting_is_kept_that_takes_back_what_another_file_sets(tmp_path):
     seeds = "import torch\n\n\ndef fixed():\n    torch.backends.cudnn.benchmark = False\n    torch.manual_seed(0)\n"
-    main = "import torch.backends.cudnn as cudnn\ncudnn.benchmark = {}\n"
+    main = "import torch.backends.cudnn as cudnn\nimport seeds\ncudnn.benchmark = {}\n"
     paths = written(tmp_path / "project", {"seeds.py": seeds, "main.py": main.format("args.fast")})
     outcome = port_source(seeds, Level.ROLES, read_project(paths).known(paths[0]))
     assert (outcome.source, outcome.left) == (seeds, [])
     paths[1].write_text(main.format("False"))
     assert "benchmark" not in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
+    paths[1].write_text(main.format("True").replace("import seeds", "import seedling"))
+    assert "benchmark" not in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
+    paths[1].write_text(main.format("True").replace("import seeds", "importlib.import_module(name)"))
+    written(tmp_path / "project", {"all.py": "import main, seeds\n"})
+    assert "benchmark" in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
+
+
+BRANCHES = """import torch
+from torch.backends import cudnn
+
+def main(args):
+    {loop}if args.deterministic:
+        cudnn.benchmark = False
+        cudnn.deterministic = True
+    else:
+        cudnn.benchmark = True
+        cudnn.deterministic = False
+    {last}
+
+{calls}
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "last", "calls", "left"),
+    [
+        ("", "", "main(options())", ["deterministic = True", "benchmark = True"]),
+        ("for _ in range(2):\n     ", "", "main(options())", None),
+        ("", "", "main(options())\nmain(options())", None),
+        ("", "", "run(main)", None),
+        ("", "cudnn.benchmark, cudnn.deterministic = True, True", "main(options())", None),
+        ("", "torch.backends.cudnn.benchmark = True", "main(options())", ["benchmark = False", "deterministic = True"]),
+    ],
+)
+def test_a_setting_is_removed_that_only_the_other_branch_changes(loop, last, calls, left):
+    source = BRANCHES.format(loop=loop, last=last, calls=calls)
+    if loop:
+        source = source.replace("\n        cud", "\n         cud").replace("\n    else", "\n     else")
+    outcome = port_source(source, Level.ROLES)
+    lines = [line.strip() for line in outcome.source.splitlines() if "cudnn." in line and line.strip() != last]
+    if left is None:
+        assert [line.split("cudnn.")[1] for line in lines] == [
+            "benchmark = False", "deterministic = True", "benchmark = True", "deterministic = False"
+        ]  # fmt: skip
+    else:
+        assert [line.split("cudnn.")[1] for line in lines][: len(left)] == left
 
 
 @pytest.mark.parametrize(

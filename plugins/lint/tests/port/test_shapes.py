@@ -1,5 +1,7 @@
 """Source of unusual shape: what a rewrite leaves is valid Python and does what it did."""
 
+import itertools
+
 import pytest
 from accelcore_lint.port import Level, port_source
 
@@ -28,6 +30,52 @@ def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
     ported = _ported(source).source
     assert comment in ported
     assert ("elif kind == 2:\n        pass\n" in ported) is bool(comment or last)
+
+
+@pytest.mark.parametrize("first", ["a", "not a", "a == 1", "a == b == c", "a and b or c"])
+@pytest.mark.parametrize("last", ["else", "elif c", "elif b or c"])
+def test_a_condition_whose_first_branch_goes_asks_the_opposite(first, last):
+    source = (
+        f"import torch\n\n\ndef main(a, b, c):\n    torch.manual_seed(0)\n    if {first}:\n"
+        f"        torch.cuda.manual_seed(0)\n    {last}:\n        return 'other'\n    return 'none'\n"
+    )
+    ported = _ported(source).source
+    assert "pass" not in ported
+    module = {}
+    exec(ported, module)
+    for a, b, c in itertools.product((0, 1), repeat=3):
+        other = not eval(first) and (last == "else" or eval(last.removeprefix("elif ")))
+        assert module["main"](a, b, c) == ("other" if other else "none")
+
+
+@pytest.mark.parametrize(
+    ("header", "last"),
+    [("if a:  # why", "else:"), ("if a:", "# why\n    else:"), ("if a:", "elif b:\n        x = 1\n    else:")],
+)
+def test_a_first_branch_with_a_comment_or_several_others_passes(header, last):
+    source = (
+        f"import torch\n\n\ndef main(a, b):\n    torch.manual_seed(0)\n    {header}\n"
+        f"        torch.cuda.manual_seed(0)\n    {last}\n        x = 2\n"
+    )
+    assert f"    {header}\n        pass\n    {last}\n" in _ported(source).source
+
+
+@pytest.mark.parametrize(
+    ("test", "asks_again"),
+    [
+        ("device.type == 'cuda'", False),
+        ("fast and device.type == 'cuda'", False),
+        ("there", False),
+        ("given", True),
+        ("fast or there", True),
+    ],
+)
+def test_a_line_under_a_condition_that_no_cpu_meets_does_not_ask_again(test, asks_again):
+    source = (
+        "import torch\nthere = torch.cuda.is_available() and FAST\n\n\ndef main(given, device):\n"
+        f"    if {test}:\n        torch.cuda.empty_cache()\n"
+    )
+    assert ("if torch.accelerator.is_available():" in _ported(source).source) is asks_again
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,10 @@ def names_option(facts: Facts, node: cst.CSTNode) -> bool:
     return isinstance(arg, cst.Arg) and arg.keyword is not None and arg.keyword.value == "dest"
 
 
-def _has_indexes(facts: Facts) -> bool:
-    """Return whether the port names devices by their index, as the script does."""
-    return facts.level is Level.TORCH or facts.place.by_hand
+def _has_indexes(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression) -> bool:
+    """Return whether the port names a device by its index, as the script does; not if it is only a default."""
+    is_default = text_of(index) != "0" and facts.in_default(site) is not None
+    return not is_default and (facts.level is Level.TORCH or facts.place.by_hand)
 
 
 def _refused(index: cst.BaseExpression) -> Left:
@@ -91,8 +92,9 @@ def _refused(index: cst.BaseExpression) -> Left:
 
 
 def index_source(index: cst.BaseExpression) -> str:
-    """Return the source of an index, with the number of devices as torch counts them for all."""
-    return re.sub(r"\btorch\.(cuda|npu)\.device_count\b", "torch.accelerator.device_count", text_of(index))
+    """Return the source of an index, with the number of devices and the current one as torch counts them for all."""
+    text = re.sub(r"\btorch\.(cuda|npu)\.device_count\b", "torch.accelerator.device_count", text_of(index))
+    return re.sub(r"\btorch\.(cuda|npu)\.current_device\(\)", "torch.accelerator.current_device_index()", text)
 
 
 def _needs_index(facts: Facts, site: cst.CSTNode) -> bool:
@@ -113,7 +115,7 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     if own_device(facts, index) and is_own and not named:
         return facts.device(site) if index is None else facts.place.device(site)
     assert index is not None, "the device without an index is the process's own"
-    if not _has_indexes(facts):
+    if not _has_indexes(facts, site, index):
         return _refused(index)
     if facts.level is not Level.TORCH and facts.sets_device(index) and not named:
         return facts.place.device(site)
@@ -129,7 +131,7 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
     own = own_device(facts, index)
     if index is None or (own and text_of(index) == "0"):
         return facts.place.kind(site)
-    if _has_indexes(facts) and not (own and facts.level is not Level.TORCH):
+    if _has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
         text = index_source(index)
         number = text if text.isdecimal() else f"{{{text}}}"
         return f'f"{{{facts.place.kind(site)}}}:{number}"' if '"' not in text else _refused(index)
@@ -183,7 +185,11 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     if isinstance(node, cst.Call):
         source = device_source(facts, node, index) if not isinstance(choice, cst.IfExp) else _inline(facts, node, index)
         source = _as_device(facts, source)
-    elif index is not None and _has_indexes(facts) and not (text_of(index) == "0" and own_device(facts, index)):
+    elif (
+        index is not None
+        and _has_indexes(facts, node, index)
+        and not (text_of(index) == "0" and own_device(facts, index))
+    ):
         return None  # the string is rewritten, and the choice stays
     else:
         source = _inline(facts, node, index)
@@ -249,7 +255,7 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
     if isinstance(wanted, Left):
         return wanted
     plain = index is None or (text_of(index) == "0" and own_device(facts, index))
-    if wanted == "location" and _has_indexes(facts) and index is not None and not plain:
+    if wanted == "location" and index is not None and _has_indexes(facts, node, index) and not plain:
         source = facts.place.device(node) if facts.sets_device(index) else kind_source(facts, node, index)
         if isinstance(source, str) and source.startswith('f"'):  # torch.load refuses "cpu:0"
             source = f'({source} if {facts.place.kind(node)} != "cpu" else "cpu")'

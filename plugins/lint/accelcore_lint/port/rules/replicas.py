@@ -10,7 +10,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
-from accelcore_lint.port.rules.device_strings import device_source
+from accelcore_lint.port.rules.device_strings import device_source, index_source
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -44,9 +44,14 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     models = [arg for arg in node.args if arg.keyword is None or arg.keyword.value == "module"]
     if facts.name(node.func) not in _DDP:
         return _where_there_is_one(facts, node, given) if isinstance(ids, (cst.List, cst.Tuple)) else None
-    if any(arg.star for arg in node.args) or len(models) != 1:
+    if isinstance(ids, cst.IfExp) or (ids is not None and text_of(ids) == "None"):
+        return None
+    starred = any(arg.star for arg in node.args)
+    if starred and isinstance(ids, (cst.List, cst.Tuple)):
+        return _where_there_is_one(facts, node, given)
+    if starred or len(models) != 1:
         return Left("the devices of DistributedDataParallel, given by position") if len(node.args) > 1 else None
-    if ids is None or text_of(ids) == "None" or isinstance(ids, cst.IfExp):
+    if ids is None:
         return None
     if not isinstance(ids, (cst.List, cst.Tuple)) or len(ids.elements) != 1:
         return Left("device_ids that are not one device")
@@ -114,7 +119,7 @@ def _replaced(node: cst.Call, given: list[cst.Arg], form: str, facts: Facts) -> 
     positions = [position for position, arg in enumerate(node.args) if arg in given]
     if any(isinstance(arg.value, cst.IfExp) for arg in given):
         return Left("device_ids that are chosen by a condition")
-    lists = {position: text_of(node.args[position].value) for position in positions}
+    lists = {position: index_source(node.args[position].value) for position in positions}
     if any("cuda" in text or "npu" in text for text in lists.values()) and "{}" in form:
         return Left("device_ids that are read from a vendor's module")
     keep = next(position for position in positions if node.args[position].keyword.value == "device_ids")  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
         return None
     target = assign.targets[0].target
     name, value = facts.name(target) or "", text_of(assign.value)
-    if _DEFAULTS.get(name) == value and _is_only_value(name, target, value, facts):
+    if _DEFAULTS.get(name) == value and _takes_nothing_back(node, target, name, facts):
         return Rewrite(removed, node.body)
     source = _GENERIC.get((name, value))
     if source is None:
@@ -37,10 +37,33 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
     return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, facts.needs_torch)
 
 
-def _is_only_value(name: str, target: cst.BaseExpression, value: str, facts: Facts) -> bool:
-    """Return whether no line of the project sets something else: a later line may take that back."""
-    here = all(text_of(other) == value for other in facts.values(target))
-    return here and all(given == value for key, given in facts.known.settings if name == f"{_CUDNN}{key}")
+def _takes_nothing_back(node: cst.CSTNode, target: cst.BaseExpression, name: str, facts: Facts) -> bool:
+    """Return whether no other line of the program has set something else before, so that torch's default holds."""
+    default, key = _DEFAULTS[name], name.removeprefix(_CUDNN)
+    beside = [given for setting, given in facts.known.settings if setting == key]
+    here = [
+        value
+        for text, values in facts.assigned.items()
+        if text == text_of(target) or text.endswith(f"cudnn.{key}")
+        for value in values
+        if text_of(value) != default
+    ]
+    once = not here or _runs_once(node, facts)
+    return once and all(given == default for given in beside) and all(_excludes(value, node, facts) for value in here)
+
+
+def _runs_once(node: cst.CSTNode, facts: Facts) -> bool:
+    around = list(facts.parents(node))
+    functions = [outer for outer in around if isinstance(outer, cst.FunctionDef)]
+    loops = [outer for outer in around if isinstance(outer, (cst.For, cst.While))]
+    return not loops and all(map(facts.is_called_once, functions))
+
+
+def _excludes(one: cst.CSTNode, other: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether two lines are in different branches of an `if`."""
+    around, others = list(facts.parents(one)), list(facts.parents(other))
+    branches = [(outer.body, outer.orelse) for outer in around if isinstance(outer, cst.If)]
+    return any((a in around and b in others) or (b in around and a in others) for a, b in branches)
 
 
 def _by_full_name(node: cst.SimpleStatementLine, target: cst.BaseExpression, name: str, facts: Facts) -> Rewrite | None:
