@@ -18,7 +18,7 @@ from accelcore.testing.support.declared import declared
 from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, options_of, oracle, parameters, step
 from accelcore.testing.support.oracles import error, spoil, weights
 
-_COUNTS = (*range(1, 6), 7, 8, 9, 15, 16, 17, 31, 32, 33, 36)  # of tensors: kernels take parts of a power of two
+_COUNTS = (*range(1, 6), 7, 8, 9, 15, 16, 17, 31, 32, 33, 36, 263)  # of tensors: kernels take parts of a power of two
 
 of_every = pytest.mark.parametrize("name", EVERY)
 

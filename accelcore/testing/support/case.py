@@ -35,7 +35,10 @@ OF_GRADIENT = "of the gradient"
 """Says of a sample that the operator's gradient is computed in place of its result."""
 
 _LARGE = "with large numbers"
-ALONE = ("with NaN", _LARGE, "with whole numbers", "between other calls", "of a frozen input")
+FROZEN = ("of a frozen input", "of other frozen inputs")
+"""Says of a sample that its first argument needs no gradient, or that no other needs one."""
+
+ALONE = ("with NaN", _LARGE, "with whole numbers", "between other calls", *FROZEN)
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was
@@ -93,7 +96,8 @@ class Case:
         dtype, arguments: the sample.
         what: how the sample was changed, in words; empty if it was not.
         elementwise: whether each element of the result is that of the inputs' elements at its place.
-        aside: whether arguments lie behind other elements, and `out=` has gaps.
+        aside: whether arguments lie behind other elements.
+        out: layout of the tensors given as `out=`.
     """
 
     found: Found
@@ -105,6 +109,7 @@ class Case:
     what: str
     elementwise: bool
     aside: bool = False
+    out: str = BEHIND
     draws: bool = False
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)  # arguments that the operator writes to, as running statistics
@@ -233,7 +238,7 @@ class Case:
     def _out(self, arguments: Any, *, onto: bool = False) -> list[tuple[str, Tensor]]:
         given, options = arguments
         with torch.no_grad():
-            unwritten = partial(_unwritten, layout="strided" if self.aside and self.name not in DENSE_OUT else BEHIND)
+            unwritten = partial(_unwritten, layout=BEHIND if self.name in DENSE_OUT else self.out)
             written = given[0] if onto else pytree.tree_map(unwritten, self.info.op(*given, **options))
             before = [beside(each) for each in tensors(written)]
             returned = self.info.op(*given, **options, out=written)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import OF_GRADIENT, Case, Found, drawn_weights
+from accelcore.testing.support.case import FROZEN, OF_GRADIENT, Case, Found, drawn_weights
 from accelcore.testing.support.layouts import (
+    BEHIND,
     emptied,
     enlarged,
     expanded,
     lengthened,
+    mapped,
     of_images,
     of_points,
     others_of,
@@ -74,8 +76,9 @@ def compare(
             changed = (repeated(_arguments(sample)) for sample in every)
             cases += [(each, "of repeated indices") for each in changed if each is not None][:count]
         for number, (arguments, what) in enumerate(cases):
-            aside = number % 2 == 1 and name in SAMPLED
-            Case(found, device, name, info, dtype, arguments, what, elementwise, aside).run()
+            turn = number % 4 if name in SAMPLED else 0
+            out = (BEHIND, "strided", "transposed", "strided")[turn]
+            Case(found, device, name, info, dtype, arguments, what, elementwise, turn % 2 == 1, out).run()
             if len(found.wrong) > 4:
                 return found
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
@@ -95,7 +98,8 @@ def compare(
                         Case(found, device, name, info, dtype, changed, what, elementwise).run()
                 given = _arguments(max(every, key=lambda sample: len(tensors(_arguments(sample)))))
                 if len([each for each in tensors(given) if each.requires_grad]) > 1:
-                    Case(found, device, name, _Frozen(info), dtype, given, "of a frozen input", elementwise).run()
+                    for others, what in enumerate(FROZEN):
+                        Case(found, device, name, _Frozen(info, bool(others)), dtype, given, what, elementwise).run()
                 if info.supports_gradgrad:
                     given = _arguments(every[0])
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
@@ -224,16 +228,22 @@ class _Gradient:
 
 
 class _Frozen:
-    """An operator whose first argument needs no gradient, and others do."""
+    """An operator whose first argument needs no gradient, or no other one does."""
 
     inplace_variant, supports_out = None, False
 
-    def __init__(self, info: Any) -> None:
-        self._info = info
+    def __init__(self, info: Any, others: bool) -> None:
+        self._info, self._others = info, others
 
     def op(self, first: Any, *given: Any, **options: Any) -> Any:
         """Return the operator's result."""
-        return self._info.op(first.detach() if isinstance(first, Tensor) else first, *given, **options)
+
+        def frozen(value: Any) -> Any:
+            return mapped(lambda each: each.detach() if isinstance(each, Tensor) else each, value)
+
+        if self._others:
+            return self._info.op(first, *frozen(given), **frozen(options))
+        return self._info.op(frozen(first), *given, **options)
 
 
 class _Between:

@@ -240,13 +240,24 @@ def native_optimizer_that_is_not_declared(backend):
 class _FirstSixtyFour(torch.optim.Adam):
     """A kernel whose list of addresses is full, in silence."""
 
+    full = 64
+
     @torch.no_grad()
     def step(self, closure=None):
-        kept = [(parameter, parameter.clone()) for parameter in self.param_groups[0]["params"][64:]]
+        kept = [(parameter, parameter.clone()) for parameter in self.param_groups[0]["params"][self.full :]]
         loss = super().step(closure)
         for parameter, before in kept:
             parameter.copy_(before)
         return loss
+
+
+class _FirstTwoHundred(_FirstSixtyFour):
+    full = 200
+
+
+@lie("TestOptimizers.test_any_number_of_tensors", says="of 263 tensors and an empty one, those at [200, ", name="adam")
+def kernel_of_two_hundred_tensors(backend):
+    return making("adam", _FirstTwoHundred)(backend)
 
 
 @lie("TestOptimizers.test_many_large_and_late", says="68 of 132 tensors are wrong", name="adam")
