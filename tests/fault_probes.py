@@ -23,6 +23,7 @@ _WITH_EPSILON: tuple[Any, ...] = (
 _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 _HERMITIAN: tuple[Any, ...] = (torch.fft.ihfftn, torch.fft.ihfft2)
 _GELU: Any = torch._C._nn.gelu
+_TRIANGLE: Any = torch.tril
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
 _FAR_APART = (6.0, 2.0**-126)  # the quotient is too large for fp32
@@ -160,6 +161,14 @@ def grouped_variance() -> bool:
     found = (torch.nn.functional.group_norm(images.contiguous(memory_format=each), 4) for each in _LAYOUTS)
     dense, channels_last = (float((each.double() - right).abs().max()) for each in found)
     return dense < 1e-3 and channels_last > 0.1
+
+
+def triangular_out() -> bool:
+    """Check if a triangle of permuted batches is written beside its place, in memory that is large enough for that."""
+    memory = torch.full((3, 1000), 77.0)
+    _TRIANGLE(torch.ones(2, 3, 4, 5), out=memory[1, :120].view(5, 4, 3, 2).permute(3, 2, 1, 0))
+    memory[1, :120] = 77
+    return bool(memory.ne(77).any())
 
 
 def narrow_convolution() -> bool | None:

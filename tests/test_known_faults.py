@@ -43,7 +43,7 @@ PROBES = dict(
             fault_probes.autocast_in_cache, fault_probes.cast_without_gradient, fault_probes.hermitian_out,
             fault_probes.unseen_update, fault_probes.low_precision_sgd, fault_probes.memory_order,
             fault_probes.remainder, fault_probes.narrow_convolution, fault_probes.gelu_out,
-            fault_probes.grouped_variance,
+            fault_probes.grouped_variance, fault_probes.triangular_out,
         ),
         strict=True,
     )
@@ -89,6 +89,8 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.hermitian_out()
     monkeypatch.setattr(fault_probes, "_GELU", torch.exp)
     assert not fault_probes.gelu_out()
+    monkeypatch.setattr(fault_probes, "_TRIANGLE", torch.neg)
+    assert not fault_probes.triangular_out()
     monkeypatch.setattr(fault_probes, "_LAYOUTS", (torch.contiguous_format,) * 2)
     assert not fault_probes.grouped_variance()
     with monkeypatch.context() as patched:

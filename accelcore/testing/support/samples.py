@@ -69,8 +69,8 @@ READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "
 IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
 """Operators that torch does not let write `out=` on any device if one dimension is transformed: a known kernel bug."""
 
-DENSE_OUT = ("nn.functional.gelu",)
-"""Operators whose kernel on the CPU, which also plays devices, writes `out=` without gaps only: a known kernel bug."""
+DENSE_OUT = ("nn.functional.gelu", "tril", "triu")
+"""Operators whose kernel on the CPU, which also plays devices, needs a contiguous `out=`: known kernel bugs."""
 
 CONVERTS = ("double",)
 """Operators that are a copy or not, depending on the dtype that the device makes of it."""
