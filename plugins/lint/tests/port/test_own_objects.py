@@ -124,3 +124,23 @@ def test_events_that_only_measure_are_of_any_device(use, kept, guard):
     counts = [ported.count(made), ported.count("torch.Event(current_device, enable_timing=True)")]
     assert counts == ([2, 0] if kept else [0, 2])
     assert ("torch.cuda.is_available()" in ported) <= kept
+
+
+@pytest.mark.parametrize(
+    ("other", "kept"),
+    [
+        ("def show(end):\n    print(end)", False),
+        ("def show():\n    global end\n    print(end)", True),
+        ("end = 0\nprint(end)", False),
+        ("def again(stream):\n    end = torch.cuda.Event(enable_timing=True)\n    stream.wait_event(end)", True),
+        ("class Timer:\n    end = torch.cuda.Event(enable_timing=True)", True),
+    ],
+)
+def test_an_event_has_the_uses_of_its_own_function(other, kept):
+    made = "torch.cuda.Event(enable_timing=True)"
+    source = (
+        f"import torch\n\n\ndef measure(work):\n    start, end = {made}, {made}\n    start.record()\n    work()\n"
+        f"    end.record()\n    return start.elapsed_time(end)\n\n\n{other}\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert (made in ported) is kept

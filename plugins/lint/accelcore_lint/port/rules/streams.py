@@ -73,11 +73,21 @@ def _event_name(call: cst.Call, facts: Facts) -> str | None:
     if len(names) != 1 or not names[0].isidentifier() or (facts.is_library and facts.function_of(call) is None):
         return None
     (name,) = names
-    values, code = facts.assigned[name], re.sub(r"#.*", "", facts.code)
+    function = _scope_of(call, facts)
+    code = re.sub(r"#.*", "", cst.Module([]).code_for_node(function))
+    if isinstance(function, cst.ClassDef) or re.search(rf"\b(global|nonlocal)\b[^\n]*\b{name}\b", facts.code):
+        return None
+    values = [value for value in facts.assigned[name] if _scope_of(value, facts) is function]
     events = sum(isinstance(value, cst.Call) and facts.name(value.func) in _EVENTS for value in values)
     uses = rf"(?<![\w.]){name}\.(record\(\)|synchronize\(\)|query\(\)|elapsed_time\()|\.elapsed_time\({name}\)"
     known = events + len(re.findall(uses, code))
-    return name if events == len(values) and facts.uses[name] == known else None
+    return name if events == len(values) and facts.count(name, function) == known else None
+
+
+def _scope_of(node: cst.CSTNode, facts: Facts) -> cst.CSTNode:
+    """Return the innermost function or class around a node, or the module: what it assigns is a name there."""
+    scopes = (cst.FunctionDef, cst.ClassDef)
+    return next((outer for outer in facts.parents(node) if isinstance(outer, scopes)), facts.module)
 
 
 def _has_stream(node: cst.CSTNode, facts: Facts) -> str:
