@@ -86,6 +86,7 @@ class Place:
         self.current = current.value if current else next(name for name in _CURRENT if name not in taken)
         self._has_current = current is not None
         self._current_sites: list[cst.CSTNode] = []
+        self._asking: list[cst.CSTNode] = []
 
     def device(self, site: cst.CSTNode) -> str:
         """Return the source of the `torch.device` for an expression.
@@ -103,6 +104,9 @@ class Place:
         if is_default and self._tree.submits:
             raise UnplacedError(DEFAULT)
         if is_default or ((self._tree.is_library or self._tree.known.steered) and self._is_new_question(site)):
+            if self._tree.has_torch_name and not self._tree.has_torch_above(site):
+                raise UnplacedError(DEFAULT)
+            self._asking.append(site)
             # Without a check: that would fix which devices are visible, and an import of the original does not.
             return f'({self._tree.torch}.accelerator.current_accelerator() or {self._tree.torch}.device("cpu"))'
         function, hidden = self._scope(site), self._hides(site)
@@ -156,7 +160,7 @@ class Place:
 
     def forget(self, site: cst.CSTNode) -> None:
         """Take back what was asked for an expression that is left after all."""
-        for sites in (self._sites, self._current_sites, *self._local.values()):
+        for sites in (self._sites, self._current_sites, self._asking, *self._local.values()):
             sites[:] = [each for each in sites if each is not site]
         self._local = defaultdict(list, {key: sites for key, sites in self._local.items() if sites})
 
@@ -323,7 +327,7 @@ class Place:
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
-        needed = {"import torch"} if self._current_sites or self.current in local else set()
+        needed = {"import torch"} if self._current_sites or self._asking or self.current in local else set()
         if self._sites or self.name in local or (self._read is not None and self._has_sites()):
             needed.add("import torch" if self._torch_level else "import accelcore")
         return needed

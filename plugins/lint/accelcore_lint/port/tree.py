@@ -114,6 +114,13 @@ class Tree:
         """Return the statement that a line with `torch` needs, unless the file already has it."""
         return () if self.has_torch_name else ("import torch",)
 
+    def has_torch_above(self, site: cst.CSTNode) -> bool:
+        """Return whether a line of the module above a site, and not of its guard, imports torch by its name."""
+        lines = [node for node in self.imports if isinstance(node, cst.Import) and self.line(node) < self.line(site)]
+        lines = [node for node in lines if not any(map(_is_apart, self.parents(node)))]
+        names = [(dotted(alias.name), alias.asname) for node in lines for alias in node.names]
+        return any(name == "torch" or (name.startswith("torch.") and alias is None) for name, alias in names)
+
     def name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain."""
         base = node
@@ -356,6 +363,10 @@ class Tree:
     def import_lines(self) -> dict[str, int]:
         """Return the numbers of the lines of all import statements, by their text."""
         return {text_of(node): self.line(node) for node in reversed(self.imports)}
+
+
+def _is_apart(node: cst.CSTNode) -> bool:
+    return isinstance(node, (cst.FunctionDef, cst.ClassDef)) or is_guard(node)
 
 
 def is_guard(node: cst.CSTNode) -> bool:

@@ -235,3 +235,26 @@ def test_a_default_asks_for_a_device_at_import_only_if_it_did(default, is_left, 
     assert (default in outcome.source) is is_left
     assert [note.line for note in outcome.left] == [4] * is_left
     assert port_source(outcome.source, level).source == outcome.source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("first", "last", "is_left"),
+    [
+        ("import torch", "", False),
+        ("import torch as th", "", False),
+        ("from torch import nn", "", False),
+        ("import torch.nn as nn", "", False),
+        ("import os", "import torch", True),
+        ("import os", "if __name__ == '__main__':\n    import torch\n    print(torch.ones(2).cuda())", True),
+        ("class Made:\n    import torch", "import torch.nn", True),
+    ],
+)
+def test_a_default_needs_torch_above_it(first, last, is_left, level):
+    source = f"{first}\n\n\ndef kind(device='cuda'):\n    return device\n\n\n{last}\n"
+    outcome = port_source(source, level)
+    assert bool(outcome.left) is is_left
+    namespace = {"__name__": "module"}
+    exec(outcome.source, namespace)
+    assert namespace["kind"]() == ("cuda" if is_left else "cpu")
+    assert port_source(outcome.source, level).source == outcome.source
