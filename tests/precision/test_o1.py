@@ -159,7 +159,8 @@ def own_cache_keys():
 
 @pytest.mark.skipif(not BACKWARD_PASS_AUTOCAST.present, reason=f"torch has no {BACKWARD_PASS_AUTOCAST}")
 @pytest.mark.usefixtures("own_cache_keys")
-def test_compiled_is_eager(accel):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_is_eager(accel, backend):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -171,7 +172,7 @@ def test_compiled_is_eager(accel):
 
     torch.manual_seed(0)
     model = Model()
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     x = torch.randn(3, 4)
     regions = {"O1": accel.autocast(LOW, table="O1"), "torch": torch.autocast("cpu", LOW)}
     with torch._functorch.config.patch(backward_pass_autocast="off"):

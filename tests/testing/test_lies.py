@@ -278,18 +278,36 @@ def test_a_synchronize_that_does_not_wait_is_caught(waits, monkeypatch, request)
         assert "returned before the work was done" in caught(asked, backend, request)
 
 
+# To compile C++ takes seconds: one test does in every run, and others trace what the compiler would be given.
+IN_CPP = "TestCompiler.test_compiled_is_the_same"
+OF_THE_COMPILER = [lie for lie in TRUE.values() if lie.test.startswith("TestCompiler.") and lie.test != IN_CPP]
+
+
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "lie",
     [
-        pytest.param(lie, id=lie.name, marks=[] if ONE_EACH[lie.test] == lie.name else pytest.mark.full)
+        pytest.param(
+            lie,
+            id=lie.name,
+            marks=[] if ONE_EACH[lie.test] == lie.name and lie not in OF_THE_COMPILER else pytest.mark.full,
+        )
         for lie in TRUE.values()
     ],
 )
 def test_the_truth_passes(lie, request):
     """What catches a lie has nothing against the honest backend that the lie was made of."""
+    torch.compiler.reset()  # what a lie has compiled is not what is asked
     with suppress(pytest.skip.Exception):
         ask(lie, accelcore.select("cpu"), request)
+
+
+@pytest.mark.parametrize(
+    "lie", [pytest.param(lie, id=lie.name) for lie in OF_THE_COMPILER if ONE_EACH[lie.test] == lie.name]
+)
+def test_the_truth_passes_without_cpp(lie, request):
+    torch.compiler.reset()
+    ask(lie, lies.compiler.traced(create()), request)
 
 
 @pytest.fixture
