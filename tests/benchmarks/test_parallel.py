@@ -20,6 +20,7 @@ def test_models_that_ranks_divide_are_timed_beside_fully_shard_by_hand():
     assert all(row.timing is not None and "MB a rank" in row.note for row in table.rows)
 
 
+@pytest.mark.full
 def test_a_save_in_pieces_is_timed_beside_one_rank_that_gathers(monkeypatch):
     monkeypatch.setattr("benchmarks.on_ranks.get_context", lambda method: forks.servers)
     (table,) = saving.run(1, ranks=2, width=64, rounds=2)

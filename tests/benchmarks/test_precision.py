@@ -19,7 +19,7 @@ TASKS = {NAMES[0]: lambda: precision_models.gpt(2, TINY), NAMES[1]: lambda: prec
 
 
 class HereAlone(TorchAlone):
-    """Its cases run here: a process of its own takes long to start, and is tested once."""
+    """Its cases run here: a process of its own takes long to start, and is tested with `full`."""
 
     def __init__(self, make, *arguments):
         self.cases = make(*arguments)
@@ -85,6 +85,7 @@ def _cases(number):
     return {"adds": lambda: number + 1, "fails": lambda: 1 / 0}
 
 
+@pytest.mark.full
 def test_torch_alone_is_a_process_that_is_timed_and_may_fail():
     with TorchAlone(_cases, 3) as alone:
         before = alone.clock()

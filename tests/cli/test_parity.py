@@ -16,7 +16,7 @@ from accelcore.parity.recording import Reader
 
 @pytest.fixture
 def forked(fork, monkeypatch):
-    """Scripts run in forks. In a process of its own, one runs in the test of a script that fails."""
+    """Scripts run in forks. In a process of its own, one runs in the test of a script that ends with the command."""
 
     def run(command, *, check):
         runner = next(number for number, word in enumerate(command) if word.endswith("script.py"))
@@ -49,6 +49,7 @@ def test_a_damaged_recording_is_an_invalid_request(tmp_path, capfd):
     assert "damaged" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_fails_is_named_with_its_exit_code(tmp_path, capfd):
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)")
