@@ -31,14 +31,11 @@ settings.load_profile("ci")  # as tests/conftest.py says
 _SUBJECTS = Path(__file__).parent / "subjects"
 _WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
 
-# Of the suite, with `full`: six optimizers that a device has by their formulas alone, in the long tests (test_numerics
-# runs each of them); and most pairs of an optimizer and the position of an overflow.
+# Of the suite, with `full`: six optimizers that a device has by their formulas alone (test_numerics and
+# test_every_optimizer run each of them); and most pairs of an optimizer and the position of an overflow.
+_BY_FORMULA = tuple(f"[{name}]" for name in ("adagrad", "adamax", "asgd", "nadam", "radam", "rprop"))
+_OF_EACH = ("test_numerics[", "test_every_optimizer[")
 _IN_FULL = {
-    *(
-        f"{test}[{name}]"
-        for test in ("test_any_number_of_tensors", "test_many_large_and_late", "test_options_of_groups", "test_zeros")
-        for name in ("adagrad", "adamax", "asgd", "nadam", "radam", "rprop")
-    ),
     *(f"test_overflow_in_any_tensor[{position}-plain]" for position in (31, 255)),
     *(f"test_overflow_in_any_tensor[{position}-sgd]" for position in (0, 64, 255)),
     *(f"test_overflow_in_any_tensor[{position}-adamw]" for position in (31, 64, 299)),
@@ -70,7 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is long and proves nearly nothing that others do not."""
     for item in items:
-        if item.name in _IN_FULL and item.path.name == "test_conformance.py":
+        by_formula = item.name.endswith(_BY_FORMULA) and not item.name.startswith(_OF_EACH)
+        if (by_formula or item.name in _IN_FULL) and item.path.name == "test_conformance.py":
             item.add_marker("full")
 
 
