@@ -7,10 +7,16 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-_SETTING = re.compile(r"\bcudnn\.(\w+)[ \t]*(?:,[^=\n]*)?=(?!=)[ \t]*([^\n#;]*)")
+_SETTING = re.compile(
+    r"\bcudnn(?:\.|[ \t]*,[ \t]*[\"'])(\w+)(?=[^=\n#;]*=(?!=)[ \t]*([^\n#;]*)|[\"'][ \t]*,[ \t]*([^\n)#;]*))"
+)
+"""`cudnn.benchmark = value`, also one of several targets, and `setattr(cudnn, "benchmark", value)`."""
+
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from|import)[ \t][^\n#(]*(?:\([^)]*\))?")
 _WORD = re.compile(r"\w+")
-_BY_NAME = re.compile(r"\b(import_module|__import__|run_path|run_module|exec|spec_from_file_location)\(")
+_BY_NAME = re.compile(
+    r"\b(import_module|__import__|run_path|run_module|exec|spec_from_file_location|instantiate|locate)\("
+)
 """Calls that may import a file that no import statement names."""
 
 
@@ -19,7 +25,10 @@ def settings_beside(paths: Collection[Path], texts: Mapping[Path, str]) -> dict[
 
     An import is known by the name of the file alone, so that no folder on the path is missed.
     """
-    made = {path: {(key, value.strip()) for key, value in _SETTING.findall(text)} for path, text in texts.items()}
+    made = {
+        path: {(key, (one or other).strip()) for key, one, other in _SETTING.findall(text)}
+        for path, text in texts.items()
+    }
     made = {path: found for path, found in made.items() if found}
     asked = [path for path in paths if path in made]
     if not asked:

@@ -104,8 +104,9 @@ class Ranks(Tree):
             )
         values = self.assigned.get(text, [])
         if not values:  # what a caller gives, or None, which is no index
+            around = self.code if isinstance(node, cst.Attribute) else text_of(self.function_of(node) or self.module)
             numbers = rf"(?<![\w.]){re.escape(text)} *([=!]=|[<>]=?) *\d"
-            return isinstance(node, (cst.Name, cst.Attribute)) and re.search(numbers, self.code) is not None
+            return isinstance(node, (cst.Name, cst.Attribute)) and re.search(numbers, around) is not None
         return text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
 
     def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:

@@ -126,6 +126,7 @@ def _without_first(node: cst.If) -> cst.If | None:
     test = _opposite(node.test)
     if isinstance(last, cst.If):
         test = f"{_operand(test)} and {_operand(text_of(last.test))}"
+    test = f"({test})" if "\n" in test else test
     return node.with_changes(test=cst.parse_expression(test), body=last.body, orelse=None)
 
 
@@ -136,12 +137,13 @@ def _opposite(test: cst.BaseExpression) -> str:
         target = test.comparisons[0]
         if isinstance(target.operator, (cst.Equal, cst.NotEqual)):
             other = "!=" if isinstance(target.operator, cst.Equal) else "=="
-            return f"{text_of(test.left)} {other} {text_of(target.comparator)}"
+            left, right = (cst.Module([]).code_for_node(side) for side in (test.left, target.comparator))
+            return f"{left} {other} {right}"
     return f"not {_operand(text_of(test))}" if not isinstance(test, cst.BooleanOperation) else f"not ({text_of(test)})"
 
 
 def _operand(text: str) -> str:
-    return f"({text})" if re.search(r" or | if |:=|lambda", text) else text
+    return f"({text})" if re.search(r"\bor\b|\bif\b|:=|\blambda\b|\n", text) else text
 
 
 def _is_empty(body: cst.BaseSuite) -> bool:

@@ -168,6 +168,9 @@ def test_a_setting_is_kept_that_takes_back_what_another_file_sets(tmp_path):
     assert (outcome.source, outcome.left) == (seeds, [])
     paths[1].write_text(main.format("False"))
     assert "benchmark" not in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
+    for other in ("cudnn.enabled, cudnn.benchmark = True, True", 'setattr(cudnn, "benchmark", True)'):
+        paths[1].write_text(main.format("False") + other + "\n")
+        assert "benchmark" in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
     paths[1].write_text(main.format("True").replace("import seeds", "import seedling"))
     assert "benchmark" not in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
     paths[1].write_text(main.format("True").replace("import seeds", "importlib.import_module(name)"))
@@ -198,6 +201,7 @@ def main(args):
         ("for _ in range(2):\n     ", "", "main(options())", None),
         ("", "", "main(options())\nmain(options())", None),
         ("", "", "run(main)", None),
+        ("", "", "main(options())\nrun(main)", None),
         ("", "cudnn.benchmark, cudnn.deterministic = True, True", "main(options())", None),
         ("", "torch.backends.cudnn.benchmark = True", "main(options())", ["benchmark = False", "deterministic = True"]),
     ],

@@ -32,8 +32,11 @@ def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
     assert ("elif kind == 2:\n        pass\n" in ported) is bool(comment or last)
 
 
-@pytest.mark.parametrize("first", ["a", "not a", "a == 1", "a == b == c", "a and b or c"])
-@pytest.mark.parametrize("last", ["else", "elif c", "elif b or c"])
+@pytest.mark.parametrize(
+    "first",
+    ["a", "not a", "not (a or b)", "a == 1", "a == (b or c)", "a == b == c", "a and b or c", "(a and\n        b)"],
+)
+@pytest.mark.parametrize("last", ["else", "elif c", "elif b or c", "elif (b and\n        c)"])
 def test_a_condition_whose_first_branch_goes_asks_the_opposite(first, last):
     source = (
         f"import torch\n\n\ndef main(a, b, c):\n    torch.manual_seed(0)\n    if {first}:\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
@@ -16,6 +18,7 @@ _DEFAULTS = {
     f"{_CUDNN}enabled": "True",
     f"{_CUDNN}allow_tf32": "True",
 }
+_OTHERWISE = re.compile(r"\bsetattr\([^,\n]*\bcudnn *,|\bcudnn\.set_flags\(")
 _GENERIC = {
     ("torch.backends.cuda.matmul.allow_tf32", "True"): 'set_float32_matmul_precision("high")',
     ("torch.backends.cuda.matmul.allow_tf32", "False"): 'set_float32_matmul_precision("highest")',
@@ -40,6 +43,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
 def _takes_nothing_back(node: cst.CSTNode, target: cst.BaseExpression, name: str, facts: Facts) -> bool:
     """Return whether no other line of the program has set something else before, so that torch's default holds."""
     default, key = _DEFAULTS[name], name.removeprefix(_CUDNN)
+    if _OTHERWISE.search(facts.code):
+        return False
     beside = [given for setting, given in facts.known.settings if setting == key]
     here = [
         value
@@ -56,7 +61,8 @@ def _runs_once(node: cst.CSTNode, facts: Facts) -> bool:
     around = list(facts.parents(node))
     functions = [outer for outer in around if isinstance(outer, cst.FunctionDef)]
     loops = [outer for outer in around if isinstance(outer, (cst.For, cst.While))]
-    return not loops and all(map(facts.is_called_once, functions))
+    once = all(facts.is_called_once(each) and facts.uses[each.name.value] == 1 for each in functions)
+    return once and not loops and not (functions and facts.known.imported)
 
 
 def _excludes(one: cst.CSTNode, other: cst.CSTNode, facts: Facts) -> bool:
