@@ -96,7 +96,9 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
     before, after = _lines(files)
     errors = sum(ported.outcome is None for ported in files)
     left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
-    text = f"level {level.value}: {len(files)} files, vendor lines {before} -> {after}, {left} left for you"
+    ignored = sum(ported.outcome.ignored for ported in files if ported.outcome)
+    settings = f" (other devices ignore {ignored} of them)" if ignored else ""
+    text = f"level {level.value}: {len(files)} files, vendor lines {before} -> {after}{settings}, {left} left for you"
     console.print(Text(text + (f", {errors} not ported" if errors else "")))
 
 

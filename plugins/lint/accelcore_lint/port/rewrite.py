@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import cast
@@ -27,6 +28,9 @@ _ENGINE = (
 )
 
 
+_IGNORED = re.compile(r"[ \t]*torch\.backends\.(cudnn|cuda)\.[\w.]+[ \t]*=[^=]")
+
+
 class UnfaithfulError(Exception):
     """A source that libcst cannot reproduce, and that is therefore not rewritten."""
 
@@ -44,6 +48,7 @@ class Outcome:
         left: what a comment above the line now says.
         harmless: what was left without a comment, because other devices ignore it.
         before, after: number of lines that work on one vendor's devices only.
+        ignored: how many of those `after` set something that other devices ignore, such as `cudnn.benchmark`.
         loops: training loops at level TRAINER, and whether each was replaced, or why not.
     """
 
@@ -54,6 +59,7 @@ class Outcome:
     loops: list[Note] = field(default_factory=list)
     before: int = 0
     after: int = 0
+    ignored: int = 0
 
 
 def port_source(source: str, level: Level, known: Known | None = None) -> Outcome:
@@ -107,7 +113,9 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
         notes[:] = [replace(note, line=note.line - sum(line <= note.line for line in added)) for note in notes]
     if split.added and not (outcome.rewritten or outcome.left):
         outcome.source = source
-    outcome.after = len(vendor_lines(outcome.source))
+    lines, left = outcome.source.split("\n"), vendor_lines(outcome.source)
+    outcome.after = len(left)
+    outcome.ignored = sum(_IGNORED.match(lines[number - 1]) is not None for number in left)
     return outcome
 
 

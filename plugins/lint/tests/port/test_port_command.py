@@ -153,3 +153,11 @@ def test_a_named_file_without_vendor_words_is_read_and_one_in_a_folder_is_not(tm
     result = run(old)
     assert (result.return_value, "line 1 is not Python" in result.output) == (2, True)
     assert run(tmp_path).return_value == 0
+
+
+def test_the_summary_counts_settings_that_other_devices_ignore(tmp_path):
+    made = "import torch\nprint(torch.ones(2, device='cuda'))\n"
+    (tmp_path / "one.py").write_text(made + "torch.backends.cudnn.benchmark = True\n")
+    assert "vendor lines 2 -> 1 (other devices ignore 1 of them), 0 left" in run(tmp_path).output
+    (tmp_path / "one.py").write_text(made + "print(torch.backends.cudnn.benchmark == True)\n")
+    assert "vendor lines 2 -> 1, 0 left" in run(tmp_path).output
