@@ -112,6 +112,13 @@ class _Sweep(cst.CSTTransformer):
         line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)
         return removed(line)
 
+    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> cst.BaseStatement:
+        """Remove a `try` of nothing, whose handlers never run."""
+        only = original_node.orelse is None and original_node.finalbody is None
+        if not (only and _is_empty(original_node.body)) or _has_comment(updated_node):
+            return updated_node
+        return removed(cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines))
+
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
         return _swept(updated_node)
 
@@ -150,8 +157,8 @@ def _is_empty(body: cst.BaseSuite) -> bool:
     return isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body))
 
 
-def _has_comment(node: cst.If | cst.Else, *, alone: bool = False) -> bool:
-    """Return whether there is a comment in an `if` or `else`; if `alone`, without its other branches."""
+def _has_comment(node: cst.If | cst.Else | cst.Try, *, alone: bool = False) -> bool:
+    """Return whether there is a comment in a statement; if `alone`, not in the other branches of an `if`."""
     header = node.with_changes(leading_lines=[], **({"orelse": None} if alone else {}))
     return "#" in cst.Module([]).code_for_node(header)
 
