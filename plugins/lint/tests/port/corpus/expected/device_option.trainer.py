@@ -12,8 +12,7 @@ class Config:
     device: str = "cuda"  # where to train
 
 
-# TODO(accelcore): a default is set when this module is imported, before a script chooses a device: choose it in the function
-def build(width, device="cuda"):
+def build(width, device=(torch.accelerator.current_accelerator() or torch.device("cpu")).type):
     return torch.nn.Linear(width, 1, device=device)
 
 if __name__ != "__mp_main__":

@@ -26,5 +26,5 @@ for step in range(3):
     if loss.device.type != "cpu":
         accel.runtime.synchronize()
     if device.type != "cpu":
-        print(torch.get_device_module(accel.device).get_device_name() if accel.device.type != "cpu" else "cpu")
+        print(torch.get_device_module(accel.device).get_device_name())
     print("loss", loss.item())

@@ -8,7 +8,7 @@ torch.manual_seed(0)
 model = nn.Linear(3, 1).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=device.type != "cpu")
 accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-context = torch.autocast(accelerator.type, dtype=torch.bfloat16, enabled=accelerator.type != "cpu") if device.type != "cpu" else contextlib.nullcontext()
+context = torch.autocast(accelerator.type, dtype=torch.bfloat16) if device.type != "cpu" else contextlib.nullcontext()
 
 for step in range(3):
     x = torch.ones(4, 3)

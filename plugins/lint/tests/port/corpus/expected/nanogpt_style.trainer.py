@@ -14,7 +14,6 @@ dtype = 'bfloat16' if accel.device.type != "cpu" and "bfloat16" in accel.capabil
 ddp = int(os.environ.get('RANK', -1)) != -1 and int(os.environ.get('WORLD_SIZE', 1)) > 1
 if ddp:
     torch.distributed.init_process_group(backend=backend)
-    ddp_local_rank = int(os.environ['LOCAL_RANK'])
     device = str(accel.device)
 torch.manual_seed(1337)
 torch.set_float32_matmul_precision("high") # allow tf32 on matmul
