@@ -89,7 +89,7 @@ class AgainstTorch(RuleBasedStateMachine):
 
 
 TestAgainstTorch = AgainstTorch.TestCase
-TestAgainstTorch.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestAgainstTorch.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def test_an_endless_overflow_stops_at_the_floor_and_the_next_clean_step_is_right(accel):

@@ -206,12 +206,13 @@ def test_recurrent_layers_train_in_low_precision(accel, without_fp16_units, tabl
         assert worst(parameter.grad, true) < close
 
 
-def test_compiled_products_of_fp16_are_the_eager_ones(accel, without_fp16_units):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_products_of_fp16_are_the_eager_ones(accel, without_fp16_units, backend):
     torch._dynamo.reset()
     accel.precision.prepare(torch.float16)
     model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.ReLU(), torch.nn.Linear(64, 48)).half()
     rows = torch.randn(32, 48).half()
-    compiled = accel.compiler.compile(model, {})
+    compiled = accel.compiler.compile(model, {"backend": backend})
     results = []
     for call in (model, compiled.module):
         output = call(rows)
