@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TypeVar, cast
 
@@ -51,11 +52,11 @@ def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]
 
     They raise an error without a launcher, which the rest of the script may not need. `taken`: names that others use.
     """
-    for name in sorted(set(_READ_RANK.findall(module.code)) - set(taken)):
+    reads = Counter(_READ_RANK.findall(module.code))
+    for name in sorted(set(reads) - set(taken)):
         uses = re.compile(rf"\b{name}\b|(?<![\w.])(?:locals|globals|vars|eval|exec)\(")
-        read = re.compile(rf"(?m)^[ \t]*{name} = ")
         used = len(uses.findall(module.code))
-        if used == len(read.findall(module.code)) and used < len(uses.findall(before.code)):
+        if used == reads[name] and used < len(uses.findall(before.code)):
             module = module.visit(_Unused(name))
     return module
 

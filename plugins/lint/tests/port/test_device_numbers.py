@@ -266,7 +266,14 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("last", "is_left"),
-    [("", False), ("net.eval()", False), ("print(rank)", True), ("print(locals())", True), ("print(f'{rank}')", True)],
+    [
+        ("", False),
+        ("net.eval()", False),
+        ("print(rank)", True),
+        ("print(locals())", True),
+        ("rank = ask()", True),
+        ("print(f'{rank}')", True),
+    ],
 )
 def test_a_rank_is_not_read_for_lines_that_are_gone(last, is_left):
     outcome = port_source(LAUNCHED.format(last=last), Level.ROLES)
