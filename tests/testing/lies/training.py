@@ -106,6 +106,13 @@ LIES["combined_strategy_that_does_nothing"] = dataclasses.replace(
 strategy_that_does_nothing.told_by = "strategy_that_does_nothing"
 
 
+class _ForgetsBytes(TorchCollectives):
+    def broadcast(self, tensor, src=0):
+        if tensor.dtype != torch.uint8:
+            return super().broadcast(tensor, src)
+        return tensor if self.rank == src else tensor.zero_()  # it may be memory that nobody has written to
+
+
 class _Whole(Backend):
     """Calls it sharding, and leaves each rank the whole model."""
 
@@ -115,10 +122,18 @@ class _Whole(Backend):
 
 @lie("TestParallel.test_a_rank_holds_its_share", says="elements the ranks hold", strategy="fsdp")
 def sharding_that_divides_nothing(backend):
-    return _Whole(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+    fields = {field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)}
+    return _Whole(**fields | {"collectives": _ForgetsBytes(backend.device, "gloo")})  # a lie of its own, told with it
 
 
 sharding_that_divides_nothing.told_by = "sharding_that_divides_nothing"
+LIES["broadcast_that_forgets_bytes"] = dataclasses.replace(
+    sharding_that_divides_nothing,
+    name="broadcast_that_forgets_bytes",
+    test="TestParallel.test_buffers_are_one",
+    says="the ranks' buffers are apart",
+    arguments={"strategy": "ddp", "variant": "plain"},
+)
 LIES["optimizer_state_that_is_whole"] = dataclasses.replace(
     sharding_that_divides_nothing,
     name="optimizer_state_that_is_whole",
@@ -135,21 +150,6 @@ LIES["replica_that_is_alone"] = dataclasses.replace(
     says="the ranks' gradients are apart",
     arguments={},
 )
-
-
-class _ForgetsBytes(TorchCollectives):
-    def broadcast(self, tensor, src=0):
-        if tensor.dtype != torch.uint8:
-            return super().broadcast(tensor, src)
-        return tensor if self.rank == src else tensor.zero_()  # it may be memory that nobody has written to
-
-
-@lie("TestParallel.test_buffers_are_one", says="the ranks' buffers are apart", strategy="ddp", variant="plain")
-def broadcast_that_forgets_bytes(backend):
-    return dataclasses.replace(backend, collectives=_ForgetsBytes(backend.device, "gloo"))
-
-
-broadcast_that_forgets_bytes.told_by = "broadcast_that_forgets_bytes"
 
 
 class _KeepsLow(Backend):
