@@ -113,11 +113,18 @@ def emptied(arguments: Any) -> Any:
 
 
 def scalars(arguments: Any) -> Any:
-    """Return the arguments with the first element of each tensor that is of the first one's shape; None as above."""
+    """Return the arguments with one positive element of each tensor of the first one's shape; None as above."""
     first = arguments[0][0]
     if not isinstance(first, Tensor) or not first.numel():
         return None
-    return _changed(arguments, lambda value, _: value.reshape(-1)[0] if value.shape == first.shape else value)
+
+    def single(value: Tensor, _: int) -> Tensor:
+        if value.shape != first.shape:
+            return value
+        element = value.reshape(-1)[0]
+        return element.abs() if element.is_floating_point() else element  # which some kernels return as it is
+
+    return _changed(arguments, single)
 
 
 def with_nan(arguments: Any) -> Any:

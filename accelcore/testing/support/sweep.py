@@ -62,11 +62,12 @@ def compare(
         every = samples(info, dtype)
         most = 2 * count if dtype == torch.float32 else count if dtype.is_floating_point else 1
         chosen = every[:: max(1, -(-len(every) // most))]
-        cases = [
-            case
-            for number, sample in enumerate(chosen)
-            for case in _cases(sample, resized=_is_resized(dtype, number, elementwise))
-        ]
+        first = next((each for each in chosen if isinstance(each.input, Tensor) and each.input.dim()), None)
+        if dtype == torch.float32 and not elementwise:
+            resized = chosen
+        else:
+            resized = [first] if dtype == torch.float32 or not dtype.is_floating_point else []
+        cases = [case for each in chosen for case in _cases(each, resized=any(each is other for other in resized))]
         if dtype == torch.float32 and name in SAMPLED:
             cases += [case for sample in _of_other_options(every, chosen) for case in _cases(sample, resized=False)]
             for change in () if elementwise else (without_indices, of_images, *([of_points] if "conv" in name else [])):
@@ -110,12 +111,6 @@ def compare(
 
 def _arguments(sample: Any) -> Any:
     return (sample.input, *sample.args), sample.kwargs
-
-
-def _is_resized(dtype: torch.dtype, number: int, elementwise: bool) -> bool:
-    if dtype == torch.float32:
-        return number == 0 or not elementwise
-    return number == 0 and not dtype.is_floating_point
 
 
 def _cases(sample: Any, *, resized: bool) -> Iterator[tuple[Any, str]]:

@@ -160,11 +160,12 @@ def _from_where_storage_begins(func, x, *args, **kwargs):
     return func(x, *args, **kwargs)
 
 
-def _as_dense(func, condition, *args):
-    whole = condition.untyped_storage().nbytes() == condition.numel()  # no gaps, and nothing before it
+def _as_dense(func, condition, *args, **kwargs):
+    whole = condition.untyped_storage().nbytes() <= condition.numel() + 1  # no gaps, and nothing before it
+    whole &= condition.storage_offset() == 0
     if whole and condition.dim() == 2:
         condition = condition.as_strided(condition.shape, torch.empty(condition.shape).stride())
-    return func(condition, *args)
+    return func(condition, *args, **kwargs)
 
 
 class _KeepsItsResult:
