@@ -154,7 +154,11 @@ class Backend:
         return {"pin_memory": self.capabilities.pinned_memory}
 
     def trainer(self, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]) -> Trainer:
-        """Prepare a model and its optimizer for training on this device. `TrainerOptions` documents the options."""
+        """Prepare a model and its optimizer for training on this device.
+
+        The options are `loss`, `scheduler`, `precision`, `accumulate`, `clip_norm`, `parallel`, `compile` and more:
+        `help(accelcore.TrainerOptions)` lists all with their defaults. The page "Training" introduces them.
+        """
         from accelcore.training.trainer import Trainer
 
         return Trainer(self, model, optimizer, **options)

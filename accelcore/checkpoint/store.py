@@ -309,7 +309,7 @@ def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -
             raise CheckpointError(
                 f"no checkpoint in {folder} has a metric",
                 why="a checkpoint has one if trainer.save(folder, best=metric) saved it, and the metric was finite",
-                remedy="leave out best, to take the newest",
+                remedy="leave best (or --best) out, to take the newest",
             )
         return Checkpoint(lowest, share)
     return Checkpoint(max(found, key=_steps_of), share) if found else None  # of equal steps the one that kept its name

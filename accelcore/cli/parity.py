@@ -69,7 +69,9 @@ def record(
         "steps": steps or None,
     }
     if Path(out).exists():
-        click.echo(f"accelcore: {out} exists: if it is a recording, it is replaced", err=True)
+        raise ConfigurationError(
+            f"--out {out} exists", why="it may be a recording", remedy="name a folder that does not exist, or delete it"
+        )
     return _run("record", out, options, places, script, arguments)
 
 

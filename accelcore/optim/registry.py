@@ -257,7 +257,7 @@ class Optimizers:
                 choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
             elif chosen is not None:
                 choices.append(
-                    ExplainedRoute(route.name, False, f"{chosen!r} comes before it, and serves this request")
+                    ExplainedRoute(route.name, False, f"{chosen!r} serves this request, and is usually faster")
                 )
             else:
                 reason = route.supports(request)

@@ -186,8 +186,8 @@ class Step:
         """Report gradients that updated nothing, and check that the parameters are finite."""
         if self.is_open and self._job.rank == 0:
             logger.warning(
-                "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): its "
-                "gradients have not updated the parameters"
+                "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
+                "instead of optimizer.step(), and once more after the last batch"
             )
         self.finite.check(self._window.steps)
 
