@@ -52,10 +52,10 @@ def advise(
     html: Path | None,
     as_json: bool,
 ) -> int:
-    """Try a script in each precision, and recommend the quickest that trains as fp32 does.
+    """Recommend the quickest precision that trains as fp32 does.
 
-    The unchanged script, which has to use accel.trainer, runs for some steps in a process of its own for each trial.
-    Other seeds in fp32 tell how much its loss varies anyway. Trials save and resume no checkpoint, and write no
+    The unchanged script, which has to use accel.trainer, runs in each precision for some steps, in a process of its
+    own. Other seeds in fp32 tell how much its loss varies anyway. Trials save and resume no checkpoint, and write no
     accelcore.Log; whatever else the script writes, it writes in each trial.
 
     \b

@@ -157,10 +157,10 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
 @click.argument("folders", nargs=-1, required=True, type=click.Path())
 @common
 def plot(folders: tuple[str, ...], output: str | None) -> None:
-    """Plot the logs of runs side by side: loss, learning rate, and other values.
+    """Plot the logs of runs side by side.
 
-    FOLDERS are folders of accelcore.Log. An HTML page holds everything in one file. Needs matplotlib: pip
-    install 'accelcore[plot]'.
+    FOLDERS are folders of accelcore.Log. The plots show loss, learning rate, and other values. An HTML page holds
+    everything in one file. Needs matplotlib: pip install 'accelcore[plot]'.
 
     \b
     Examples:
@@ -184,9 +184,10 @@ def plot(folders: tuple[str, ...], output: str | None) -> None:
 )
 @common
 def new_backend(name: str, folder: str | None, torch_device: str) -> None:
-    """Write the package of a backend NAME: entry point, backend, an optimizer kernel, and tests.
+    """Write the package of a backend of your own.
 
-    It passes its tests as written, on the host or on --torch-device. Then replace what your device does differently.
+    It has an entry point, a backend, an optimizer kernel, and tests. It passes its tests as written, on the host or on
+    --torch-device. Then replace what your device does differently.
 
     \b
     Examples:

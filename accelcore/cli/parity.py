@@ -96,7 +96,7 @@ def replay(
     reference: str, script: str, arguments: tuple[str, ...], *, itself: bool, out: str | None, report: str | None,
     take_weights: bool, take_batches: bool, batch: int, steps: int, as_json: bool, **places: Any,
 ) -> int:  # fmt: skip
-    """Run a recorded script again, and name the first difference between the two runs.
+    """Run a recorded script again, and name the first difference.
 
     REFERENCE is a recording; with --self it is a new folder, which is recorded first. The replay begins with the
     recorded weights and random numbers. If the runs differ in a forward or backward pass, that step is run again, and

@@ -23,9 +23,10 @@ _UNKNOWN = "by torch"  # for an operator of a device that does not work here; on
 @json_option
 @common
 def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
-    """Show the op table O1: which operator runs in which dtype under autocast, on every device.
+    """Show which operator runs in which dtype under table O1.
 
-    torch has a different table for each device. The table of a device that does not work here is read from torch.
+    The table is the same on every device. torch has a different table for each device. The table of a device that does
+    not work here is read from torch.
 
     \b
     Examples:

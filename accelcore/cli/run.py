@@ -77,7 +77,7 @@ def run(
     apex: bool,
     **options: str | None,
 ) -> NoReturn:
-    """Run a script, or with -m a module, on the device of your choice.
+    """Run a script or a module on a device, with one or more ranks.
 
     Options of accelcore go before SCRIPT, the script's own after it: in `accelcore run train.py --device cpu` the
     script gets --device. With one rank this process becomes the script,

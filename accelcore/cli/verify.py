@@ -115,7 +115,7 @@ def commands() -> None:
 @number("--timeout", "SECONDS", 300, "How long one test may take.", most=86400)
 @common
 def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, timeout: int) -> int:
-    """Run the conformance suite on the backend NAME, and print its scorecard.
+    """Run the conformance suite on the backend NAME.
 
     Declared features are tested; other features must be refused with UnsupportedError. A test that crashes or hangs has
     failed, and the other tests still run. Needs pytest: pip install 'accelcore[testing]'.

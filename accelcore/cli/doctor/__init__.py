@@ -16,7 +16,7 @@ from accelcore.cli.options import common, json_option, number
 @number("--timeout", "SECONDS", 60, "How long one trial of --deep may take.", most=86400)
 @common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
-    """Report which backends work here, why the others do not, and what to do.
+    """Report which backends work here, and what the others lack.
 
     Asks plugins and reads package metadata, and touches no device. If `import torch` also loads other packages, a child
     process tries it. With --deep, child processes import torch and multiply two small matrices on every usable
