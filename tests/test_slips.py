@@ -68,13 +68,6 @@ def test_an_unknown_setting_suggests_a_known_one(settings, word, meant):
         settings(**{word: 1})
 
 
-@pytest.mark.parametrize("dtype", ["bf16", torch.bfloat16, "bfloat16-mixed"])
-def test_a_policy_says_how_its_dtype_is_written(dtype):
-    known = dtype != "bfloat16-mixed"
-    with pytest.raises(ConfigurationError, match='write autocast="bfloat16"' if known else "is not a floating-point"):
-        accelcore.Policy(autocast=dtype)
-
-
 @pytest.mark.parametrize("timeout", [15, 15.0, timedelta(seconds=15)])
 def test_a_timeout_may_be_a_number_of_seconds(accel, monkeypatch, timeout):
     waits = []
