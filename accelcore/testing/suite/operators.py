@@ -12,9 +12,10 @@ import torch
 from accelcore import Backend
 from accelcore.devices.plugins import find
 from accelcore.testing.suite.modules import ModuleTests
-from accelcore.testing.support.case import is_refusal
+from accelcore.testing.support.case import Found, is_refusal
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
+from accelcore.testing.support.rows import ROWS, compare_rows
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare
 from accelcore.testing.support.usable import DeviceTests
@@ -27,12 +28,20 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
     if name in FRAGILE:
         pytest.skip(f"{name}: torch's kernel on the CPU may crash, so there is nothing to compare with")
     info = operators()[name]
-    declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
     state, plugin = accel.runtime.rng_state(), find(accel.name)
     with accel.precision.fp32("ieee"):
-        dtypes = [*(getattr(torch, each) for each in sorted(declared)), torch.int64, torch.bool]
+        dtypes = [*_floating(accel), torch.int64, torch.bool]
         found = compare(accel.device, name, info, dtypes, count, () if plugin is None else plugin.faults)
     accel.runtime.set_rng_state(state)
+    _report(found, name, record)
+
+
+def _floating(accel: Backend) -> list[torch.dtype]:
+    declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
+    return [getattr(torch, each) for each in sorted(declared)]
+
+
+def _report(found: Found, name: str, record: Callable[[str, object], None]) -> None:
     assert not found.wrong, "\n".join(found.wrong)
     if not found.compared:
         reason = found.refused[0] if found.refused else f"{name}: torch has no sample of it that runs on the CPU"
@@ -50,6 +59,14 @@ class TestOperators(ModuleTests, DeviceTests):
     def test_operator(self, accel: Backend, name: str, record_property: Any) -> None:
         """Values and gradients are those of float64 on the CPU: in any layout, in place, with `out=`, empty."""
         check(accel, name, 2, record_property)
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_rows(self, accel: Backend, name: str, record_property: Any) -> None:
+        """Operators that reduce or normalize rows are those of float64 on the CPU, whatever the length of a row."""
+        plugin, dtypes = find(accel.name), _floating(accel)
+        with accel.precision.fp32("ieee"):
+            found = compare_rows(accel.device, name, dtypes, () if plugin is None else plugin.faults)
+        _report(found, name, record_property)
 
     @pytest.mark.parametrize("what", _KNOWN)
     def test_known_result(self, accel: Backend, what: str) -> None:

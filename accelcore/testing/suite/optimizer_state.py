@@ -164,12 +164,21 @@ class StateOfOptimizers:
         assert worst < 0.05, f"the state of route {optimizer.route} is off by {worst:.1e}"
         assert off <= 1, f"{name} does not round its updates to the nearest {dtype}"
         saved = copy.deepcopy(optimizer.state_dict())
-        twin = accel.optimizers.create(name, parameters(accel.device, low), **with_rate(options))
+        copies = [nn.Parameter(parameter.detach().clone()) for parameter in members]
+        twin = accel.optimizers.create(name, copies, **with_rate(options))
         twin.load_state_dict(copy.deepcopy(saved))
         for number, entry in twin.state_dict()["state"].items():
             for key, value in entry.items():
                 same = torch.equal(torch.as_tensor(value), torch.as_tensor(saved["state"][number][key]))
                 assert same, f"the {key} of a {dtype} parameter is rounded when it is loaded"
+        for each, own in ((optimizer, members), (twin, copies)):
+            step(each, own, STEPS)
+        for number, entry in optimizer.state_dict()["state"].items():
+            for key, value in entry.items():
+                one, other = torch.as_tensor(value), torch.as_tensor(twin.state_dict()["state"][number][key])
+                same = one.dtype == other.dtype and torch.equal(one, other)
+                assert same, f"the {key} of a {dtype} parameter is another one in the step after it was loaded"
+        assert all(map(torch.equal, members, copies)), f"{dtype} parameters do not go on alike after a state was loaded"
 
     @pytest.mark.parametrize("name", NINE)
     def test_state_dtype(self, accel: Backend, name: str) -> None:

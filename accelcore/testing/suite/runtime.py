@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from accelcore import Backend
 from accelcore.testing.suite.drawn import DrawnTests
@@ -16,6 +18,7 @@ from accelcore.testing.support.declared import declared
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
 from accelcore.testing.support.usable import DeviceTests
 from accelcore.torch_features import GET_KERNEL
+from accelcore.util.text import first_line
 
 MEBIBYTE = 2**20
 
@@ -61,6 +64,21 @@ _BELOW_HALF = [True, True, False, False, False, False, True, False]
 _BEHIND = [0.763043, 0.759357, 0.063021, 0.057556]
 
 
+def _of_embedding(places: Tensor, values: Tensor) -> Tensor:
+    weight = torch.zeros(4, 1, device=values.device, requires_grad=True)
+    (found,) = torch.autograd.grad(torch.nn.functional.embedding(places, weight), weight, values[:, None])
+    return found
+
+
+_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add": lambda places, values: values.new_zeros(4).index_add(0, places, values),
+    "scatter_add": lambda places, values: values.new_zeros(4).scatter_add(0, places, values),
+    "index_put": lambda places, values: values.new_zeros(4).index_put((places,), values, accumulate=True),
+    "the gradient of embedding": _of_embedding,
+}
+"""Sums of many values into few places."""
+
+
 class TestRuntime(DrawnTests, TransferTests, DeviceTests):
     """Seeds, random states, memory, transfers."""
 
@@ -98,6 +116,21 @@ class TestRuntime(DrawnTests, TransferTests, DeviceTests):
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         finally:
             torch.use_deterministic_algorithms(before)
+
+    @pytest.mark.parametrize("name", _SUMS)
+    def test_deterministic_sums(self, accel: Backend, name: str) -> None:
+        """After `deterministic=True` sums into one place have the same bits each time, or raise an error."""
+        before = torch.are_deterministic_algorithms_enabled()
+        try:
+            accel.runtime.seed(1, deterministic=True)
+            values = torch.randn(2**15, device=accel.device)
+            places = torch.arange(2**15, device=accel.device) % 3
+            first, second = (_SUMS[name](places, values).cpu() for _ in range(2))
+        except (NotImplementedError, RuntimeError) as error:
+            pytest.skip(f"refused: {name}: {first_line(error)}")
+        finally:
+            torch.use_deterministic_algorithms(before)
+        assert torch.equal(first, second), f"{name} adds in another order each time, despite deterministic=True"
 
     def test_same_seed_everywhere(self, accel: Backend) -> None:
         """`same="everywhere"` gives the same numbers as on all devices, in any dtype."""

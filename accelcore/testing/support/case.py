@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,10 @@ _LARGE = "with large numbers"
 FROZEN = ("of a frozen input", "of other frozen inputs")
 """Says of a sample that its first argument needs no gradient, or that no other needs one."""
 
-ALONE = ("with NaN", _LARGE, "with whole numbers", "between other calls", *FROZEN)
+INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
+"""Says of a sample that elements of its first argument are that."""
+
+ALONE = ("with NaN", *INFINITE, _LARGE, "with whole numbers", "between other calls", *FROZEN)
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was

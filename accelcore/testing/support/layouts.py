@@ -141,6 +141,36 @@ def with_nan(arguments: Any) -> Any:
     return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
 
 
+def with_infinity(arguments: Any, infinity: float) -> Any:
+    """Return the arguments without gradients, with a row and one more element of the first that are infinite.
+
+    None if the first has fewer than two rows of two elements.
+    """
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() < 2 or min(first.shape) < 2:
+        return None
+    where = torch.arange(first.numel()).reshape(first.shape) <= first.shape[-1]  # the first row, and one more
+
+    def spoil(value: Tensor, _: int) -> Tensor:
+        return value.masked_fill(where, infinity) if value.data_ptr() == first.data_ptr() else value
+
+    changed = _changed(arguments, spoil)
+    return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
+
+
+def with_nothing_of(arguments: Any, factor: str) -> Any:
+    """Return the arguments with 0 as one of the factors `beta` and `alpha`, and 1 as the other; None without them.
+
+    The first tensor is NaN if `beta` is 0, because its elements have to be ignored then.
+    """
+    (first, *others), options = arguments
+    if "beta" not in options or not first.is_floating_point():
+        return None
+    if factor == "beta":
+        first = torch.full_like(first, float("nan")).requires_grad_(first.requires_grad)
+    return (first, *others), {**options, "alpha": 1, "beta": 1, factor: 0}
+
+
 def with_large_numbers(arguments: Any) -> Any:
     """Return the arguments with a hundred times the first tensor; None if it has no fractions."""
     first = arguments[0][0]

@@ -51,8 +51,11 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         own = kwargs.get("generator") is not None  # the weights of the results are drawn so
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags and not own
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags and not own
+        state = torch.default_generator.get_state() if may_draw else None
         result = func(*args, **kwargs)
+        if state is not None:  # attention without dropout, for example, draws nothing
+            self.draws |= not torch.equal(state, torch.default_generator.get_state())
         if _is_view_or_written(func):
             return result
         if isinstance(result, Tensor):
@@ -71,16 +74,18 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.overflows = bool((value.isfinite() & (value.abs() > self._largest)).any())
         count = value.numel()
         if count > _NOISE // 2:
-            noise = _noise_of(count, self._random.getrandbits(32))
+            noise = _noise_of(count, self._random.getrandbits(32), self._eps)
         else:
             start = self._random.randrange(_NOISE - count)  # another place, so that no two results are moved alike
-            noise = _noise_of(_NOISE, 0)[start : start + count]
-        return torch.addcmul(value, value, noise.view(value.shape), value=self._eps)
+            noise = _noise_of(_NOISE, 0, self._eps)[start : start + count]
+        return value * noise.view(value.shape)
 
 
-@lru_cache(maxsize=2)
-def _noise_of(count: int, seed: int) -> Tensor:
-    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+@lru_cache(maxsize=4)
+def _noise_of(count: int, seed: int, eps: float) -> Tensor:
+    """Return factors around 1: infinities times them stay what they are."""
+    drawn = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return drawn.mul_(2 * eps).add_(1 - eps)
 
 
 @cache

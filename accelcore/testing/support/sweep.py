@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, product
+from itertools import islice, permutations, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import FROZEN, OF_GRADIENT, Case, Found, drawn_weights
+from accelcore.testing.support.case import FROZEN, INFINITE, OF_GRADIENT, Case, Found, drawn_weights, is_refusal
 from accelcore.testing.support.layouts import (
     BEHIND,
     emptied,
@@ -25,8 +25,10 @@ from accelcore.testing.support.layouts import (
     repeated,
     scalars,
     tensors,
+    with_infinity,
     with_large_numbers,
     with_nan,
+    with_nothing_of,
     with_whole_numbers,
     without_indices,
 )
@@ -69,7 +71,11 @@ def compare(
             resized = [first] if dtype == torch.float32 or not dtype.is_floating_point else []
         cases = [case for each in chosen for case in _cases(each, resized=any(each is other for other in resized))]
         if dtype == torch.float32 and name in SAMPLED:
-            cases += [case for sample in _of_other_options(every, chosen) for case in _cases(sample, resized=False)]
+            further = _of_other_options(every + _not_differentiable(info, dtype), chosen)
+            cases += [case for sample in further for case in _cases(sample, resized=False)]
+            for factor in ("alpha", "beta"):
+                changed = (with_nothing_of(_arguments(sample), factor) for sample in every)
+                cases += [(each, f"with {factor}=0") for each in islice(filter(None, changed), 1)]
             for change in () if elementwise else (without_indices, of_images, *([of_points] if "conv" in name else [])):
                 changed = (change(_arguments(sample)) for sample in every)
                 cases += [(each, "") for each in islice(filter(None, changed), count)]
@@ -97,6 +103,10 @@ def compare(
                 for change, what in ((with_nan, "with NaN"), *([(with_whole_numbers, "with whole numbers")] * binary)):
                     if (changed := change(given)) is not None:
                         Case(found, device, name, info, dtype, changed, what, elementwise).run()
+                plane = _arguments(max(every, key=_is_plane))
+                for what, infinity in INFINITE.items() if name not in ROUGH else ():
+                    if (changed := with_infinity(plane, infinity)) is not None:
+                        Case(found, device, name, info, dtype, changed, what, elementwise).run()
                 given = _arguments(max(every, key=lambda sample: len(tensors(_arguments(sample)))))
                 if len([each for each in tensors(given) if each.requires_grad]) > 1:
                     for others, what in enumerate(FROZEN):
@@ -106,6 +116,36 @@ def compare(
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
+    if binary:
+        _compare_dtypes(
+            found, device, name, info, [each for each in dtypes if each.is_floating_point and each in known]
+        )
+    return found
+
+
+def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, dtypes: list[torch.dtype]) -> None:
+    """Note where a tensor and one without dimensions, of another dtype, give another dtype than torch says."""
+    for (one, other), shapes in product(permutations(dtypes, 2), (((2,), ()), ((), (2,)))):
+        operands = [torch.ones(shape, dtype=each) for shape, each in zip(shapes, (one, other), strict=True)]
+        try:
+            right = info.op(*[each.to("meta") for each in operands]).dtype
+            result = info.op(*[each.to(device) for each in operands]).dtype
+        except Exception as error:  # noqa: BLE001  a device raises errors of any kind
+            if not is_refusal(error):
+                found.refused.append(f"{name} of {one} and {other}: {type(error).__name__}: {error}")
+            continue
+        if result != right:
+            found.note(f"{name}, {one} of shape {shapes[0]} and {other} of shape {shapes[1]}: {result}, not {right}")
+
+
+def _not_differentiable(info: Any, dtype: torch.dtype) -> list[Any]:
+    """Return the samples that torch has for results alone, with gradients; none if all of its samples are those."""
+    if not info.supports_autograd:
+        return []
+    found = samples(info, dtype, differentiable=False)
+    for leaf in tensors([_arguments(sample) for sample in found]):
+        if leaf.is_floating_point() and leaf.is_leaf:
+            leaf.requires_grad_()
     return found
 
 
@@ -133,13 +173,18 @@ def _of_other_options(every: list[Any], chosen: list[Any]) -> Iterator[Any]:
             yield sample
 
 
-def _options(sample: Any) -> set[tuple[Any, Any]]:
+def _options(sample: Any) -> set[tuple[Any, ...]]:
     def told(value: Any) -> Any:
         if value is None or isinstance(value, bool | str):
             return value
         return (max(-2, min(2, value)), "int") if isinstance(value, int) else type(value)
 
-    return {(key, told(value)) for key, value in (*enumerate(sample.args), *sample.kwargs.items())}
+    options = (*enumerate(sample.args), *sample.kwargs.items())
+    shapes = [each.shape for each in tensors(_arguments(sample)) if each.dim()]
+    sizes = len(shapes[0]) if shapes and len({*shapes}) > 1 else 0  # a switch may matter for unequal shapes alone
+    return {(key, told(value)) for key, value in options} | {
+        (key, value, sizes) for key, value in options if isinstance(value, bool)
+    }
 
 
 def _weight(sample: Any) -> int:
@@ -147,6 +192,10 @@ def _weight(sample: Any) -> int:
     several = isinstance(sample.input, Tensor) and sample.input.numel() > 1
     numbers = any(isinstance(value, float) for value in (*sample.args, *sample.kwargs.values()))
     return 2 * several + numbers
+
+
+def _is_plane(sample: Any) -> bool:
+    return isinstance(sample.input, Tensor) and sample.input.dim() > 1 and min(sample.input.shape) > 1
 
 
 def _expanded(every: list[Any]) -> Iterator[Any]:

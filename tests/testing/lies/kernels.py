@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.utils import _pytree as pytree
 
+from accelcore.optim.formulas import FORMULAS
+from accelcore.optim.registry import Optimizers
+from accelcore.optim.torch_routes import register_torch_optimizers
 from lies.lie import LIES, Lie
-from lies.operators import differentiated, drawn, known, swept
+from lies.operators import Wrong, differentiated, drawn, known, swept
 from lies.optimizers import making
 
 
@@ -167,4 +172,84 @@ class _BehindAutograd(torch.optim.SGD):
 LIES["step_that_autograd_does_not_see"] = Lie(
     "step_that_autograd_does_not_see", making("sgd", _BehindAutograd), "TestOptimizers.test_step_leaves_the_rest",
     "autograd cannot see", {"name": "sgd"},
+)  # fmt: skip
+
+
+def _naive_logsumexp(func, x, dim, keepdim=False, **out):
+    if out:
+        return func(x, dim, keepdim, **out)
+    top = x.amax(dim, keepdim=True)
+    return ((x - top).exp().sum(dim, keepdim=True).log() + top).reshape(func(x, dim, keepdim).shape)
+
+
+def _with_what_it_ignores(func, x, *args, beta=1, **kwargs):
+    result = func(x, *args, beta=beta, **kwargs)
+    return result + x * 0 if beta == 0 else result
+
+
+def _causal_for_equal_lengths(func, q, k, v, rate=0.0, is_causal=False, **kwargs):
+    return func(q, k, v, rate, is_causal and q.shape[-2] == k.shape[-2], **kwargs)
+
+
+def _in_eights(func, x, shape, *args):
+    result, *others = func(x, shape, *args)
+    return (result * 1.01 if shape[-1] > 8 and shape[-1] % 8 else result), *others
+
+
+def _in_fp32(func, x, y, **out):
+    mixed = x.dim() > y.dim() == 0 and not (x.is_meta or out)
+    return func(x.float(), y) if mixed else func(x, y, **out)
+
+
+class _AddsInAnotherOrder:
+    """A sum that is made from the other end in every second call."""
+
+    def __init__(self):
+        self._calls = 0
+
+    def __call__(self, function, x, dim, index, source):
+        self._calls += 1
+        return function(x, dim, index.flip(0), source.flip(0)) if self._calls % 2 else function(x, dim, index, source)
+
+
+class _RoundsLater(FORMULAS["adamw"]):
+    """Converts a loaded state to the parameter's dtype when it steps."""
+
+    _new = False
+
+    def entry(self, group, value):
+        self._new = True
+        try:
+            return super().entry(group, value)
+        finally:
+            self._new = False
+
+    def state_dtype(self, group, value):
+        return super().state_dtype(group, value) if self._new else value.dtype
+
+
+def _with_a_route_that_rounds(backend):
+    made = Optimizers()
+    register_torch_optimizers(made, fused=())
+    made.register("adamw", "late", _RoundsLater, priority=99, memory="any")
+    return dataclasses.replace(backend, optimizers=made)
+
+
+swept("logsumexp_of_infinities", "logsumexp", "with inf: result", {"logsumexp": _naive_logsumexp})
+swept("product_that_reads_what_it_ignores", "baddbmm", "with beta=0: result", {"baddbmm": _with_what_it_ignores})
+swept("attention_that_is_causal_for_equal_lengths", "nn.functional.scaled_dot_product_attention", "is wrong in",
+      {"_scaled_dot_product_flash_attention_for_cpu": _causal_for_equal_lengths})  # fmt: skip
+swept("embedding_gradient_that_is_never_scaled", "nn.functional.embedding", "the gradient",
+      {"embedding_dense_backward": lambda func, *args: func(*args[:-1], False)})  # fmt: skip
+swept("maximum_in_the_dtype_of_a_scalar", "maximum", "torch.float32, not torch.bfloat16", {"maximum": _in_fp32})
+LIES["layer_norm_in_eights"] = Lie(
+    "layer_norm_in_eights", lambda backend: backend, "TestOperators.test_rows", "of rows of 9: result",
+    {"name": "layer_norm"}, around=lambda: Wrong({"native_layer_norm": _in_eights}),
+)  # fmt: skip
+drawn("sum_in_another_order_each_time", "test_deterministic_sums", "adds in another order",
+      {"index_add": _AddsInAnotherOrder()}, name="index_add")  # fmt: skip
+LIES["state_that_is_rounded_after_it_was_loaded"] = Lie(
+    "state_that_is_rounded_after_it_was_loaded", _with_a_route_that_rounds,
+    "TestOptimizers.test_low_precision_state", "in the step after it was loaded",
+    {"name": "adamw", "dtype": "bfloat16"},
 )  # fmt: skip
