@@ -38,6 +38,12 @@ def test_itself_replaces_no_recording(tmp_path, capsys):
     assert (reference / "mine").read_text() == "mine"
 
 
+def test_record_replaces_nothing(tmp_path, capsys):
+    (tmp_path / "ref").mkdir()
+    assert main(["record", "--out", str(tmp_path / "ref"), __file__]) == 64
+    assert "exists" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_damaged_recording_is_an_invalid_request(tmp_path, capfd):
     rank = tmp_path / "ref" / "rank-00000"
