@@ -2,9 +2,11 @@
 
     python examples/train_digits.py
 
-The 1797 images of 8 x 8 pixels come with scikit-learn; nothing is downloaded. A quarter of them, the same in every
-run, is held out. The last line printed is the accuracy on these; where it is below 0.98 the exit code is 1. Seeds 0 to
-4 were verified to stay above.
+The 1797 images of 8 x 8 pixels come with scikit-learn: `pip install ".[examples]"` in a clone. A quarter of them, the
+same in every run, is held out. The last line printed is the accuracy on these, above 0.98 with seeds 0 to 4. It takes
+about half a minute on two cores.
+
+Exit codes: 0 done, 2 impossible as asked, 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -87,14 +89,17 @@ def run(args: argparse.Namespace) -> int:
             loss, reached = accel.collectives.all_reduce(figures, "avg").tolist()
             metrics.append({"epoch": epoch, "train_loss": loss, "eval_accuracy": reached})
             if first_rank:
-                print(f"epoch {epoch}/{args.epochs}  training loss {loss:.4f}  accuracy {reached:.4f}", flush=True)
+                print(
+                    f"epoch {epoch}/{args.epochs}: training loss {loss:.4f}, accuracy on held-out images {reached:.4f}",
+                    flush=True,
+                )
 
         if first_rank:
             args.output.mkdir(parents=True, exist_ok=True)
             with (args.output / "metrics.jsonl").open("w", encoding="utf-8") as file:
                 for entry in (*metrics, {"summary": {"eval_accuracy": reached, "seed": args.seed}}):
                     file.write(json.dumps(entry) + "\n")
-            print(f"accuracy {reached:.4f}")
+            print(f"accuracy on held-out images {reached:.4f}")
             if reached < GOAL:
                 print(f"It is below the goal of {GOAL}: train longer, with --epochs.")
     return 0

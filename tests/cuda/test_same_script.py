@@ -63,8 +63,7 @@ def test_digits(run, needs):
 
 
 @pytest.mark.parametrize(("precision", "near"), [("fp32", 2e-3), ("bf16", 0.1), ("fp16", 0.05)])
-def test_own_loop(run, needs, precision, near):
-    needs("sklearn")
+def test_own_loop(run, precision, near):
     entries, summary = run("cuda", "own_loop.py", "--epochs", "8", "--precision", precision)
     expected, wanted = run("cpu", "own_loop.py", "--epochs", "8")
     for name in ("reconstruction_loss", "classification_loss"):

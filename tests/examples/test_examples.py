@@ -61,7 +61,7 @@ def test_impossible_device_is_a_message_and_exit_code_2(script, run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("script", "package"), [("train_gpt.py", "rich"), *((s, "sklearn") for s in SCRIPTS[:2])])
+@pytest.mark.parametrize(("script", "package"), [("train_gpt.py", "rich"), ("train_digits.py", "sklearn")])
 def test_missing_package_is_one_line_that_says_what_to_install(script, package, run, tmp_path):
     (tmp_path / f"{package}.py").touch()  # found before the real package, and without what that one has
     done = run(shutil.copy(EXAMPLES / script, tmp_path), code=1)
@@ -164,7 +164,7 @@ def test_digits_are_read(run, tmp_path):
     done = run("train_digits.py", "--epochs", 6, "--output", tmp_path)
     entries, summary = metrics(tmp_path)
     assert summary["eval_accuracy"] >= 0.98
-    assert done.stdout.splitlines()[-1] == f"accuracy {summary['eval_accuracy']:.4f}"
+    assert done.stdout.splitlines()[-1] == f"accuracy on held-out images {summary['eval_accuracy']:.4f}"
     assert entries[-1]["train_loss"] < entries[0]["train_loss"] / 10
     assert entries[-1]["eval_accuracy"] == summary["eval_accuracy"]
 
@@ -177,7 +177,7 @@ def test_own_loop_in_each_precision(precision, run, tmp_path):
     _, summary = metrics(tmp_path)
     assert summary["accuracy"] >= 0.9
     assert summary["explained_variance"] > 0.8
-    assert done.stdout.splitlines()[-1] == f"accuracy {summary['accuracy']:.4f}"
+    assert done.stdout.splitlines()[-1] == f"accuracy on held-out pictures {summary['accuracy']:.4f}"
 
 
 def test_own_loop_on_two_ranks_is_the_same_training(run, fork_ranks, tmp_path):
@@ -189,3 +189,16 @@ def test_own_loop_on_two_ranks_is_the_same_training(run, fork_ranks, tmp_path):
     (one,), _ = metrics(tmp_path / "one")
     (two,), _ = metrics(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_fsdp_divides_the_model_and_one_rank_resumes_what_two_saved(run, fork_ranks, tmp_path):
+    small = ["--text", 60_000, "--width", 32, "--output", tmp_path]
+    ended = [rank.finish() for rank in fork_ranks(EXAMPLES / "train_fsdp.py", *small, "--epochs", 1, **VARIABLES)]
+    assert [rank.returncode for rank in ended] == [0, 0], "".join(rank.stdout + rank.stderr for rank in ended)
+    assert "rank 0 of 2 holds 50% of them" in ended[0].stdout
+    assert "Warning" not in ended[0].stderr
+    done = run("train_fsdp.py", *small, "--epochs", 2, "--resume")
+    assert "rank 0 of 1 holds 100% of them" in done.stdout
+    first, second = (re.findall(r"held-out text (\S+) nats", text) for text in (ended[0].stdout, done.stdout))
+    assert len(first) == len(second) == 1
+    assert float(second[0]) < float(first[0]) - 0.1 < math.log(256)
