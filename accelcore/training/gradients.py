@@ -76,7 +76,12 @@ class Gradients(ABC):
         """Return the gradient of each of `values`; sparse gradients are coalesced first."""
 
     def buffers(self) -> list[Tensor]:
-        """Return all gradients, dense, as the optimizer takes them; flat memory has zeros for a slot without one."""
+        """Return all gradients, dense, as the optimizer takes them; flat memory has zeros for a slot without one.
+
+        They may be multiplied in place.
+        """
+        for memory in self.memories:
+            memory.is_written = True
         found = (gradient for gradient in self.of_values() if gradient is not None)
         return [gradient.values() if gradient.is_sparse else gradient for gradient in found]
 

@@ -48,7 +48,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
             *peers(precision, HAND, work, Mode(precision)),
         ]
         differences = {entry.name: _difference(entry, device) for entry in entries if not entry.missing}
-        found = measure(entries, device, share, rounds=rounds, seconds=seconds)
+        found = measure(entries, device, share, rounds=rounds, seconds=seconds, reserve=5.0)
         found.cases = [_with_difference(case, differences.get(case.name)) for case in found.cases]
         measured.extend(found)
         goals += _goals(precision, found, differences)

@@ -7,7 +7,7 @@ import sys
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, batch_norm, layer_norm
+from torch.nn.functional import avg_pool2d, batch_norm, embedding, layer_norm
 
 # Runs in a process of its own, because no call on the device works after it. torch takes MATH if it refuses the kernel.
 _ATTENTION = """
@@ -66,6 +66,14 @@ def running_statistics() -> bool:
     ones = torch.ones(4, device="cuda")
     batch_norm(images, mean, variance, ones, ones, training=True)  # torch gives cuDNN no layer without a weight
     return not bool(mean.any())
+
+
+def renormed_embedding() -> bool:
+    """Check if the norm of a row depends on the layout of the weight."""
+    weight = torch.arange(1.0, 26.0, device="cuda").reshape(5, 5)
+    index = torch.tensor([1, 3], device="cuda")
+    rows = [embedding(index, each, max_norm=1.0) for each in (weight.clone(), weight.t().contiguous().t())]
+    return not torch.allclose(*rows)
 
 
 def flash_attention() -> bool:

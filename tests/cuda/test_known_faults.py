@@ -11,13 +11,22 @@ from tests.cuda.fault_probes import (
     mix_order_reduction,
     pooled_gradient,
     pooled_out,
+    renormed_embedding,
     running_statistics,
 )
 
 PROBES = dict(
     zip(
         KNOWN_FAULTS,
-        (mix_order_reduction, pooled_gradient, pooled_out, running_statistics, flash_attention, efficient_attention),
+        (
+            mix_order_reduction,
+            pooled_gradient,
+            pooled_out,
+            running_statistics,
+            renormed_embedding,
+            flash_attention,
+            efficient_attention,
+        ),
         strict=True,
     )
 )

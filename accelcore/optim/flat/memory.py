@@ -156,6 +156,7 @@ class GradientMemory:
         self.views = self.layout.views(self.gradients)  # one for each parameter
         self.received = [False] * len(parameters)  # whether each parameter has a gradient
         self._has_gaps = total > sum(parameter.numel() for parameter in parameters)
+        self.is_written = False  # whether others multiplied the piece as a whole: times inf, the gaps become nan
         self._kinds = self._kinds_now()
         self._large = [number for number, view in enumerate(self.views) if view.numel() >= _LARGE]
         self.copies_in_backward, self.expects_gradients = bool(self._large), False
@@ -187,12 +188,12 @@ class GradientMemory:
         self.received = received = [gradient is not None for gradient in gradients]
         taken = {number for number in self._large if gradients[number] is self.views[number]}
         whole = all(received)
-        # Also the gaps: clipping makes them nan after an overflow.
-        if taken:
-            if rest := self._rest(received):
+        if not whole or (self._has_gaps and self.is_written):
+            if not taken:
+                self.gradients.zero_()
+            elif rest := self._rest(received):
                 torch._foreach_zero_(rest)
-        elif self._has_gaps or not whole:
-            self.gradients.zero_()
+            self.is_written = False
         if whole and not taken:
             _copy(self.views, gradients)
         elif any(received):

@@ -60,6 +60,9 @@ REPEATABLE = (
 )
 """Operators whose result is defined if an index comes several times."""
 
+UNIQUE_INDICES = ("index_copy", "scatter")
+"""Operators that write, whose result is not defined if an index comes several times."""
+
 ORDERED = (*("sort", "topk", "argsort", "argmax", "max.reduction_with_dim", "median", "nn.functional.max_pool2d"),)
 """Operators that choose by order, whose result is not unique if elements are equal."""
 

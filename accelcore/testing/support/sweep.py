@@ -32,7 +32,7 @@ from accelcore.testing.support.layouts import (
     with_whole_numbers,
     without_indices,
 )
-from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, samples
+from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, UNIQUE_INDICES, samples
 
 _MOST_RESULTS = 10  # of an enlarged sample
 _REPORTED = ("Error", "CppFunction")  # torch's nodes that raise or warn if a backward pass is differentiated
@@ -94,7 +94,7 @@ def compare(
                 Case(found, device, name, info, dtype, changed, "with large numbers", elementwise).run()
         if dtype == torch.float32:
             if name in SAMPLED and name not in ROUGH:
-                for arguments in _of_many(name, info, every, elementwise):
+                for arguments in _of_many(name, info, every, elementwise) if name not in UNIQUE_INDICES else ():
                     Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
                 for arguments in _expanded(every) if name not in ORDERED else ():
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
