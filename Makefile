@@ -25,7 +25,8 @@ test: .venv/test.done
 # A file of its own for each, made last: an interrupted set-up is started again.
 .venv/train.done: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml) | .venv/bin/python
 	@.venv/bin/python scripts/set_up.py
-	.venv/bin/python $(PIP) install -c constraints.txt -e ".[examples]" -e plugins/cpu -e plugins/cuda -e plugins/npu
+	@.venv/bin/python -c "import torch" 2>/dev/null || .venv/bin/python $(PIP) install -c constraints.txt torch
+	.venv/bin/python $(PIP) install --quiet -c constraints.txt -e ".[examples]" -e plugins/cpu -e plugins/cuda -e plugins/npu
 	@touch $@
 
 .venv/test.done: constraints.txt | .venv/bin/python

@@ -42,11 +42,13 @@ python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch_
 """
 
 
-def block(heading: str) -> str:
-    """Return the commands below a heading of README."""
-    found = re.search(rf"^## {heading}$.*?^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+def commands(heading: str) -> str:
+    """Return the commands below a heading of README: of the first block, then of the table's rows."""
+    section = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    found = re.search(r"^```sh\n(.*?)^```$", section, re.M | re.S)
     assert found is not None, heading
-    return found[1]
+    rows = re.findall(r"`((?:pip|python) [^`]+)`", "".join(re.findall(r"^\|.*\n", section, re.M)))
+    return found[1] + "".join(f"{row}\n" for row in rows)
 
 
 def borrow(folder: Path, others: list[str]) -> None:
@@ -77,9 +79,9 @@ def main() -> None:
         programs = os.pathsep.join([str(Path(sys.base_prefix) / "bin"), os.environ["PATH"]])
         # pip reads the last one as "build isolation: no".
         offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_QUIET": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-        commands, left_out = DOWNLOADS.subn("", block("Install"))
+        typed, left_out = DOWNLOADS.subn("", commands("Install"))
         assert left_out == 1, "README downloads torch-npu by one line"
-        first, rest = commands.split("\n", 1)
+        first, rest = typed.split("\n", 1)
         transform = "python transform.py" if sys.argv[1:] else ""
         for script in (first, f". .venv/bin/activate\n{rest}{AFTERWARDS}{transform}"):
             shell = ["bash", "-euxc", script]
