@@ -90,7 +90,7 @@ class Scorecard:
         }
 
 
-@click.group("verify")
+@click.group("verify", subcommand_metavar="backend NAME [OPTIONS]")
 def commands() -> None:
     """Test whether a backend works as it declares.
 

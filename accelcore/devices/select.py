@@ -282,10 +282,10 @@ def _how_to_have(name: str) -> str:
     if name == unserved_device():
         writes = f"`accelcore new-backend {name}` writes a backend, which begins with"
         return f"torch has this device: {writes}\n\n{ten_lines(name)}"
+    others = f"accelcore's own are {', '.join(sorted(own))}" if own else "the README lists accelcore's own"
     advice = (
-        "install its package (the README lists accelcore's own; `accelcore new-backend` writes one for a device of "
+        f"install its package ({others}; `accelcore new-backend` writes one for a device of torch), or choose another"
     )
-    advice += "torch), or choose another"
     near = nearest(name, offered | own.keys())
     if near is None:
         near = with_keyword(name)

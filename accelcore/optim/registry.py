@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -44,10 +44,11 @@ class ExplainedRoute:
 
 
 class _Explanation(tuple[ExplainedRoute, ...]):
-    """Routes to an optimizer, best first, which print as a line each."""
+    """Routes to an optimizer, best first. Those that print next to each other with one reason share a line."""
 
     def __repr__(self) -> str:
-        return "\n".join(f"{one.route}: {'chosen' if one.chosen else one.reason}" for one in self)
+        grouped = groupby(self, lambda one: "chosen" if one.chosen else one.reason)
+        return "\n".join(f"{', '.join(one.route for one in routes)}: {reason}" for reason, routes in grouped)
 
 
 class Optimizers:

@@ -176,6 +176,14 @@ _WORDS = {
     "amp": "fp16", "mixed": "bf16", "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
 }  # fmt: skip
 """Other libraries' words for options of a trainer, and for values of `precision` and `parallel`."""
+_ELSEWHERE = {
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "for epoch in trainer.epochs(10): ..."),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "accel.optimizers.create(name, parameters, lr=...)"),
+    **dict.fromkeys(("dataloader", "loader", "train_dataloader"), "for batch in trainer.batches(loader): ..."),
+    **dict.fromkeys(("device", "accelerator", "devices"), "accelcore.select(device)"),
+    **dict.fromkeys(("output_dir", "save_dir", "default_root_dir"), "trainer.save(folder)"),
+}
+"""Other libraries' options of a trainer, and where accelcore takes them."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
@@ -186,7 +194,9 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(known),
-                remedy=did_you_mean(_WORDS.get(name, name), known),
+                remedy=f"write {_ELSEWHERE[name]}"
+                if name in _ELSEWHERE
+                else did_you_mean(_WORDS.get(name, name), known),
             )
         word = value.__name__ if isinstance(value, type) else value
         if name in ("precision", "parallel") and isinstance(word, str) and word in _WORDS:

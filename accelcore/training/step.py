@@ -57,6 +57,8 @@ class Step:
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
+        self._updated = plan.optimizer.param_groups[0]["params"][0]  # any of what the optimizer updates
+        self._version: int | None = None  # its version when a window's first backward began, until that is compared
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
@@ -80,6 +82,13 @@ class Step:
         if not self._shared.is_open:
             self._gradients.clear()
             self._shared.is_open = True
+            self._version = self._updated._version
+        elif self._version is not None and self._window.micro == 0 and self._updated._version != self._version:
+            self._version = None
+            logger.warning(
+                "the parameters have changed between two calls of trainer.backward(...), and trainer.update() was not "
+                "called: call it instead of optimizer.step()"
+            )
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
@@ -223,6 +232,7 @@ class Step:
 
     def _check_received(self) -> None:
         if True not in self._gradients.received:
+            self._snapshot.check_model()  # if all layers were replaced, this names one
             raise TrainingError(
                 "no parameter received a gradient in this window",
                 remedy="look for frozen parameters, or a loss that does not depend on them",

@@ -51,6 +51,11 @@ def test_an_unknown_command_suggests_one(capsys, word, meant):
     assert f"Did you mean 'accelcore {meant}'?" in capsys.readouterr().err
 
 
+def test_verify_shows_that_a_backend_follows_the_word_backend(capsys):
+    assert main(["verify", "cpu"]) == 64
+    assert "verify [OPTIONS] backend NAME" in capsys.readouterr().err
+
+
 def test_the_console_script_is_the_same_program(machine):
     script = shutil.which("accelcore", path=sys.executable.rpartition("/")[0])
     assert script is not None

@@ -28,6 +28,8 @@ def test_explain_tells_every_route_best_first_and_why_not(accel):
         ExplainedRoute("foreach", chosen=False, reason="'native' serves this request, and is usually faster"),
         ExplainedRoute("formula", chosen=False, reason="'native' serves this request, and is usually faster"),
     )
+    rest = "fused, loop, foreach, formula: 'native' serves this request, and is usually faster"
+    assert str(accel.optimizers.explain("AdamW")) == f"native: chosen\n{rest}"
     _, fused, loop, foreach, _ = accel.optimizers.explain("adamw", differentiable=True)
     assert (fused.chosen, loop.chosen, foreach.chosen) == (False, True, False)
     assert "differentiated" in fused.reason

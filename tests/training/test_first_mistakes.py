@@ -140,6 +140,8 @@ def test_a_backend_lives_in_a_config(accel):
         ({"max_grad_norm": 1.0}, "did you mean 'clip_norm'"),
         ({"recompute": nn.Linear}, "did you mean 'checkpoint'"),
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
+        ({"max_epochs": 3}, r"trainer\.epochs\("),
+        ({"lr": 1e-3}, r"optimizers\.create\("),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
         ({"parallel": accelcore.FSDP}, r"make it: parallel=FSDP\(\)"),
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
@@ -152,6 +154,33 @@ def test_words_of_other_libraries(accel, options, says):
     model = net()
     with pytest.raises(accelcore.AccelError, match=says):
         accel.trainer(model, sgd(model), **options)
+
+
+def test_optimizer_step_in_place_of_update_is_reported_at_the_next_backward(accel, caplog):
+    model = net()
+    trainer = accel.trainer(model, sgd(model))
+
+    def warnings():
+        trainer.backward(model(torch.ones(2, 4)).sum())
+        return [record.getMessage() for record in caplog.records if "optimizer.step()" in record.getMessage()]
+
+    assert warnings() == []
+    assert warnings() == []  # a second loss of one micro-batch
+    trainer.update()
+    assert warnings() == []
+    trainer.optimizer.step()
+    assert len(warnings()) == 1
+    trainer.optimizer.step()
+    assert len(warnings()) == 1  # once a window
+
+
+def test_a_model_whose_layers_were_all_replaced_is_named(accel):
+    model = nn.Sequential(net())
+    trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch).sum())
+    trainer(torch.ones(2, 4))
+    model[0] = net()
+    with pytest.raises(accelcore.TrainingError, match=r"'0\.weight' was removed or replaced"):
+        trainer(torch.ones(2, 4))
 
 
 def test_a_share_is_asked_for_by_true_or_false(accel):

@@ -98,7 +98,8 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
     left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
     ignored = sum(ported.outcome.ignored for ported in files if ported.outcome)
     settings = f" (other devices ignore {ignored} of them)" if ignored else ""
-    text = f"level {level.value}: {len(files)} files, vendor lines {before} -> {after}{settings}, {left} left for you"
+    number = f"{len(files)} file{'' if len(files) == 1 else 's'}"
+    text = f"level {level.value}: {number}, vendor lines {before} -> {after}{settings}, {left} left for you"
     console.print(Text(text + (f", {errors} not ported" if errors else "")))
 
 
