@@ -67,6 +67,7 @@ def timed(cases):
     return found
 
 
+@pytest.mark.full  # how its report is read is below
 def test_without_a_gpu_its_tests_are_skipped(rehearse):
     counts = rehearse("tests")["settings"]
     assert (counts["passed"], counts["failed"]) == (0, 0)
@@ -138,6 +139,7 @@ def test_the_optimizers_are_compared_with_float64_and_with_a_copy(rehearse):
         assert all(value > 0 for value in case["values"].values())
 
 
+@pytest.mark.full  # the stages below are processes too; tests/training/saving resumes to the bit
 def test_a_resume_and_a_repetition_give_the_same_bits(tmp_path):
     """By the program itself."""
     done = check(tmp_path, "--stage", "checkpoint", *TOY)
@@ -153,6 +155,7 @@ def test_a_resume_and_a_repetition_give_the_same_bits(tmp_path):
     assert [goal["measured"] for goal in record["goals"]] == [0, 0]
 
 
+@pytest.mark.full  # the stage step has the same cases
 def test_launches_are_counted_for_both(rehearse):
     for case in rehearse("profile")["cases"]:
         assert case["name"] in (*OURS, "by hand, again")

@@ -63,6 +63,7 @@ def test_a_script_that_fails_is_named_with_its_exit_code(tmp_path, capfd):
     assert "exit code 3" in capfd.readouterr().err
 
 
+@pytest.mark.full  # in every run: below, how a script ended is in the exit code
 def test_the_script_ends_with_the_command(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import time; print('here', flush=True); time.sleep(100)")

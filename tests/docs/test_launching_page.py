@@ -91,7 +91,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpirun", "PyTorchJob", "MPICH", "Ray Train"])
+# Which variables of which launcher are read is in tests/jobs/test_launchers.py.
+ALIKE = [pytest.param(launcher, marks=pytest.mark.full) for launcher in ("mpirun", "PyTorchJob", "MPICH")]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "Ray Train", *ALIKE])
 def test_the_script_trains_with_the_variables_of(folder, fork, fork_ranks, launcher):
     (folder / "worker.py").write_text(WORKER)
     if launcher == "Ray Train":

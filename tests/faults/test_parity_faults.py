@@ -15,7 +15,7 @@ parity_faults = importlib.import_module("parity_faults")
 PAIRS = ("cpu fp32", "cpu bf16")
 
 
-@pytest.mark.parametrize("first", [0, 10, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in (10, 20))])
 def test_planted_faults_are_named_and_clean_pairs_agree(first, tmp_path):
     cases = [parity_faults.case(number, 0, PAIRS, tmp_path) for number in range(first, first + 10)]
     assert not [each for each in cases if "alarm" in each]

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from thinned import pairwise
 from torch import nn
 
 import accelcore
@@ -145,11 +146,9 @@ def test_a_state_moves_to_torch_and_back_in_mid_training(accel, name, route, fla
     same_state(model, fresh, other, theirs)
 
 
-@EACH_ROUTE
-@FLAT
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_group_is_added_before_and_after_the_first_steps(accel, name, route, flat, steps):
-    model, other = Model(), Model()
+@pytest.mark.parametrize(("routed", "flat", "steps"), pairwise(ROUTED, [True, False], [0, 3]))
+def test_a_group_is_added_before_and_after_the_first_steps(accel, routed, flat, steps):
+    (name, route), model, other = routed, Model(), Model()
     kind, options = CASES[name]
     for each in (model, other):
         each.requires_grad_(False).one.requires_grad_(True)

@@ -134,6 +134,7 @@ print(len({parameter.untyped_storage().data_ptr() for parameter in model.paramet
 """
 
 
+@pytest.mark.full  # where torch_npu was loaded first, every test of flat memory sees it
 def test_storages_are_their_own_whatever_was_loaded_first(run):
     result = run("-c", AUTOLOADED, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert result.returncode == 0, result.stderr

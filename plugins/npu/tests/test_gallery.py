@@ -18,7 +18,10 @@ def assert_alike(found, exact):
         assert mine == pytest.approx(theirs, rel=2e-6)
 
 
-@pytest.mark.parametrize("name", twins.NAMES)
+# The classifier is trained below, on two ranks.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name == "imagenet" else ()) for name in twins.NAMES]
+)
 def test_alone_it_gives_the_cpus_losses(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "npu")
     assert_alike(runs.run("ours", name, tmp_path), runs.run("twins", name, tmp_path))

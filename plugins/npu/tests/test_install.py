@@ -87,6 +87,7 @@ def test_doctor_explains(run):
     assert result.returncode == 0
 
 
+@pytest.mark.full  # tests/cli/test_doctor.py has a runtime that does the same
 @pytest.mark.skipif(not torch_npu, reason="torch_npu is not installed")
 def test_where_torch_npu_takes_import_torch_down_doctor_says_how_to_go_on(run):
     result = run("-m", "accelcore", "doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="1")

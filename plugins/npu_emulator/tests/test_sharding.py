@@ -16,7 +16,7 @@ def test_a_sharded_step_calls_the_collectives_that_it_calls_on_the_cpu(results):
             assert gathers[True] == gathers[None] + 1
 
 
-@pytest.mark.parametrize("ranks", [4, 2])
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.full)])
 def test_a_norm_over_a_mesh_is_reduced_as_it_is_on_the_cpu(results, ranks):
     for told, exact in results(jobs.norm_over_a_mesh_of_two_dimensions, ranks=ranks):
         norm, clipped, reductions = told["npu"]

@@ -13,8 +13,9 @@ from tests.training.parallel.strategy_models import DECAY, LEVELS, LR, Net, Norm
 from tests.training.parallel.strategy_ranks import CASES
 
 RANKS = Path(__file__).with_name("strategy_ranks.py")
-# Gradients and states outside of flat memory: also in test_zero1.py, and combined ones in a narrower dtype.
-FULL = ("combine", "zero1")
+# Gradients and states outside of flat memory: also in test_zero1.py, and combined ones in a narrower dtype. Flat memory
+# under torch's wrapper: both are tried apart.
+FULL = ("combine", "zero1", "ddp flat")
 TOLERANCE = {"combine bf16": {"rtol": 0.05, "atol": 0.02}}
 
 

@@ -28,7 +28,7 @@ def job_of(fork_ranks, tmp_path_factory):
     return found
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.full)])  # test_fsdp.py has four ranks in every run
 def job(request, job_of):
     """Jobs of two and of four."""
     return job_of(request.param)
