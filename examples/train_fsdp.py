@@ -67,7 +67,7 @@ def read_text(length: int) -> Tensor:
 
 
 def held(model: nn.Module) -> int:
-    """How many elements of the parameters this rank holds: all, if there is one rank only."""
+    """Return the number of elements of the parameters that this rank holds: all, if there is one rank."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
 
 
