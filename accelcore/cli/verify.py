@@ -78,6 +78,17 @@ class Scorecard:
         """Count the outcomes of a role's tests, or of all tests."""
         return Counter(verdict.outcome for verdict in self.verdicts if role in (None, verdict.role))
 
+    @property
+    def hardly_tried(self) -> list[str]:
+        """The roles of which more tests were not tried than were, with their numbers."""
+        counts = {role: self.counts(role) for role in ROLES}
+        tried = {role: counts[role]["passed"] + counts[role]["failed"] for role in ROLES}
+        return [
+            f"{role} ({counts[role]['not tried']} of {counts[role].total()} tests were not)"
+            for role in ROLES
+            if counts[role]["not tried"] > tried[role]
+        ]
+
     def as_json(self) -> dict[str, Any]:
         """Return the scorecard for JSON."""
         roles = {role: {outcome: self.counts(role)[outcome] for outcome in OUTCOMES} for role in ROLES}
@@ -246,6 +257,8 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
         click.echo(f"\n{click.style('on the host', fg='yellow')}  operators: {', '.join(handed)}")
     failed = card.counts()["failed"]
     conclusion = "conforms" if card.conforms else f"does not conform: {failed} failed"
+    if card.hardly_tried:
+        conclusion += f"; hardly tried: {', '.join(card.hardly_tried)}"
     color = "green" if card.conforms else "red"
     click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
 

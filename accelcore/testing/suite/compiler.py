@@ -86,6 +86,18 @@ class TestCompiler(DeviceTests):
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
                 assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
 
+    def test_compiled_draws_anew(self, accel: Backend) -> None:
+        """Each call of a compiled module draws other random numbers, and after the same seed the same ones."""
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            compiled = accel.compiler.compile(torch.nn.Dropout(0.5), {})
+            rows, masks = torch.ones(64, device=accel.device), []
+            for number in range(4):
+                if number % 2 == 0:
+                    accel.runtime.seed(27)
+                masks.append((compiled.module(rows) != 0).tolist())
+            assert masks[0] != masks[1], "a compiled module draws the same numbers in each call"
+            assert masks[:2] == masks[2:], "a compiled module does not draw by the seed"
+
     def test_backward_is_outside_autocast(self, accel: Backend) -> None:
         """A compiled backward computes in the dtypes of the eager one, also if forward ran under autocast."""
         known = accel.capabilities

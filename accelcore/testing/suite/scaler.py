@@ -4,165 +4,61 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import compress, product
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import Optimizer
 
 from accelcore import Backend, CheckpointError, ConfigurationError, TrainingError
+from accelcore.testing.suite.scaler_gradients import (
+    GradientsOfScaler,
+    Make,
+    every_optimizer,
+    make_adaptive,
+    make_own,
+    make_plain,
+    new_gradients,
+    parameters_of,
+    take_step,
+)
 from accelcore.testing.support.oracles import eps, error, overflow, spoil, weights
 from accelcore.testing.support.usable import DeviceTests
-from accelcore.util.text import first_line
-
-Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
 
 
-def _plain(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.5, foreach=False)
-
-
-def _own(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
-    return accel.optimizers.create("sgd", parameters, lr=0.5, momentum=0.9)
-
-
-def _adaptive(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
-    return accel.optimizers.create("adamw", parameters, lr=0.5, weight_decay=0.0)
-
-
-every_optimizer = pytest.mark.parametrize("make", [_plain, _own, _adaptive], ids=["plain", "sgd", "adamw"])
-
-
-def _parameters(accel: Backend, *sizes: int) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.linspace(1, 2, size).to(accel.device)) for size in sizes or (8, 5)]
-
-
-def _backward(accel: Backend, scaler: object, parameters: list[nn.Parameter], factor: float = 1.0) -> None:
-    """Compute new gradients of half the sum of squares: the parameters themselves, times `factor`."""
-    for parameter in parameters:
-        parameter.grad = None
-    loss = torch.stack([parameter.square().sum() / 2 for parameter in parameters]).sum()
-    scaled: Tensor = scaler.scale(loss * factor)  # type: ignore[attr-defined]
-    scaled.backward()  # type: ignore[no-untyped-call]
-
-
-def _update(scaler: Any, optimizer: Optimizer) -> None:
-    scaler.step(optimizer)
-    scaler.update()
-
-
-class TestScaler(DeviceTests):
+class TestScaler(GradientsOfScaler, DeviceTests):
     """Dynamic, static and no loss scaling."""
 
     @every_optimizer
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
     def test_overflow_skips_and_halves(self, accel: Backend, make: Make, value: float) -> None:
         """An inf or NaN in one gradient skips the whole update and halves the scale; the next clean step updates."""
-        parameters = _parameters(accel)
+        parameters = parameters_of(accel)
         optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=1024.0), weights(parameters)
-        _backward(accel, scaler, parameters)
+        new_gradients(accel, scaler, parameters)
         spoil(parameters[1], value)
-        _update(scaler, optimizer)
+        take_step(scaler, optimizer)
         assert all(map(torch.equal, weights(parameters), before)), "it was not skipped"
         assert scaler.state_dict()["scale"] == 512.0, "the scale was not halved"
-        _backward(accel, scaler, parameters)
-        _update(scaler, optimizer)
+        new_gradients(accel, scaler, parameters)
+        take_step(scaler, optimizer)
         after = weights(parameters)
         assert all(bool(a.isfinite().all()) for a in after), "the skipped step left its inf behind"
         assert not any(map(torch.equal, after, before)), "a clean step updated nothing"
         assert scaler.skipped == 1
 
-    @pytest.mark.parametrize("group", [0, 1])
-    @pytest.mark.parametrize("element", [0, 50_000, 100_002])
-    def test_overflow_anywhere(self, accel: Backend, group: int, element: int) -> None:
-        """One inf is found in any group of parameters and any element of a large gradient."""
-        parameters = _parameters(accel, 100_003, 100_003)
-        optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.5, foreach=False)
-        scaler, before = accel.scaler.create(init=1024.0), weights(parameters)
-        _backward(accel, scaler, parameters, 1e-3)
-        spoil(parameters[group], math.inf, element)
-        _update(scaler, optimizer)
-        assert scaler.skipped == 1, "an overflow was not found"
-        assert all(map(torch.equal, weights(parameters), before))
-
-    @every_optimizer
-    @pytest.mark.parametrize("position", [0, 31, 64, 255, 299])
-    def test_overflow_in_any_tensor(self, accel: Backend, make: Make, position: int) -> None:
-        """One inf is found in any of hundreds of gradients, also beside an empty one and in several dtypes."""
-        *parameters, last = _parameters(accel, *[1 + number % 3 for number in range(300)], 0)
-        known = [name for name in accel.capabilities.model_dtypes if name in ("float64", "bfloat16")]
-        for mixed in (False, True) if known else (False,):
-            for number, parameter in enumerate(parameters):
-                if mixed and number % 2:
-                    parameter.data = parameter.data.to(getattr(torch, known[0]))
-            scaler, before = accel.scaler.create(init=8.0), weights(parameters)
-            optimizer = make(accel, [*parameters, last])
-            for spoilt in (True, False):
-                for parameter in (*parameters, last):
-                    parameter.grad = torch.ones_like(parameter)
-                if spoilt:
-                    spoil(parameters[position], math.inf, 0)
-                _update(scaler, optimizer)
-                same = list(map(torch.equal, weights(parameters), before))
-                right = all(same) if spoilt else not any(same)
-                assert right, f"an overflow in gradient {position} of 300 was not found"
-            assert scaler.skipped == 1
-
-    def test_gradients_of_several_dtypes(self, accel: Backend) -> None:
-        """Gradients of every declared dtype but fp16 are divided by the scale."""
-        kinds = [getattr(torch, name) for name in accel.capabilities.model_dtypes if name != "float16"]
-        parameters = [nn.Parameter(torch.ones(3, dtype=kind, device=accel.device)) for kind in kinds]
-        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=1024.0)
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 256.0)
-        scaler.unscale_(optimizer)
-        for parameter in parameters:
-            assert parameter.grad is not None
-            assert parameter.grad.tolist() == [0.25] * 3, f"a gradient in {parameter.dtype} was not unscaled"
-
-    def test_sparse_gradients(self, accel: Backend) -> None:
-        """Rows that come twice in a sparse gradient add up; it is unscaled, and an overflow in it skips the step."""
-        weight = nn.Parameter(torch.ones(4, 2, device=accel.device))
-        optimizer, scaler = _plain(accel, [weight]), accel.scaler.create(init=64.0)
-        try:
-            for factor in (1.0, math.inf):
-                optimizer.zero_grad()
-                rows = functional.embedding(torch.tensor([1, 1, 2], device=accel.device), weight, sparse=True)
-                torch.autograd.backward(scaler.scale(rows.sum() * factor))
-                assert weight.grad is not None
-                found = weight.grad.coalesce().to_dense()[:, 0]
-                assert found.tolist() == [0.0, 128 * factor, 64 * factor, 0.0], "rows that come twice do not add up"
-                _update(scaler, optimizer)
-                assert weight[:, 0].tolist() == [1.0, 0.0, 0.5, 1.0], f"a sparse gradient of {factor} is not unscaled"
-        except (NotImplementedError, RuntimeError) as error_:
-            pytest.skip(f"refused: sparse gradients: {first_line(error_)}")
-        assert scaler.skipped == 1
-
-    def test_large_gradients_are_no_overflow(self, accel: Backend) -> None:
-        """Finite gradients do not count as overflow, even if their sum or their squares do."""
-        parameters = _parameters(accel, 64, 64)
-        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=2.0)
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 3e38)
-        _update(scaler, optimizer)
-        assert scaler.skipped == 0, "gradients that are large and finite count as overflow"
-
     @every_optimizer
     def test_overflow_ages_no_state(self, accel: Backend, make: Make) -> None:
         """A skipped update does not change momentum and step counts."""
-        parameters = _parameters(accel)
+        parameters = parameters_of(accel)
         optimizer, scaler = make(accel, parameters), accel.scaler.create(init=1024.0)
         for spoilt in (False, True):
             before, state = weights(parameters), copy.deepcopy(optimizer.state_dict()["state"])
-            _backward(accel, scaler, parameters)
+            new_gradients(accel, scaler, parameters)
             if spoilt:
                 spoil(parameters[0], math.inf)
-            _update(scaler, optimizer)
+            take_step(scaler, optimizer)
         assert all(map(torch.equal, weights(parameters), before)), "a skipped update changed a weight"
         for number, entry in optimizer.state_dict()["state"].items():
             for key, value in entry.items():
@@ -174,11 +70,11 @@ class TestScaler(DeviceTests):
         """The scale does not change the updates."""
         results = []
         for scaler in (accel.scaler.none(), accel.scaler.create(init=4096.0), accel.scaler.create(init=8.0)):
-            parameters = _parameters(accel)
+            parameters = parameters_of(accel)
             optimizer = make(accel, parameters)
             for _ in range(3):
-                _backward(accel, scaler, parameters)
-                _update(scaler, optimizer)
+                new_gradients(accel, scaler, parameters)
+                take_step(scaler, optimizer)
             results.append(weights(parameters))
         off = max(max(map(error, other, results[0])) for other in results[1:])
         assert off < 1e-5, "the scale changed an update"
@@ -197,11 +93,11 @@ class TestScaler(DeviceTests):
 
     def test_overflow_flag(self, accel: Backend) -> None:
         """An overflow that no gradient shows skips the step if the device reports it by a flag, and only then."""
-        flagged, parameters = accel.capabilities.overflow_flag, _parameters(accel)
-        optimizer, scaler, before = _plain(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
-        _backward(accel, scaler, parameters)
+        flagged, parameters = accel.capabilities.overflow_flag, parameters_of(accel)
+        optimizer, scaler, before = make_plain(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
+        new_gradients(accel, scaler, parameters)
         assert overflow(accel.device).item() > 0
-        _update(scaler, optimizer)
+        take_step(scaler, optimizer)
         skipped = all(map(torch.equal, weights(parameters), before))
         if flagged:
             assert skipped, "it declares an overflow flag, and what only the flag could show was not seen"
@@ -210,44 +106,44 @@ class TestScaler(DeviceTests):
 
     def test_growth(self, accel: Backend) -> None:
         """After `interval` clean steps the scale grows, up to `max`; an overflow shrinks it and restarts the count."""
-        parameters = _parameters(accel)
-        optimizer, scales = _plain(accel, parameters), []
+        parameters = parameters_of(accel)
+        optimizer, scales = make_plain(accel, parameters), []
         scaler = accel.scaler.create(init=4.0, growth=4.0, backoff=0.25, interval=2, max=32.0)
         for step in range(9):
-            _backward(accel, scaler, parameters, 1e-3)
+            new_gradients(accel, scaler, parameters, 1e-3)
             if step == 3:
                 spoil(parameters[0], math.inf)
-            _update(scaler, optimizer)
+            take_step(scaler, optimizer)
             scales.append(scaler.state_dict()["scale"])
         assert scales == [4.0, 16.0, 16.0, 4.0, 4.0, 16.0, 16.0, 32.0, 32.0], "the scale does not move as it was told"
 
     def test_endless_overflow_has_a_floor(self, accel: Backend) -> None:
         """The scale never falls below `min`, however long gradients overflow, and training recovers."""
-        parameters = _parameters(accel)
-        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=8.0, min=2.0)
+        parameters = parameters_of(accel)
+        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create(init=8.0, min=2.0)
         for _ in range(12):
-            _backward(accel, scaler, parameters)
+            new_gradients(accel, scaler, parameters)
             spoil(parameters[0], math.inf)
-            _update(scaler, optimizer)
+            take_step(scaler, optimizer)
         assert scaler.state_dict()["scale"] == 2.0, "the scale fell below its floor"
         assert scaler.skipped == 12
-        _backward(accel, scaler, parameters)
-        _update(scaler, optimizer)
+        new_gradients(accel, scaler, parameters)
+        take_step(scaler, optimizer)
         assert all(bool(weight.isfinite().all()) for weight in weights(parameters))
 
     @every_optimizer
     def test_unscale_then_clip(self, accel: Backend, make: Make) -> None:
         """After `unscale_` gradients have their true values; clipping sees the true norm, and step keeps them."""
-        parameters = _parameters(accel)
+        parameters = parameters_of(accel)
         optimizer, scaler = make(accel, parameters), accel.scaler.create(init=65536.0)
         true = torch.cat(weights(parameters)).norm().item()
-        _backward(accel, scaler, parameters)
+        new_gradients(accel, scaler, parameters)
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(parameters, 1.0)
         assert abs(norm.item() - true) < 1e-5 * true, "the gradients were not unscaled"
         clipped = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
-        _update(scaler, optimizer)
-        reference = _parameters(accel)
+        take_step(scaler, optimizer)
+        reference = parameters_of(accel)
         for parameter, gradient in zip(reference, clipped, strict=True):
             parameter.grad = gradient
         make(accel, reference).step()
@@ -257,12 +153,14 @@ class TestScaler(DeviceTests):
     @pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled"])
     def test_several_optimizers(self, accel: Backend, unscales: bool) -> None:
         """Each of several optimizers is skipped by its own overflow only; that of any moves the scale, once."""
-        members = _parameters(accel, 4, 6, 5)
-        optimizers = [make(accel, [own]) for make, own in zip((_plain, _own, _adaptive), members, strict=True)]
+        members = parameters_of(accel, 4, 6, 5)
+        optimizers = [
+            make(accel, [own]) for make, own in zip((make_plain, make_own, make_adaptive), members, strict=True)
+        ]
         scaler = accel.scaler.create(init=1024.0, interval=1)
         for spoilt in product((False, True), repeat=3):
             before, scale = weights(members), scaler.state_dict()["scale"]
-            _backward(accel, scaler, members)
+            new_gradients(accel, scaler, members)
             for parameter in compress(members, spoilt):
                 spoil(parameter, math.inf)
             for call in (scaler.unscale_, scaler.step) if unscales else (scaler.step,):
@@ -280,56 +178,56 @@ class TestScaler(DeviceTests):
     @pytest.mark.parametrize("way", ["a group", "a parameter", "a gradient"])
     def test_parameters_that_came_later(self, accel: Backend, make: Make, way: str) -> None:
         """Gradients of parameters that an optimizer was given later are unscaled and looked at, too."""
-        first, late = _parameters(accel, 8, 5)
+        first, late = parameters_of(accel, 8, 5)
         members = [first, late] if way == "a gradient" else [first]
         optimizer, scaler = make(accel, members), accel.scaler.create(init=64.0)
         for _ in range(2):
-            _backward(accel, scaler, [first])
-            _update(scaler, optimizer)
+            new_gradients(accel, scaler, [first])
+            take_step(scaler, optimizer)
         if way == "a group":
             optimizer.add_param_group({"params": [late]})
         elif way == "a parameter":
             optimizer.param_groups[0]["params"].append(late)
         before = weights([late])
         assert torch.equal(before[0], torch.linspace(1, 2, 5).double()), "a parameter without gradient was changed"
-        _backward(accel, scaler, [first, late], 2.0**-6)
+        new_gradients(accel, scaler, [first, late], 2.0**-6)
         scaler.unscale_(optimizer)
         assert late.grad is not None
         assert error(late.grad, 2.0**-6 * before[0]) < 1e-6, f"{way} that came later was not unscaled"
-        _update(scaler, optimizer)
+        take_step(scaler, optimizer)
         after = weights([first, late])
         assert not torch.equal(after[1], before[0]), f"{way} that came later is not updated"
         assert scaler.skipped == 0, "a gradient that is absent counts as overflow"
-        _backward(accel, scaler, [first, late], 2.0**-6)
+        new_gradients(accel, scaler, [first, late], 2.0**-6)
         spoil(late, math.inf)
-        _update(scaler, optimizer)
+        take_step(scaler, optimizer)
         assert all(map(torch.equal, weights([first, late]), after)), f"an overflow in {way} that came later was missed"
 
     def test_calls_out_of_order(self, accel: Backend) -> None:
         """Unscaling twice, stepping twice, or updating before a step is an error; `abandon` begins the step again."""
-        parameters = _parameters(accel)
-        optimizer, scaler = _plain(accel, parameters), accel.scaler.create()
+        parameters = parameters_of(accel)
+        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create()
         with pytest.raises(TrainingError):
             scaler.update()
         for _ in range(2):
-            _backward(accel, scaler, parameters)
+            new_gradients(accel, scaler, parameters)
             for call in (scaler.unscale_, scaler.step):
                 call(optimizer)
                 with pytest.raises(TrainingError):
                     call(optimizer)
             scaler.abandon()
-        _backward(accel, scaler, parameters)
-        _update(scaler, optimizer)
+        new_gradients(accel, scaler, parameters)
+        take_step(scaler, optimizer)
         assert scaler.skipped == 0
 
     @every_optimizer
     @pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled"])
     def test_gradients_that_are_given(self, accel: Backend, make: Make, unscales: bool) -> None:
         """`gradients` are read in place of the parameters' own; an overflow of another rank skips the step, too."""
-        parameters = _parameters(accel)
+        parameters = parameters_of(accel)
         optimizer, scaler, before = make(accel, parameters), accel.scaler.create(init=64.0), weights(parameters)
         for mine, others in ((1.0, 1.0), (1.0, 0.0), (math.inf, 0.0), (1.0, 0.0)):
-            _backward(accel, scaler, parameters)
+            new_gradients(accel, scaler, parameters)
             given = [torch.ones_like(parameter) for parameter in parameters]
             if math.isinf(mine):
                 given[1].mul_(overflow(accel.device))
@@ -345,27 +243,27 @@ class TestScaler(DeviceTests):
 
     def test_state_round_trip(self, accel: Backend) -> None:
         """A restored scaler has the scale, growth count and skipped steps of the saved one."""
-        parameters = _parameters(accel)
-        optimizer, scaler = _plain(accel, parameters), accel.scaler.create(init=16.0, interval=3)
+        parameters = parameters_of(accel)
+        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create(init=16.0, interval=3)
         for step in range(3):
-            _backward(accel, scaler, parameters, 1e-3)
+            new_gradients(accel, scaler, parameters, 1e-3)
             if step == 0:
                 spoil(parameters[0], math.nan)
-            _update(scaler, optimizer)
+            take_step(scaler, optimizer)
         twin = accel.scaler.create(init=2.0, interval=7)
-        _backward(accel, twin, parameters, 1e-3)
-        _update(twin, _plain(accel, parameters))  # it is in use already
+        new_gradients(accel, twin, parameters, 1e-3)
+        take_step(twin, make_plain(accel, parameters))  # it is in use already
         twin.load_state_dict(scaler.state_dict())
         assert twin.skipped == scaler.skipped == 1
         one, scale = torch.ones((), device=accel.device), scaler.state_dict()["scale"]
         for scaler_ in (scaler, twin):
             assert scaler_.scale(one).item() == scale, "the restored scale does not count yet"
-            _backward(accel, scaler_, parameters, 1e-3)
+            new_gradients(accel, scaler_, parameters, 1e-3)
             scaler_.unscale_(optimizer)
             for parameter, weight in zip(parameters, weights(parameters), strict=True):
                 assert parameter.grad is not None
                 assert error(parameter.grad, 1e-3 * weight) < 1e-5, "after a restore gradients are unscaled by another"
-            _update(scaler_, optimizer)
+            take_step(scaler_, optimizer)
         assert twin.state_dict() == scaler.state_dict(), "the restored scaler does not go on as the saved one"
 
     def test_state_of_torch(self, accel: Backend) -> None:
@@ -381,11 +279,11 @@ class TestScaler(DeviceTests):
 
     def test_static(self, accel: Backend) -> None:
         """A static scaler never skips, never moves, and changes no update."""
-        parameters, reference = _parameters(accel), _parameters(accel)
+        parameters, reference = parameters_of(accel), parameters_of(accel)
         scaler = accel.scaler.create(init=128.0, dynamic=False)
         for chosen, members in ((scaler, parameters), (accel.scaler.none(), reference)):
-            _backward(accel, chosen, members)
-            _update(chosen, _plain(accel, members))
+            new_gradients(accel, chosen, members)
+            take_step(chosen, make_plain(accel, members))
         assert max(map(error, weights(parameters), weights(reference))) < 1e-6
         assert scaler.skipped == 0
         assert scaler.scale(torch.ones((), device=accel.device)).item() == 128.0

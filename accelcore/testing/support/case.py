@@ -35,14 +35,15 @@ _WIDER = 32  # times the usual limits in sums of thousands of elements: what a k
 OF_GRADIENT = "of the gradient"
 """Says of a sample that the operator's gradient is computed in place of its result."""
 
-_LARGE = "with large numbers"
+LARGE, SMALL = "with large numbers", "with small numbers"
+"""Says of a sample that its first argument was multiplied by a large factor, or a small one."""
 FROZEN = ("of a frozen input", "of other frozen inputs")
 """Says of a sample that its first argument needs no gradient, or that no other needs one."""
 
 INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 """Says of a sample that elements of its first argument are that."""
 
-ALONE = ("with NaN", *INFINITE, _LARGE, "with whole numbers", "between other calls", *FROZEN)
+ALONE = ("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls", *FROZEN)
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was
@@ -131,7 +132,7 @@ class Case:
             once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
             for seed in range(1 if once else 3):
                 torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
-                rounding = Rounding(self.dtype, seed, watch=self.what == _LARGE)
+                rounding = Rounding(self.dtype, seed, watch=self.what == LARGE)
                 others.append(self._rounded(exact, rounding))
                 too_large |= rounding.overflows  # what the dtype cannot hold may also vanish
                 self.draws |= rounding.draws

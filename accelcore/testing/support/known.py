@@ -306,6 +306,10 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     ),
     "rounding to bf16": (_of(lambda x: x.bfloat16().float(), 1 + 2**-8, 1 + 3 * 2**-8), [1, 1 + 2**-6]),
     "conversion of a transposed matrix": (_of(lambda x: x.t().bfloat16(), *_ROWS, shape=(2, 2)), [1, 3, 2, 4]),
+    "copy of another dtype to a transposed matrix": (
+        _of(lambda x: torch.zeros_like(x, dtype=torch.bfloat16).t().copy_(x), *_ROWS, shape=(2, 2)),
+        [1, 2, 3, 4],
+    ),
     "conversion to whole numbers": (_of(lambda x: x.int().float(), 1.9, -1.9), [1, -1]),
     "conversion to truth values": (_of(lambda x: x.bool().float(), 0.5, 0.0, -0.25, _NAN), [1, 0, 1, 1]),
     "whole numbers and fractions": (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _ROWS = 70_000  # more than a grid of 65,535 blocks has
 _LONG = 2**18  # also sums of 256 numbers each are too many for bf16 to add up
@@ -26,6 +27,20 @@ def _range(device: torch.device) -> Tensor:
 
 def _ones(count: int, dtype: torch.dtype = torch.float32) -> Compute:
     return lambda device: torch.ones(count, device=device, dtype=dtype)
+
+
+def _cubes(device: torch.device) -> Tensor:
+    return torch.ones(_ROWS, 1, 1, device=device)
+
+
+def _images(device: torch.device) -> Tensor:
+    return torch.ones(_ROWS, 1, 1, 2, device=device)
+
+
+def _gradient_of_kernel(images: Tensor) -> Tensor:
+    kernel = images[:1].clone().requires_grad_()
+    (found,) = torch.autograd.grad(functional.conv2d(images, kernel).sum(), kernel)
+    return found
 
 
 def _of(make: Compute, function: Callable[[Tensor], Tensor]) -> Compute:
@@ -81,6 +96,12 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "stack of many tensors": (lambda device: torch.stack([torch.ones(2, device=device)] * 300).sum(), [600]),
     "sums of many rows": (_of(_ones(_ROWS), lambda x: x.expand(3, -1).t().sum(1)[[0, -1]]), [3, 3]),
     "softmax of many rows": (_of(_ones(_ROWS), lambda x: x.expand(2, -1).t().softmax(1)[-1]), [0.5, 0.5]),
+    "products of many matrices": (_of(_cubes, lambda x: torch.bmm(x, x).sum()), [_ROWS]),
+    "attention of many rows": (_of(_cubes, lambda x: functional.scaled_dot_product_attention(x, x, x).sum()), [_ROWS]),
+    "convolution of many images": (_of(_images, lambda x: functional.conv2d(x, x[:1]).sum()), [2 * _ROWS]),
+    "gradient of a convolution of many images": (_of(_images, _gradient_of_kernel), [_ROWS, _ROWS]),
+    "pools of many images": (_of(_images, lambda x: functional.max_pool2d(x, (1, 2)).sum()), [_ROWS]),
+    "upsampling of many images": (_of(_images, lambda x: functional.interpolate(x, (1, 4)).sum()), [4 * _ROWS]),
     "running sum of many": (_of(_ones(_ROWS), lambda x: x.cumsum(0)[-1]), [_ROWS]),
     "running count of many": (_of(_ones(_ROWS, torch.bool), lambda x: x.cumsum(0)[-1]), [_ROWS]),
     "count of many": (_of(_ones(_ROWS, torch.bool), lambda x: x.sum()), [_ROWS]),

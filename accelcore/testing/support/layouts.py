@@ -171,13 +171,13 @@ def with_nothing_of(arguments: Any, factor: str) -> Any:
     return (first, *others), {**options, "alpha": 1, "beta": 1, factor: 0}
 
 
-def with_large_numbers(arguments: Any) -> Any:
-    """Return the arguments with a hundred times the first tensor; None if it has no fractions."""
+def multiplied(arguments: Any, factor: float) -> Any:
+    """Return the arguments with `factor` times the first tensor; None if it has no fractions."""
     first = arguments[0][0]
     if not isinstance(first, Tensor) or not first.is_floating_point():
         return None
     place = first.data_ptr()
-    return _changed(arguments, lambda each, _: each * 100 if each.data_ptr() == place else each)
+    return _changed(arguments, lambda each, _: each * factor if each.data_ptr() == place else each)
 
 
 def with_whole_numbers(arguments: Any) -> Any:

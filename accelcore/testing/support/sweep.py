@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import FROZEN, INFINITE, OF_GRADIENT, Case, Found, drawn_weights, is_refusal
+from accelcore.testing.support.case import (
+    FROZEN,
+    INFINITE,
+    LARGE,
+    OF_GRADIENT,
+    SMALL,
+    Case,
+    Found,
+    drawn_weights,
+    is_refusal,
+)
 from accelcore.testing.support.layouts import (
     BEHIND,
     emptied,
@@ -18,6 +28,7 @@ from accelcore.testing.support.layouts import (
     expanded,
     lengthened,
     mapped,
+    multiplied,
     of_images,
     of_points,
     others_of,
@@ -26,7 +37,6 @@ from accelcore.testing.support.layouts import (
     scalars,
     tensors,
     with_infinity,
-    with_large_numbers,
     with_nan,
     with_nothing_of,
     with_whole_numbers,
@@ -90,8 +100,10 @@ def compare(
                 return found
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
-            if (changed := with_large_numbers(_arguments(plain))) is not None:
-                Case(found, device, name, info, dtype, changed, "with large numbers", elementwise).run()
+            small = dtype == torch.float32 and "norm" not in name  # small rows are normalized by eps, and noise
+            for what, factor in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):
+                if (changed := multiplied(_arguments(plain), factor)) is not None:
+                    Case(found, device, name, info, dtype, changed, what, elementwise).run()
         if dtype == torch.float32:
             if name in SAMPLED and name not in ROUGH:
                 for arguments in _of_many(name, info, every, elementwise) if name not in UNIQUE_INDICES else ():

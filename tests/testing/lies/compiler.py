@@ -96,6 +96,33 @@ def compiler_that_calls_forward(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+def compiled_with_its_first_numbers(backend, seeded):
+    def compile(honest, module, options):
+        state = torch.get_rng_state()
+
+        def run(rows):
+            with torch.random.fork_rng(devices=[]):
+                if seeded:
+                    torch.set_rng_state(state)
+                else:
+                    torch.seed()
+                return module(rows)
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
+@lie("TestCompiler.test_compiled_draws_anew", says="the same numbers in each call")
+def compiler_that_draws_once(backend):
+    return compiled_with_its_first_numbers(backend, seeded=True)
+
+
+@lie("TestCompiler.test_compiled_draws_anew", says="does not draw by the seed")
+def compiler_that_seeds_itself(backend):
+    return compiled_with_its_first_numbers(backend, seeded=False)
+
+
 @lie("TestTraining.test_compile", says="error(")
 def compiler_whose_gradients_are_overwritten_unsaid(backend):
     def compile(honest, module, options):

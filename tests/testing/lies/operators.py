@@ -203,6 +203,10 @@ swept("nonzero_of_the_first_many", "nonzero", "of many elements",
 swept("whole_quotient_that_is_cut_off", "floor_divide", "int64", {
       "floor_divide": lambda func, x, y, **out: func(x, y, **out)
       if out or x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")})  # fmt: skip
+swept("log1p_of_a_sum", "log1p", "with small numbers", {
+      "log1p": lambda func, x, **out: func(x, **out) if out else (x + 1).log()})  # fmt: skip
+swept("mean_of_scattered_values_and_the_old_one", "scatter_reduce.mean", "is wrong in",
+      {"scatter_reduce": lambda func, *args, include_self=True: func(*args)})  # fmt: skip
 
 
 # By results known by hand: these also if the oracle's dtype is wrong alike.
@@ -234,6 +238,10 @@ known("index_put_that_drops_repeats", "index_put of repeats",
 known("gradient_of_repeats_that_is_one", "gradient of repeats",
       {"index_put": lambda func, x, index, source, accumulate=False: func(x, index, source, False),
        "_index_put_impl_": lambda func, x, index, source, *args: func(x, index, source, False)})  # fmt: skip
+known("products_of_a_grid_of_matrices", "products of many matrices",
+      {"bmm": lambda func, x, y: torch.cat([func(x[:65535], y[:65535]), func(x[65535:], y[65535:]) * 0])})  # fmt: skip
+known("copy_that_writes_in_order", "copy of another dtype to a transposed matrix",
+      {"copy_": lambda func, x, y: func(x if x.is_contiguous() else x.t(), y)})  # fmt: skip
 known("sum_of_memory", "a sum of every other element", {"sum": as_if_contiguous})
 
 

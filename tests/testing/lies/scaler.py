@@ -20,6 +20,16 @@ class _WholeVectors(GradScaler):
         return super().check([each.reshape(-1)[: len(each) // 16 * 16] for each in gradients], multiplier)
 
 
+class _FirstRowOfGaps(GradScaler):
+    def check(self, gradients, multiplier):
+        dense = [each if each.is_contiguous() else each[0].clone() for each in gradients]
+        found = super().check(dense, multiplier)
+        for each in gradients:
+            if not each.is_contiguous():
+                each.mul_(multiplier)
+        return found
+
+
 class _ZeroesGradients(GradScaler):
     def step(self, optimizer):
         self.unscale_(optimizer)
@@ -163,6 +173,8 @@ def _own(accel, parameters):
 for _name, _kind, _test, _says, _arguments in (
     ("scaler_that_never_skips", _NeverSkips, "test_overflow_skips_and_halves", "it was not skipped",
      {**OVERFLOW, "make": _plain}),
+    ("scaler_that_reads_rows", _FirstRowOfGaps, "test_gradients_in_any_strides", "transposed, with an inf at 2",
+     {"kind": "transposed"}),
     ("scaler_that_never_halves", _NeverHalves, "test_overflow_skips_and_halves", "the scale was not halved",
      {**OVERFLOW, "make": _plain}),
     ("scaler_that_never_unscales", _NeverUnscales, "test_unscale_then_clip", "were not unscaled", {"make": _plain}),
