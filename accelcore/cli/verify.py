@@ -80,13 +80,12 @@ class Scorecard:
 
     @property
     def hardly_tried(self) -> list[str]:
-        """The roles of which more tests were not tried than were, with their numbers."""
+        """The roles of which more tests were not tried than were, such as `67 of 70 tests of collectives`."""
         counts = {role: self.counts(role) for role in ROLES}
-        tried = {role: counts[role]["passed"] + counts[role]["failed"] for role in ROLES}
         return [
-            f"{role} ({counts[role]['not tried']} of {counts[role].total()} tests were not)"
-            for role in ROLES
-            if counts[role]["not tried"] > tried[role]
+            f"{count['not tried']} of {count.total()} tests of {role}"
+            for role, count in counts.items()
+            if count["not tried"] > count["passed"] + count["failed"]
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -258,7 +257,7 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     failed = card.counts()["failed"]
     conclusion = "conforms" if card.conforms else f"does not conform: {failed} failed"
     if card.hardly_tried:
-        conclusion += f"; hardly tried: {', '.join(card.hardly_tried)}"
+        conclusion += f"; not tried: {', '.join(card.hardly_tried)}"
     color = "green" if card.conforms else "red"
     click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
 

@@ -23,3 +23,4 @@ def test_each_test_that_was_not_tried_is_listed_under_its_reason(capsys):
     assert lines[at + 1] == "    Results are equal."
     assert sum("    " in line[:4] and line.endswith(("travel. [bf16]", "wait.", "equal.")) for line in lines) == 3
     assert "not declared  compiler: it declares none" in lines
+    assert lines[-1] == "toaster conforms; not tried: 1 of 2 tests of compiler, 2 of 3 tests of runtime"
