@@ -1,6 +1,6 @@
 """Program of one rank of the suite's job of two: `python -m accelcore.testing.support.ranks NAME FOLDER`, by `job.py`.
 
-Each rank writes its results to FOLDER/RANK.json; the tests that started it judge them.
+Each rank writes the results of each part to FOLDER/RANK.json; the tests that started it judge them.
 """
 
 from __future__ import annotations
@@ -256,22 +256,27 @@ def main() -> None:
     accel = accelcore.select(name)
     meet = f"file://{folder.resolve()}/meet"
     found: dict[str, Any] = {}
+
+    def note(part: str, value: Any) -> None:
+        found[part] = value
+        unfinished = folder / f"{rank}.part"
+        unfinished.write_text(json.dumps(found), encoding="utf-8")
+        unfinished.replace(folder / f"{rank}.json")  # if a later part fails, the tests of this one are judged
+
     with accel.distributed(rank=rank, world_size=2, init_method=meet, timeout=timedelta(seconds=60)) as job:
-        found["collectives"] = _collectives(accel, job, folder)
+        note("collectives", _collectives(accel, job, folder))
         if "ddp" in accel.capabilities.parallel:
-            found["replicated"] = _replicated(accel, job)
+            note("replicated", _replicated(accel, job))
         for strategy in accel.capabilities.parallel:
             if strategy != "none":
-                found[strategy] = {
-                    name: _trained(accel, job, strategy, options) for name, options in variants_of(strategy).items()
-                }
-        found["statistics"] = _statistics(accel, job)
-    found["collectives"]["open"] = dist.is_initialized()
-    found["collectives"]["waits"] = False
+                options_of = variants_of(strategy).items()
+                note(strategy, {name: _trained(accel, job, strategy, options) for name, options in options_of})
+        note("statistics", _statistics(accel, job))
+    closed = {"open": dist.is_initialized(), "waits": False}
     again = accel.distributed(rank=rank, world_size=2, init_method=f"{meet}-again", timeout=1)
     with suppress(accelcore.DistributedError), again as job:  # a group in which a rank was late is of no use
-        found["collectives"]["waits"] = _waits(job, folder / "rank 0 waited")
-    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        closed["waits"] = _waits(job, folder / "rank 0 waited")
+    note("closed", closed)
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ def compare(
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
             small = dtype == torch.float32 and "norm" not in name  # small rows are normalized by eps, and noise
-            for what, factor in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):
-                if (changed := multiplied(_arguments(plain), factor)) is not None:
+            for what, times in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):
+                if (changed := multiplied(_arguments(plain), times)) is not None:
                     Case(found, device, name, info, dtype, changed, what, elementwise).run()
         if dtype == torch.float32:
             if name in SAMPLED and name not in ROUGH:
