@@ -2,7 +2,8 @@
 
 Run by `tox run -e readme` with the Python of the environment `install`, whose torch it borrows: no package index is
 asked, so the line that downloads torch-npu is left out. What the other commands require, and is not there, is an error.
-With a folder of other packages as its argument, which has transformers (`tox run -e full`), that is imported, too.
+With a folder of other packages as its argument, which has transformers (`tox run -e full`), that is imported, too, and
+the script is started without `accelcore run`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ KEPT = "python -m pip wheel --no-deps --wheel-dir kept tests/plugins_kept/wheel 
 AFTERWARDS = f"""
 {KEPT}
 accelcore verify backend kept --only backend
-python train.py
-python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
 accelcore run train.py
 python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch_npu') and 'torch_npu is importable')"
+"""
+IN_FULL = """
+python train.py
+python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
+python transform.py
 """
 
 
@@ -82,8 +86,8 @@ def main() -> None:
         typed, left_out = DOWNLOADS.subn("", commands("Install"))
         assert left_out == 1, "README downloads torch-npu by one line"
         first, rest = typed.split("\n", 1)
-        transform = "python transform.py" if sys.argv[1:] else ""
-        for script in (first, f". .venv/bin/activate\n{rest}{AFTERWARDS}{transform}"):
+        more = IN_FULL if sys.argv[1:] else ""
+        for script in (first, f". .venv/bin/activate\n{rest}{AFTERWARDS}{more}"):
             shell = ["bash", "-euxc", script]
             subprocess.run(shell, check=True, cwd=clone, env=kept | offline | {"PATH": programs})  # noqa: S603
             if script is first:

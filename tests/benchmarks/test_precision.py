@@ -51,6 +51,7 @@ def tables():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.full  # as all that asks for its tables; those of the optimizers are made in every run
 def test_every_precision_is_a_case_beside_the_loops_by_hand(tables):
     for task in NAMES:
         (table,) = [table for title, table in tables.items() if title.startswith(task)]
@@ -59,6 +60,7 @@ def test_every_precision_is_a_case_beside_the_loops_by_hand(tables):
         assert all(row.timing is not None for row in table.rows)
 
 
+@pytest.mark.full
 def test_goals_are_ratios_of_what_was_timed(tables):
     for title, table in tables.items():
         ratios = {row.case: row.timing.ratio.median for row in table.rows if row.timing is not None}
@@ -70,6 +72,7 @@ def test_goals_are_ratios_of_what_was_timed(tables):
     assert {goal.limit for goal in shares} == {1 / 0.7, 1 / 0.75}
 
 
+@pytest.mark.full
 def test_what_is_learned_is_shown_for_each_seed(tables):
     learned = [table for table in tables.values() if table.goals and table.rows[0].timing is None]
     assert len(learned) == 2
@@ -108,6 +111,7 @@ def draw(tables, tmp_path):
     return lambda *arguments: (SECTION.main(["--results", str(path), "--page", str(page), *arguments]), page)
 
 
+@pytest.mark.full
 def test_results_are_drawn(draw, tables):
     assert draw("--check")[0] == 1
     _, page = draw()

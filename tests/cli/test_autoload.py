@@ -48,6 +48,7 @@ def test_select_blames_the_runtime_that_keeps_torch_from_being_imported_however_
     assert "uninstall vendor-runtime" in message
 
 
+@pytest.mark.full  # above, the second question comes after an import that failed, too
 def test_select_blames_the_runtime_also_if_the_script_has_tried_to_import_torch_before(machine):
     """The second import of torch in a process fails with an error of its own, which names no runtime."""
     machine.torch_backend("raise ImportError('libacl.so: cannot open')")

@@ -169,9 +169,8 @@ def test_digits_are_read(run, tmp_path):
     assert entries[-1]["eval_accuracy"] == summary["eval_accuracy"]
 
 
-@pytest.mark.parametrize(
-    "precision", ["fp16", *(pytest.param(name, marks=pytest.mark.full) for name in ("fp32", "bf16"))]
-)
+@pytest.mark.full  # in every run: two ranks, below, and a whole training in test_third_party.py
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
 def test_own_loop_in_each_precision(precision, run, tmp_path):
     done = run("own_loop.py", "--precision", precision, "--output", tmp_path)
     _, summary = metrics(tmp_path)

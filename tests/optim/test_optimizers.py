@@ -363,7 +363,7 @@ def test_dampened_momentum_does_not_take_torchs_fused_kernel(accel, groups):
         accel.optimizers.create("sgd", [weight], lr=0.1, route="fused", **options)
 
 
-@pytest.mark.parametrize("count", [4_000, 20_000])
+@pytest.mark.parametrize("count", [4_000, pytest.param(20_000, marks=pytest.mark.full)])
 def test_the_time_of_many_groups_grows_with_their_number(count):
     """A bound of ten times what it takes; where each group was compared with all others, 4,000 took 17 s."""
     groups = [{"params": [parameter()], "lr": 0.1 + 1e-6 * number} for number in range(count)]

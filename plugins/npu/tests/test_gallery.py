@@ -18,15 +18,13 @@ def assert_alike(found, exact):
         assert mine == pytest.approx(theirs, rel=2e-6)
 
 
-# The classifier is trained below, on two ranks.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name == "imagenet" else ()) for name in twins.NAMES]
-)
+@pytest.mark.parametrize("name", twins.NAMES)
 def test_alone_it_gives_the_cpus_losses(name, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "npu")
     assert_alike(runs.run("ours", name, tmp_path), runs.run("twins", name, tmp_path))
 
 
+@pytest.mark.full  # in every run, test_shards.py has statistics over two ranks
 def test_batchnorm_over_two_ranks_gives_the_losses_of_the_whole_batch_on_the_cpu(fork_ranks, tmp_path):
     ended = [rank.finish() for rank in fork_ranks(runs.__file__, tmp_path, "synced", ACCEL_DEVICE="npu")]
     assert not any(rank.returncode for rank in ended), "\n".join(rank.stderr for rank in ended)

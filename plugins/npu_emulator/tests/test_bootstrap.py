@@ -28,6 +28,8 @@ if __name__ == "__main__":
     print("forked", [batch.sum().item() for batch in DataLoader(Numbers("cpu"), 2, num_workers=1)])
     print("here", (torch.ones(3, device="npu") + 1).tolist())
     print("forked later", [batch.sum().item() for batch in DataLoader(Numbers("cpu"), 2, num_workers=1)])
+"""
+SPAWNS = """
     loader = DataLoader(Numbers("npu"), 2, num_workers=1, multiprocessing_context="spawn")
     print("spawned", [batch.sum().item() for batch in loader])
 """
@@ -76,14 +78,11 @@ def emulate(*arguments, **variables):
     return result.stdout
 
 
-def test_accelcore_run_reaches_its_script_by_the_environment_and_the_scripts_children(script):
-    assert emulate(script(SCRIPT), ACCEL_EMULATED_DEVICES="3").splitlines() == [
-        "devices 3",
-        "forked [6.0, 14.0]",
-        "here [2.0, 2.0, 2.0]",
-        "forked later [6.0, 14.0]",
-        "spawned [6.0, 14.0]",
-    ]
+@pytest.mark.parametrize("spawns", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_accelcore_run_reaches_its_script_by_the_environment_and_the_scripts_children(script, spawns):
+    said = emulate(script(SCRIPT + SPAWNS * spawns), ACCEL_EMULATED_DEVICES="3").splitlines()
+    assert said[:4] == ["devices 3", "forked [6.0, 14.0]", "here [2.0, 2.0, 2.0]", "forked later [6.0, 14.0]"]
+    assert said[4:] == ["spawned [6.0, 14.0]"] * spawns
 
 
 @pytest.mark.full  # ranks have the environment of a script

@@ -7,7 +7,7 @@ import pytest
 jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 4], ids="{} ranks".format)
 def collectives(request, results):
     """What each of the ranks has got."""
     return results(jobs.collectives, ranks=request.param)
