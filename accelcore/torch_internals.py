@@ -79,7 +79,8 @@ def compiler_error() -> type[Exception]:
     """Return the class of errors of torch's compiler. Without it, a model's own error would count as the compiler's."""
     import torch._dynamo.exc  # slow, and not needed before an error
 
-    return torch._dynamo.exc.TorchDynamoException
+    error: type[Exception] = torch._dynamo.exc.TorchDynamoException
+    return error
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
