@@ -20,11 +20,11 @@ def main() -> None:
     cuda = platform.system() == "Linux" and platform.machine() == "x86_64"
     print(
         f"Setting up .venv: pip downloads torch, {_CUDA_BUILD if cuda else _CPU_BUILD} with what it requires, and some "
-        "90 MB of other packages,\nfrom the index that it is set to; nothing that is in its cache."
+        "90 MB of other packages,\nfrom pip's index. It does not download again what is in its cache."
     )
     if cuda and not Path("/dev/nvidiactl").exists():
         print(
-            f"There is no NVIDIA GPU here: torch's CPU build is enough, {_CPU_BUILD}. To have that, stop this (Ctrl-C) "
+            f"There is no NVIDIA GPU here: torch's CPU build is enough, {_CPU_BUILD}. To have it, stop this (Ctrl-C) "
             "and run\n  .venv/bin/python -m pip install -c constraints.txt torch --index-url INDEX\n"
             "with the INDEX that https://pytorch.org/get-started/locally/ names for it. Another make train keeps it."
         )
