@@ -1,7 +1,7 @@
 """Type what README says under "Install" into a new virtual environment, and see that scripts still run in it.
 
 Run by `tox run -e readme` with the Python of the environment `install`, whose torch it borrows: no package index is
-asked, so the line that downloads torch-npu is left out. What the other commands require, and is not there, is an error.
+asked, so the command that downloads torch-npu is left out. What the others require, and is not there, is an error.
 With a folder of other packages as its argument, which has transformers (`tox run -e full`), that is imported, too, and
 the script is started without `accelcore run`.
 """
@@ -31,7 +31,6 @@ sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 model = transformers.BertModel(transformers.BertConfig(**sizes))
 assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.shape == (1, 3, 8)
 """
-DOWNLOADS = re.compile(r"^python -m accelcore_npu_emulator\.install.*\n", re.M)
 KEPT = "python -m pip wheel --no-deps --wheel-dir kept tests/plugins_kept/wheel && pip install --no-deps kept/*.whl"
 AFTERWARDS = f"""
 {KEPT}
@@ -47,12 +46,13 @@ python transform.py
 
 
 def commands(heading: str) -> str:
-    """Return the commands below a heading of README: of the first block, then of the table's rows."""
+    """Return the commands below a heading of README: the first block, then what the table's rows install, at once."""
     section = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     found = re.search(r"^```sh\n(.*?)^```$", section, re.M | re.S)
     assert found is not None, heading
-    rows = re.findall(r"`((?:pip|python) [^`]+)`", "".join(re.findall(r"^\|.*\n", section, re.M)))
-    return found[1] + "".join(f"{row}\n" for row in rows)
+    rows = re.findall(r"^\|.*`pip install ([^`]+)`", section, re.M)
+    assert len(rows) > 1, "README's table installs nothing"
+    return f"{found[1]}pip install {' '.join(rows)}\n"
 
 
 def borrow(folder: Path, others: list[str]) -> None:
@@ -83,9 +83,7 @@ def main() -> None:
         programs = os.pathsep.join([str(Path(sys.base_prefix) / "bin"), os.environ["PATH"]])
         # pip reads the last one as "build isolation: no".
         offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_QUIET": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-        typed, left_out = DOWNLOADS.subn("", commands("Install"))
-        assert left_out == 1, "README downloads torch-npu by one line"
-        first, rest = typed.split("\n", 1)
+        first, rest = commands("Install").split("\n", 1)
         more = IN_FULL if sys.argv[1:] else ""
         for script in (first, f". .venv/bin/activate\n{rest}{AFTERWARDS}{more}"):
             shell = ["bash", "-euxc", script]
