@@ -29,6 +29,10 @@ _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
 )
 """Words of a vendor's tools beside torch, which no other device has."""
+
+_GPU = re.compile(r"[\"']gpu[\"']")
+"""The name by which other packages, such as DALI and Lightning, choose a vendor's device."""
+
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -50,6 +54,8 @@ class Decisions(cst.CSTVisitor):
         self._waiting: dict[cst.CSTNode, list[tuple[_Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._named: dict[cst.CSTNode, list[tuple[str, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._guarded: list[tuple[cst.CSTNode, str, int, int]] = []
+        self._foreign: list[tuple[cst.CSTNode, str]] = []
+        self._shut: set[cst.CSTNode] = set()
         self._left_lines: list[tuple[cst.CSTNode, set[str]]] = []
         self._scopes: set[cst.CSTNode] = set()
         self._unset: set[str] = set()
@@ -90,7 +96,7 @@ class Decisions(cst.CSTVisitor):
             else:
                 self._waiting[self._end_of(guard)].append((guard, rule, node, decision))
             return decision.inner
-        if isinstance(node, (cst.If, cst.IfExp)):
+        if isinstance(node, (cst.If, cst.IfExp)) or _tests_of(node):
             self._marks[node] = (*self._done(), len(self.left))
         return True
 
@@ -107,7 +113,7 @@ class Decisions(cst.CSTVisitor):
                 opens = False
             if original_node is not guard:
                 opens = whole  # what follows an early return
-            if self._unset & _names_in(guard) or _FOREIGN.search(text_of(guard.test) + text_of(guard.body)):
+            if self._unset & _names_in(guard.body) or self._is_foreign(guard.test, guard.body):
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and self._corrects(guard):
                 opens = False
@@ -117,12 +123,16 @@ class Decisions(cst.CSTVisitor):
                 self._leave(rule, node, decision)
                 self._unset |= _set_in(guard)
 
-        if original_node in self._marks and isinstance(original_node, (cst.If, cst.IfExp)):
+        if original_node in self._marks:
             _, actions, left = self._marks[original_node]
             counts = self._done()[1] - actions, len(self.left) - left
-            self._guarded.append((self._scope_of(original_node), text_of(original_node.test), *counts))
+            for test in _tests_of(original_node):
+                self._guarded.append((self._scope_of(original_node), text_of(test), *counts))
+                if isinstance(original_node, (cst.If, cst.IfExp)) and self._is_foreign(test, original_node.body):
+                    self._foreign.append((self._scope_of(original_node), text_of(test)))
         for name, rule, node, decision in self._named.pop(original_node, ()):
-            if decision.retry is not None and self._opens(name, original_node):
+            is_open = self._opens(name, original_node) and self._shut.isdisjoint(self._facts.parents(node))
+            if decision.retry is not None and is_open:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
@@ -152,8 +162,16 @@ class Decisions(cst.CSTVisitor):
         places = {scope, *([] if scope is not self._facts.module else self._scopes)}
         if any(place in places and name in names for place, names in self._left_lines):
             return False
+        if any(place in places and asks.search(test) for place, test in self._foreign):
+            return False
         found = [counts for place, test, *counts in self._guarded if place in places and asks.search(test)]
         return any(actions for actions, _ in found) or not any(left for _, left in found)
+
+    def _is_foreign(self, test: cst.BaseExpression, body: cst.CSTNode) -> bool:
+        """Return whether what a condition guards uses a vendor's tools beside torch, such as an extension."""
+        names = self._facts.extensions & (_names_in(test) | _names_in(body))
+        named = isinstance(body, cst.BaseExpression) and _GPU.fullmatch(text_of(body))
+        return bool(names or named) or _FOREIGN.search(text_of(test) + text_of(body)) is not None
 
     def _end_of(self, guard: _Guard) -> cst.CSTNode:
         """Return the node after which it is known what a guard guards: itself, or its block if it returns.
@@ -186,11 +204,22 @@ class Decisions(cst.CSTVisitor):
 
     def _rewrite(self, rule: Rule, node: cst.CSTNode, decision: Rewrite) -> None:
         self.rewrites[node] = decision
-        self.imports.update(decision.imports)
+        self.imports.update(line for line in decision.imports if line != "import torch" or not self._has_torch(node))
         self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
+
+    def _has_torch(self, node: cst.CSTNode) -> bool:
+        """Return whether a function around a node imports torch itself above it, as a script does to import it late."""
+        around = [outer for outer in self._facts.parents(node) if isinstance(outer, cst.FunctionDef)]
+        lines = [made for made in self._facts.imports if text_of(made) == "import torch"]
+        return any(
+            self._facts.line(made) < self._facts.line(node) and not set(around).isdisjoint(self._facts.parents(made))
+            for made in lines
+        )
 
     def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
         self._facts.place.forget(node)
+        if (guard := self._guard_of(node)) is not None:
+            self._shut.add(guard.body)
         note = Note(self._facts.line(node), rule.name, decision.reason)
         if decision.harmless:
             self.harmless.append(note)
@@ -255,8 +284,16 @@ def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     return matchers.findall(node, matchers.Comment())
 
 
-def _names_in(guard: cst.If | cst.IfExp) -> set[str]:
-    return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(guard.body, matchers.Name())}
+def _tests_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Return the conditions under which something runs: of an `if`, or the decorators that may skip a test."""
+    if isinstance(node, (cst.If, cst.IfExp)):
+        return [node.test]
+    made = node.decorators if isinstance(node, (cst.FunctionDef, cst.ClassDef)) else ()
+    return [each.decorator for each in made if "skip" in text_of(each.decorator)]
+
+
+def _names_in(node: cst.CSTNode) -> set[str]:
+    return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(node, matchers.Name())}
 
 
 def _set_in(guard: cst.If | cst.IfExp) -> set[str]:

@@ -8,7 +8,7 @@ from functools import cached_property
 import libcst as cst
 from libcst import metadata
 
-from accelcore_lint.port.imports import is_known_apex
+from accelcore_lint.port.imports import extensions_in, is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.options import returns_options
@@ -29,10 +29,6 @@ _INDEXED = re.compile(
     r"|[\"'](?:cuda|npu):%d[\"'] *% *\(?(\w+\.\w+)\b|[\"'](?:cuda|npu):\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
 )
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
-_SPELLED = re.compile(
-    rf"str\([^()]*\) *[!=]= *[\"']({'|'.join(DEVICES)})[\"']|[!=]= *torch\.device\([\"']({'|'.join(DEVICES)})[\"']\)"
-    rf"|torch\.device\([\"']({'|'.join(DEVICES)})[\"']\) *[!=]="
-)
 _TEXT = re.compile(
     r"\bstr\((\w+\.)*device\)(?! *[=!]=)|\{(\w+\.)*device\}|\.format\([^()]*\bdevice\b|\bdevice\.index\b"
 )
@@ -169,6 +165,11 @@ class Facts(Ranks):
     def names_others(self) -> bool:
         """Return whether the project speaks of accelerators beside those that it is ported from, such as `"mps"`."""
         return self.known.names_others or OTHERS.search(self.code) is not None
+
+    @cached_property
+    def extensions(self) -> frozenset[str]:
+        """Return the names of a vendor's functions that the file imports from compiled modules, such as `nms_cuda`."""
+        return extensions_in(self.imports, self.known.modules)
 
     @cached_property
     def own_options(self) -> set[str]:
@@ -328,9 +329,12 @@ class Facts(Ranks):
 
     @cached_property
     def _spells_device(self) -> bool:
-        """Return whether the file makes a text of a device for more than to show it, or asks for its index."""
+        """Return whether the file makes a text of a device for more than to show it, or asks for its index.
+
+        Also whether a file of the project compares devices with one without an index.
+        """
         lines = self.code.splitlines()
-        return bool(_SPELLED.search(self.code)) or any(_TEXT.search(line) and not _SHOWS.search(line) for line in lines)
+        return "spelled" in self.uses_of or any(_TEXT.search(line) and not _SHOWS.search(line) for line in lines)
 
     def _in_replicas(self, node: cst.CSTNode) -> bool:
         """Return whether a device is for a module of torch, of which DataParallel may run replicas."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.syntax import dotted, reasons_above, text_of
+from accelcore_lint.port.syntax import dotted, is_import, reasons_above, text_of
+from accelcore_lint.port.uses import STOPS
 from accelcore_lint.port.vendors import DEVICES, MODULES
 
 APEX: Mapping[str, frozenset[str]] = {
@@ -42,6 +44,9 @@ _UNKNOWN_APEX = (
 _VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
 _WRAPPER = "FP16_Optimizer"
 _IMPOSTOR = "transfer_to_npu"
+_EXTENSION = re.compile(rf"(^|_)({'|'.join(DEVICES)})(_|$)")
+"""Names of a vendor's functions and compiled modules."""
+
 _CUDNN = "torch.backends.cudnn"
 
 
@@ -49,6 +54,26 @@ def is_known_apex(name: str) -> bool:
     """Return whether `accelcore.apex` has a function or a module."""
     module, _, function = name.rpartition(".")
     return name == "apex" or name in APEX or function in APEX.get(module, ())
+
+
+def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> frozenset[str]:
+    """Return the names of a vendor's functions that imports bring from compiled modules, such as `nms_cuda`.
+
+    These are modules that are no files of the project, and whose names begin with `_` or have a vendor's word.
+    `own`: the project's modules.
+    """
+    found: set[str] = set()
+    for node in imports:
+        if not isinstance(node, (cst.Import, cst.ImportFrom)) or isinstance(node.names, cst.ImportStar):
+            continue
+        for each in node.names:
+            module = dotted(each.name) if isinstance(node, cst.Import) else dotted(node.module or cst.Name("_"))
+            last = module.split(".")[-1]
+            bound = text_of(each.asname.name) if each.asname else dotted(each.name)
+            compiled = (last.startswith("_") or _EXTENSION.search(last)) and last not in {*own, *MODULES}
+            if compiled and _EXTENSION.search(bound):
+                found.add(bound)
+    return frozenset(found)
 
 
 def _is_vendor(module: str) -> bool:
@@ -121,13 +146,18 @@ class Imports:
         return module.visit(_Replace(self, module))
 
     def replacement(
-        self, statement: cst.SimpleStatementLine, present: Sequence[str]
+        self, statement: cst.SimpleStatementLine, present: Sequence[str], *, probe: bool = False
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        """Return what replaces one statement, above which the reasons that are `present` already stand."""
+        """Return what replaces one statement, above which the reasons that are `present` already stand.
+
+        `probe`: whether the script does something else if the import fails.
+        """
         self._present = present
         if len(statement.body) != 1:
             return statement
         part = statement.body[0]
+        if probe and (module := _package_of(part)) in MODULES:
+            return self._kept(statement, f"{module}: the script asks whether it is installed")
         if (
             isinstance(part, cst.ImportFrom)
             and not part.relative
@@ -219,8 +249,29 @@ class _Replace(cst.CSTTransformer):
     def __init__(self, imports: Imports, module: cst.Module) -> None:
         super().__init__()
         self._imports, self._module = imports, module
+        self._probes: set[cst.CSTNode] = set()
+
+    def visit_Try(self, node: cst.Try) -> None:
+        if _depends_on_imports(node):
+            self._probes.update(node.body.body)
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        return self._imports.replacement(updated_node, reasons_above(original_node, self._module))
+        return self._imports.replacement(
+            updated_node, reasons_above(original_node, self._module), probe=original_node in self._probes
+        )
+
+
+def _package_of(part: cst.BaseSmallStatement) -> str:
+    """Return the first part of the name of the module that a statement imports; "" if it imports none, or several."""
+    if isinstance(part, cst.ImportFrom) and part.module is not None and not part.relative:
+        return dotted(part.module).split(".")[0]
+    return dotted(part.names[0].name).split(".")[0] if isinstance(part, cst.Import) and len(part.names) == 1 else ""
+
+
+def _depends_on_imports(node: cst.Try) -> bool:
+    """Return whether a script does something else if one of the imports in a `try` fails, and does not stop."""
+    handlers = [text_of(statement) for handler in node.handlers for statement in handler.body.body]
+    is_optional = all(map(is_import, node.body.body)) and all(text == "pass" for text in handlers)
+    return not is_optional and not any(map(STOPS.search, handlers))

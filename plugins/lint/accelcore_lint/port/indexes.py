@@ -13,6 +13,18 @@ _PREFIX = tuple(f"{name}:" for name in DEVICES)
 _FORM = re.compile(rf"({'|'.join(DEVICES)}):{{0?(:d)?}}")
 
 
+def with_type(device: cst.Call, kind: str, index: str) -> str:
+    """Return the arguments of a `torch.device` with another type and the index as it is given, whatever that is.
+
+    Args:
+        device: the call; its index is an argument, or in the text of the first one.
+        kind, index: the source of the type, a string, and that of the index.
+    """
+    if len(device.args) > 1:
+        return f"{kind}, {index}"
+    return f'f"{{{kind}}}:{{{index}}}"' if '"' not in index else f"{kind} + ':' + str({index})"
+
+
 def has_form(node: cst.BaseExpression) -> bool:
     """Return whether an f-string is a vendor's device, with an index in a form that `index_of` does not read."""
     if not isinstance(node, cst.FormattedString) or len(node.parts) != 2:

@@ -72,6 +72,7 @@ class Place:
         self._torch_level = tree.level is Level.TORCH
         torch = tree.torch
         self._current_value = f'{torch}.accelerator.current_accelerator(check_available=True) or {torch}.device("cpu")'
+        self._unchecked = f'({torch}.accelerator.current_accelerator() or {torch}.device("cpu"))'
         choice = f"accelcore.select(local_rank={index})" if index else "accelcore.select()"
         self._value = self._current_value if self._torch_level else choice
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
@@ -108,8 +109,12 @@ class Place:
                 raise UnplacedError(DEFAULT)
             self._asking.append(site)
             # Without a check: that would fix which devices are visible, and an import of the original does not.
-            return f'({self._tree.torch}.accelerator.current_accelerator() or {self._tree.torch}.device("cpu"))'
+            return self._unchecked
         function, hidden = self._scope(site), self._hides(site)
+        forks = (call for call in self._tree.forking if self._tree.line(call) > self._tree.line(site))
+        if function in (self._scope(call) for call in forks) and not self._asks(site):
+            self._asking.append(site)  # A process that is forked below cannot use CUDA if its parent asked for it.
+            return self._unchecked
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
         if not self._torch_level and takes_current and self._is_placed(site):
             if hidden and function is not None and not isinstance(function.body, cst.IndentedBlock):
@@ -141,9 +146,14 @@ class Place:
         around = [site, *self._tree.parents(site)]
         if self._scope(site) is not None or any(map(is_guard, around)):
             return False
+        return not self._asks(site)
+
+    def _asks(self, site: cst.CSTNode) -> bool:
+        """Return whether the line of a site, or a condition on it, asks for devices in the original."""
+        around = [site, *self._tree.parents(site)]
         line = next(outer for outer in around if isinstance(outer, (cst.Decorator, cst.BaseStatement)))
         tests = [outer.test for outer in around if isinstance(outer, cst.If)]
-        return not any(_ASKS.search(text_of(part)) for part in (line, *tests))
+        return any(_ASKS.search(text_of(part)) for part in (line, *tests))
 
     def kind(self, site: cst.CSTNode) -> str:
         """Return the source of the device's type, a string. Raises as `device`."""

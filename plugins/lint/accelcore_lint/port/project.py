@@ -37,6 +37,9 @@ _CHOOSES = re.compile(
 
 _WORD = re.compile(r"\w+")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
+_TESTS = re.compile(r"(?m)^(?:async )?def test_|^class Test\w*:|^class \w+\((?:\w+\.)*TestCase\)")
+"""Tests in a file that is called as one. A script such as `test_net.py` has none."""
+
 _MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt", "README.md")
 _ABOVE = 4
 """How many folders around a file may be the one from which it imports."""
@@ -85,19 +88,21 @@ class Project:
         taken: the files that another one imports, with the names that those may take from it.
         steered: the files that import one that may choose the device.
         settings: what a file's programs set of cuDNN, for the files that set something themselves.
+        tests: the files that a runner of tests imports.
         all: what is the same for all files.
     """
 
     taken: Mapping[Path, frozenset[str]]
     steered: frozenset[Path]
     settings: Mapping[Path, frozenset[tuple[str, str]]]
+    tests: frozenset[Path]
     all: Known
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
         path = path.resolve()
         known = replace(self.all, steered=path in self.steered, settings=self.settings.get(path, frozenset()))
-        names = self.taken.get(path)
+        names = self.taken.get(path, frozenset() if path in self.tests else None)
         return known if names is None else replace(known, imported=True, taken=names)
 
 
@@ -134,6 +139,7 @@ def read_project(paths: Iterable[Path]) -> Project:
         {path: frozenset(names) for path, names in taken.items()},
         _users(_choosing(texts), imports),
         settings_beside(given, texts),
+        frozenset(path for path in given if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])),
         known,
     )
 

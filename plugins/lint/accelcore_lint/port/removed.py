@@ -115,8 +115,7 @@ class _Sweep(cst.CSTTransformer):
 
     def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> cst.BaseStatement:
         """Remove a `try` of nothing, whose handlers never run."""
-        only = original_node.orelse is None and original_node.finalbody is None
-        if not (only and _is_empty(original_node.body)) or _has_comment(updated_node):
+        if not _vanishes(original_node):
             return updated_node
         return removed(cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines))
 
@@ -155,7 +154,14 @@ def _operand(text: str) -> str:
 
 
 def _is_empty(body: cst.BaseSuite) -> bool:
-    return isinstance(body, cst.IndentedBlock) and all(map(is_removed, body.body))
+    return isinstance(body, cst.IndentedBlock) and all(map(_vanishes, body.body))
+
+
+def _vanishes(statement: cst.CSTNode) -> bool:
+    """Return whether nothing is left of a statement: it was removed, or is a `try` of nothing."""
+    only = isinstance(statement, cst.Try) and statement.orelse is None and statement.finalbody is None
+    is_try = only and _is_empty(cst.ensure_type(statement, cst.Try).body)
+    return is_removed(statement) or (is_try and not _has_comment(cst.ensure_type(statement, cst.Try)))
 
 
 def _has_comment(node: cst.If | cst.Else | cst.Try, *, alone: bool = False) -> bool:

@@ -33,7 +33,7 @@ _RANK = re.compile(
     r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
 )
 _TRAINS = re.compile(
-    r"\b(backward|DataLoader|load_state_dict|init_process_group|ArgumentParser|argv|hydra|click|fire|typer|tyro)\b|optim"
+    r"\b(DataLoader|load_state_dict|init_process_group|ArgumentParser|argv|hydra|click|fire|typer|tyro)\b|optim"
 )
 """Words of scripts that train, evaluate or take options."""
 
@@ -217,8 +217,12 @@ class Tree:
     @cached_property
     def forks(self) -> bool:
         """Return whether the script starts processes that may be forks, in which CUDA fails once its parent used it."""
-        starts = any((self.name(call.func) or "").endswith("multiprocessing.Process") for call in self.calls)
-        return starts or self.submits or _USES_DEVICE.search(self._reached(self._started)[1]) is not None
+        return bool(self.forking) or self.submits or _USES_DEVICE.search(self._reached(self._started)[1]) is not None
+
+    @cached_property
+    def forking(self) -> list[cst.Call]:
+        """Return the calls of `multiprocessing.Process`."""
+        return [call for call in self.calls if (self.name(call.func) or "").endswith("multiprocessing.Process")]
 
     @cached_property
     def _started(self) -> list[str]:

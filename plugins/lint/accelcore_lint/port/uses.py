@@ -6,6 +6,9 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 
+from accelcore_lint.port.vendors import DEVICES
+
+_DEVICES = "|".join(DEVICES)
 _USES = {
     "scaler": re.compile(
         r"scaler\w*\.(?:get_\w+|set_growth_\w+|set_backoff_\w+|is_enabled|_\w+)\b|scaler\w*\.update\([^)]"
@@ -21,7 +24,11 @@ _USES = {
         r"\.module\b|\.no_sync\(|\.require_backward_grad_sync\b|\.register_comm_hook\(|\._set_static_graph\("
     ),
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
-    "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w"),
+    "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
+    "spelled": re.compile(
+        rf"str\([^()]*\) *[!=]= *[\"']({_DEVICES})[\"']|[!=]= *torch\.device\([\"']({_DEVICES})[\"']\)"
+        rf"|torch\.device\([\"']({_DEVICES})[\"']\) *[!=]="
+    ),
 }
 """Uses that only the original's objects allow, by the kind of the object.
 
@@ -30,14 +37,17 @@ _USES = {
   wraps it.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
 - is_cuda: a truth value or a property of the project's own.
-- apex: the private state of apex's mixed precision, which is one for the whole program; or an import of apex without
-  which the program goes on.
+- apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
+  import of apex without which the program goes on.
+- spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
 """
 
 _FROM = re.compile(r"(?m)^[ \t]*from[ \t]+(?!apex\b|accelcore\b)([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
 _DRIVERS = re.compile(r"mm(cv|engine)\b")
 _APEX = re.compile(r"(?m)^[ \t]*(?:from|import)[ \t]+apex\b")
-_STOPS = re.compile(r"\b(raise|exit|_exit|abort)\b")
+STOPS = re.compile(r"\b(raise|exit|_exit|abort)\b")
+"""Words of statements that end a program."""
+
 _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 
 
@@ -61,7 +71,7 @@ def _goes_on_without_apex(text: str) -> bool:
             rest = (each for each in lines[at + 1 :] if each.strip())
             least = _depth(handler)
             body = list(itertools.takewhile(lambda each: _depth(each) > least, rest))  # noqa: B023  # used at once
-            if not _STOPS.search("\n".join([handler, *body])):
+            if not STOPS.search("\n".join([handler, *body])):
                 return True
     return False
 

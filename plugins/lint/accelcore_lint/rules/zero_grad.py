@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import BACKWARD, STEP, ZERO, Flow, flows
+from accelcore_lint.flow import BACKWARD, STEP, ZERO, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
@@ -33,12 +33,20 @@ def _between(flow: Flow) -> Iterator[Mark]:
                 and same
                 and not flow.between(zero, step, BACKWARD, STEP)
                 and not flow.between(same[-1], zero, STEP)
+                and not _skips(flow, step)
             ):
                 yield Mark(
                     zero.node,
                     f"The gradients are cleared between backward and {step.key}.step(): the step uses none.",
                     "Clear them before backward, or after the step.",
                 )
+
+
+def _skips(flow: Flow, step: Event) -> bool:
+    """Return whether a step only runs in some cases, beside the usual one: the update is skipped on purpose."""
+    guards = step.guards(step.loop)
+    steps = [other for other in flow.of(STEP) if other.key == step.key and other.loop is step.loop]
+    return any(len(other.guards(other.loop)) < len(guards) for other in steps)
 
 
 def _never(flow: Flow) -> Iterator[Mark]:
@@ -99,6 +107,20 @@ RULE = Rule(
                 loss = model(batch)
                 optimizer.zero_grad()
                 loss.backward()
+                optimizer.step()
+        """,
+        """
+        import torch
+
+        def train(model, optimizer, loader, limit):
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if norm > limit:
+                    optimizer.zero_grad()
+                    optimizer.step()
+                    continue
                 optimizer.step()
         """,
         """

@@ -97,7 +97,7 @@ def test(x):
 
 
 if __name__ == "__main__":
-    test(torch.ones(2)).backward()
+    torch.optim.SGD([test(torch.ones(2))], 0.1).step()
 """
 
 
@@ -163,7 +163,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("line", "is_script"), [("net(noise(2))", False), ("net(noise(2)).backward()", True)])
+@pytest.mark.parametrize(
+    ("line", "is_script"),
+    [
+        ("net(noise(2))", False),
+        ("net(noise(2)).backward()", False),
+        ("torch.optim.SGD(net.parameters(), 0.1).step()", True),
+    ],
+)
 def test_a_module_that_only_tries_itself_out_as_a_script_selects_nothing(line, is_script):
     outcome = port_source(TRIED_OUT.format(line=line), Level.ROLES)
     assert (outcome.after, outcome.left) == (0, [])

@@ -5,7 +5,7 @@ from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.project import Known, read_project
 from port_sources import written
 
-APEX_USES = ["amp._amp_state.loss_scalers[0]._loss_scale", "optimizer._amp_stash"]
+APEX_USES = ["amp.init(enabled=True)", "amp._amp_state.loss_scalers[0]._loss_scale", "optimizer._amp_stash"]
 TRY = "try:\n    from apex import amp\nexcept ImportError:\n    {}\n"
 
 

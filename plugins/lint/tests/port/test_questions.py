@@ -81,7 +81,7 @@ def test_what_a_script_asks_of_bfloat16_is_still_about_accelerators(condition):
 
 LEFT = [
     "torch.cuda.get_device_capability()",
-    "where = torch.device('cuda:%s' % number)",
+    "where = torch.cuda.Stream(number)",
     "where = torch.device('cuda:' + number)",
     "state = torch.load(path)",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import has_form, index_of
+from accelcore_lint.port.indexes import has_form, index_of, with_type
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
@@ -123,6 +123,8 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
         return f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
     if facts.sets_device(index):
         return facts.place.device(site)
+    if facts.in_default(site) is None and isinstance(site, cst.Call) and facts.name(site.func) == "torch.device":
+        return f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
     return Left(f"device index {text_of(index)}: it is not certain that this is a whole number")
 
 

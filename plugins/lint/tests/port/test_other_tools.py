@@ -1,0 +1,166 @@
+"""What a port leaves to a vendor's other tools: probes for its packages, its extensions, processes that are forked."""
+
+from typing import Any
+
+import pytest
+import torch
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known, read_project
+from port_sources import written
+
+
+@pytest.mark.parametrize("module", ["torch_npu", "apex"])
+@pytest.mark.parametrize(
+    ("body", "handler", "is_probe"),
+    [
+        ("    return True", "    return False", True),
+        ("    found = True", "    found = False", True),
+        ("", "    found = None", True),
+        ("", "    pass", False),
+        ("    found = True", "    raise SystemExit('install it')", False),
+    ],
+)
+def test_an_import_by_which_a_script_asks_for_a_package_stays(module, body, handler, is_probe):
+    source = (
+        f"import torch\n\n\ndef ask(x):\n    try:\n        import {module}\n    {body}\n"
+        f"    except ImportError:\n    {handler}\n    return x.cuda()\n"
+    ).replace("\n    \n", "\n")
+    outcome = port_source(source, Level.ROLES)
+    assert (f"        import {module}\n" in outcome.source) is is_probe
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ._C import nms as nms_cuda",
+        "from pkg._ext import nms_cuda",
+        "import nms_cuda",
+        "import ops_cuda as nms_cuda",
+    ],
+)
+@pytest.mark.parametrize("test", ["torch.cuda.is_available()", "x.is_cuda", "found"])
+def test_a_condition_on_an_extension_of_one_vendor_stays(line, test):
+    source = (
+        f"import torch\n{line}\n\n\ndef f(x):\n    found = torch.cuda.is_available()\n"
+        f"    if {test}:\n        return nms_cuda.run(x.cuda())\n    return x\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert f"    if {test}:\n" in ported
+    assert test != "found" or "found = torch.cuda.is_available()" in ported
+    own = source.replace(line, "from tools import nms_cuda")
+    assert "is_cuda" not in port_source(own, Level.ROLES).source.replace("nms_cuda", "")
+    assert "is_available()" not in port_source(own, Level.ROLES).source
+
+
+def test_a_module_of_the_project_is_no_extension():
+    source = "import torch\nimport ops_cuda\n\n\ndef f(x):\n    if x.is_cuda:\n        return ops_cuda.run(x.cuda())\n"
+    ported = port_source(source, Level.ROLES, Known(modules=frozenset({"ops_cuda"}))).source
+    assert 'if x.device.type != "cpu":' in ported
+
+
+@pytest.mark.parametrize("value", ["['CUDAExecutionProvider']", "'gpu' if found else 'cpu'"])
+def test_a_flag_that_chooses_among_other_packages_devices_stays(value):
+    body = f"    if found:\n        kind = {value}\n" if value.startswith("[") else f"    kind = {value}\n"
+    source = f"import torch\n\n\ndef f(x):\n    found = torch.cuda.is_available()\n{body}    return x.cuda(), kind\n"
+    assert "found = torch.cuda.is_available()" in port_source(source, Level.ROLES).source
+    inline = "import torch\n\n\ndef f():\n    return 'gpu' if torch.cuda.is_available() else 'cpu'\n"
+    assert port_source(inline, Level.ROLES).source.endswith(inline.split("\n", 4)[4])
+
+
+@pytest.mark.parametrize("skip", ["@unittest.skipIf(not CUDA, 'no CUDA')", "@pytest.mark.skipif(not CUDA, reason='')"])
+def test_a_question_stays_by_which_tests_are_skipped_that_are_left(skip):
+    source = f"import torch\n\nCUDA = torch.cuda.is_available()\n\n\n{skip}\ndef test(x):\n    check(x, 'cuda')\n"
+    assert "CUDA = torch.cuda.is_available()" in port_source(source, Level.ROLES).source
+    moved = source.replace("check(x, 'cuda')", "x.cuda()")
+    assert "is_available()" not in port_source(moved, Level.ROLES).source
+
+
+@pytest.mark.parametrize("test", ["kind == 'cuda'", "kind == 'cuda' and x"])
+def test_a_question_under_a_condition_that_is_left_stays(test):
+    source = (
+        "import torch\n\n\ndef f(x, kind, other='mps'):\n"
+        f"    if {test}:\n        assert torch.cuda.is_available(), 'no CUDA'\n    return x.cuda()\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "assert torch.cuda.is_available()" in ported
+    assert f"if {test}:" in ported
+
+
+FORKS = """import multiprocessing as mp
+import torch
+
+
+class Runner:
+    def start(self, x):
+        backend = {choice}
+        worker = mp.Process(target=run, args=(backend,))
+        worker.start()
+        return x.cuda()
+"""
+
+
+def test_devices_are_not_asked_for_before_a_process_is_forked():
+    choice = '"gloo" if x is None else "nccl"'
+    for known in (Known(imported=True), Known()):
+        ported = port_source(FORKS.format(choice=choice), Level.ROLES, known).source
+        before = ported.partition("mp.Process(")[0]
+        assert "accelerator.current_accelerator()" in before
+        assert "check_available" not in before
+    asks = FORKS.format(choice="torch.cuda.is_available()")
+    assert "check_available=True" in port_source(asks, Level.ROLES, Known(imported=True)).source
+
+
+def test_torch_is_not_imported_at_the_top_for_a_function_that_imports_it_itself():
+    source = "def count():\n    import torch\n    return torch.cuda.device_count()\n"
+    ported = port_source(source, Level.ROLES).source
+    assert ported == source.replace("torch.cuda.device", "torch.accelerator.device")
+
+
+SCRIPT = "import torch\nfrom nets import Net\n\ndevice = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+
+
+@pytest.mark.parametrize("test", ["device == torch.device('cuda')", 'str(device) == "cuda"'])
+def test_a_device_that_another_file_compares_has_no_index(tmp_path, test):
+    train = f"{SCRIPT}net = Net(device)\nnet.step()\n"
+    nets = f"class Net:\n    def __init__(self, device):\n        self.many = {test}\n"
+    paths = written(tmp_path / "project", {"train.py": train, "nets.py": f"import torch\n\n\n{nets}"})
+    ported = port_source(train, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert "\ndevice = torch.device(accel.device.type)\n" in ported
+    assert "\ndevice = accel.device\n" in port_source(train, Level.ROLES).source
+
+
+@pytest.mark.parametrize(("name", "is_module"), [("test_nets.py", True), ("nets.py", False)])
+def test_a_file_of_tests_chooses_no_device_when_it_is_imported(tmp_path, name, is_module):
+    source = (
+        "import os\nimport pytest\nimport torch\n\nif 'BACKEND' in os.environ:\n    torch.manual_seed(0)\n\n\n"
+        "@pytest.mark.skipif(not torch.cuda.is_available(), reason='')\n"
+        "def test_move():\n    check(torch.ones(2).cuda())\n\n\nprint(test_move)\n"
+    )
+    paths = written(tmp_path / "project", {name: source})
+    ported = port_source(source, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert ("accelcore" not in ported) is is_module
+    assert ".cuda(" not in ported
+
+
+FORMS = [
+    "torch.device(f'cuda:{number}')",
+    "torch.device('cuda:' + str(number))",
+    "torch.device('cuda:%s' % number)",
+    "torch.device('cuda:{}'.format(number))",
+    "torch.device(f'cuda:{table[\"a\"]}')",
+    "torch.device('cuda', number)",
+    "torch.device('cuda', index=number)",
+    "torch.device(f'cuda:{number}' if torch.cuda.is_available() else 'cpu')",
+]
+
+
+@pytest.mark.parametrize("made", FORMS)
+def test_a_module_keeps_an_index_as_it_is_given(made):
+    source = f"import torch\n\n\ndef place(number, table):\n    return {made}\n"
+    outcome = port_source(source, Level.ROLES, Known(imported=True))
+    assert (outcome.after, outcome.left) == (0, [])
+    asked = "torch.accelerator.current_accelerator(check_available=True)"
+    names: dict[str, Any] = {}
+    exec(outcome.source.replace(asked, 'torch.device("meta")'), names)
+    assert names["place"](3, {"a": 3}) == torch.device("meta", 3)
