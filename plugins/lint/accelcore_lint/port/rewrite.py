@@ -161,6 +161,10 @@ class _Apply(cst.CSTTransformer):
             result = _without_comma(original_node, result)
         if isinstance(result, cst.FormattedString) and not result.deep_equals(original_node):
             result = result.visit(_Requote(result.quote))
+        if isinstance(original_node, cst.UnaryOperation) and isinstance(result, cst.UnaryOperation):
+            result = _affirmed(original_node, result)
+        if isinstance(original_node, cst.If) and isinstance(result, cst.If):
+            result = _without_twin(original_node, result)
         comments = self._decisions.comments.get(original_node)
         if comments:
             result = _commented(cast("cst.SimpleStatementLine", result), comments)
@@ -178,6 +182,26 @@ class _Apply(cst.CSTTransformer):
             ]
         statements = [*map(cst.parse_statement, above), *statements, *map(cst.parse_statement, after)]
         return cst.FlattenSentinel(cast("list[cst.CSTNode]", statements))
+
+
+def _affirmed(before: cst.UnaryOperation, after: cst.UnaryOperation) -> cst.BaseExpression:
+    """Write `not x.device.type != "cpu"`, where this was `not x.is_cuda`, as `x.device.type == "cpu"`."""
+    test = after.expression
+    if isinstance(before.expression, cst.Comparison) or not isinstance(test, cst.Comparison):
+        return after
+    only = test.comparisons[0] if isinstance(after.operator, cst.Not) and len(test.comparisons) == 1 else None
+    if only is None or not isinstance(only.operator, cst.NotEqual):
+        return after
+    return test.with_changes(comparisons=[only.with_changes(operator=cst.Equal())], lpar=after.lpar, rpar=after.rpar)
+
+
+def _without_twin(before: cst.If, after: cst.If) -> cst.If:
+    """Return an `if` without a second branch for another vendor that has become the first one."""
+    was, other = before.orelse, after.orelse
+    if not isinstance(was, cst.If) or not isinstance(other, cst.If) or was.test.deep_equals(before.test):
+        return after
+    same = text_of(other.test) == text_of(after.test) and other.body.deep_equals(after.body)
+    return after.with_changes(orelse=other.orelse) if same and not other.leading_lines else after
 
 
 def _without_comma(before: cst.Call, after: cst.Call) -> cst.Call:

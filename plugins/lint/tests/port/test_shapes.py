@@ -122,3 +122,22 @@ def test_a_device_that_an_option_names_keeps_torchs_scaler(option, is_torchs):
     )
     made = "torch.amp.GradScaler(accel.device.type)" if is_torchs else "accel.scaler.create()"
     assert f"scaler = {made}\n" in port_source(source, Level.ROLES).source
+
+
+def test_branches_for_two_vendors_become_one():
+    source = (
+        "import torch\n\n\ndef f(device):\n    if device.type == 'cuda':\n        torch.cuda.synchronize()\n"
+        "    elif device.type == 'npu':\n        torch.npu.synchronize()\n{}    return torch.ones(2).cuda()\n"
+    )
+    for rest in ("", "    else:\n        print(1)\n"):
+        ported = _ported(source.format(rest)).source
+        assert ported.count("synchronize()") == 1
+        assert "elif" not in ported
+        assert ("print(1)" in ported) is bool(rest)
+    same = "import torch\n\n\ndef f(x):\n    if x:\n        x.cuda()\n    elif x:\n        x.cuda()\n"
+    assert "elif x:" in _ported(same).source
+
+
+def test_a_question_that_was_negated_is_no_double_negation():
+    ported = _ported("import torch\n\n\ndef f(x):\n    if not x.is_cuda:\n        x = x.cuda()\n    return x\n").source
+    assert '    if x.device.type == "cpu":\n' in ported
