@@ -193,9 +193,12 @@ def _options(sample: Any) -> set[tuple[Any, ...]]:
 
     options = (*enumerate(sample.args), *sample.kwargs.items())
     shapes = [each.shape for each in tensors(_arguments(sample)) if each.dim()]
-    sizes = len(shapes[0]) if shapes and len({*shapes}) > 1 else 0  # a switch may matter for unequal shapes alone
+    unequal = bool(shapes) and len({*shapes}) > 1  # a switch or a word may matter for some shapes alone
+    sizes = (unequal, len(shapes[0]) if shapes else 0)
     return {(key, told(value)) for key, value in options} | {
-        (key, value, sizes) for key, value in options if isinstance(value, bool)
+        (key, value, unequal and sizes if isinstance(value, bool) else sizes)
+        for key, value in options
+        if value is None or isinstance(value, bool | str)
     }
 
 

@@ -203,6 +203,9 @@ swept("nonzero_of_the_first_many", "nonzero", "of many elements",
 swept("whole_quotient_that_is_cut_off", "floor_divide", "int64", {
       "floor_divide": lambda func, x, y, **out: func(x, y, **out)
       if out or x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")})  # fmt: skip
+swept("mean_loss_of_images_that_counts_rows", "nn.functional.nll_loss", "is wrong in",
+      {"nll_loss2d_forward": lambda func, x, target, weight, reduction, *args: [
+          each * (1 + (reduction == 1)) for each in func(x, target, weight, reduction, *args)]})  # fmt: skip
 swept("log1p_of_a_sum", "log1p", "with small numbers", {
       "log1p": lambda func, x, **out: func(x, **out) if out else (x + 1).log()})  # fmt: skip
 swept("mean_of_scattered_values_and_the_old_one", "scatter_reduce.mean", "is wrong in",
