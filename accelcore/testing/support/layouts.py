@@ -142,20 +142,20 @@ def with_nan(arguments: Any) -> Any:
 
 
 def with_infinity(arguments: Any, infinity: float) -> Any:
-    """Return the arguments without gradients, with a row and one more element of the first that are infinite.
+    """Return the arguments with a row and one more element of the first that are infinite; of a vector, two elements.
 
-    None if the first has fewer than two rows of two elements.
+    None if there are fewer than two rows, or than two elements in a row.
     """
     first = arguments[0][0]
-    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() < 2 or min(first.shape) < 2:
+    if not isinstance(first, Tensor) or not first.is_floating_point() or not first.dim() or min(first.shape) < 2:
         return None
-    where = torch.arange(first.numel()).reshape(first.shape) <= first.shape[-1]  # the first row, and one more
+    count = first.shape[-1] if first.dim() > 1 else 1
+    where = torch.arange(first.numel()).reshape(first.shape) <= count
 
     def spoil(value: Tensor, _: int) -> Tensor:
         return value.masked_fill(where, infinity) if value.data_ptr() == first.data_ptr() else value
 
-    changed = _changed(arguments, spoil)
-    return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
+    return _changed(arguments, spoil)
 
 
 def with_nothing_of(arguments: Any, factor: str) -> Any:

@@ -206,6 +206,12 @@ swept("whole_quotient_that_is_cut_off", "floor_divide", "int64", {
 swept("mean_loss_of_images_that_counts_rows", "nn.functional.nll_loss", "is wrong in",
       {"nll_loss2d_forward": lambda func, x, target, weight, reduction, *args: [
           each * (1 + (reduction == 1)) for each in func(x, target, weight, reduction, *args)]})  # fmt: skip
+swept(
+    "gradient_that_is_lost_at_infinity",
+    "nn.functional.softplus",
+    "with inf: the gradient",
+    {"softplus_backward": lambda func, grad, x, beta, limit, **out: func(grad, x, beta, limit, **out) + (x - x)},
+)
 swept("log1p_of_a_sum", "log1p", "with small numbers", {
       "log1p": lambda func, x, **out: func(x, **out) if out else (x + 1).log()})  # fmt: skip
 swept("mean_of_scattered_values_and_the_old_one", "scatter_reduce.mean", "is wrong in",
