@@ -4,8 +4,8 @@
    *noise* is the range of this loss over runs in fp32 that differ in their seed alone.
 2. A variant *agrees* if it did all its steps, no update in its last fifth was skipped for overflow, and its loss
    differs from the reference's loss by no more than the noise.
-3. The quickest variant is the one with the lowest median time of a step, among the variants that agree. Another variant
-   *ties* with it if its lower quartile is not above the upper quartile of the quickest.
+3. The fastest variant is the one with the lowest median time of a step, among the variants that agree. Another variant
+   *ties* with it if its lower quartile is not above the upper quartile of the fastest.
 4. The first variant that ties is recommended: variants are in the order of their simplicity.
 """
 
@@ -157,8 +157,8 @@ def choose(rows: Sequence[Row]) -> Row | None:
     agreeing = [row for row in rows if row.agrees and math.isfinite(row.seconds[1])]
     if not agreeing:
         return None
-    quickest = min(agreeing, key=lambda row: row.seconds[1])
-    return next(row for row in agreeing if row is quickest or row.seconds[0] <= quickest.seconds[2])
+    fastest = min(agreeing, key=lambda row: row.seconds[1])
+    return next(row for row in agreeing if row is fastest or row.seconds[0] <= fastest.seconds[2])
 
 
 def reason(best: Row, rows: Sequence[Row]) -> str:
@@ -177,7 +177,7 @@ def reason(best: Row, rows: Sequence[Row]) -> str:
         text += f"; next is {next_best.variant.name} with {next_best.seconds[1] * 1e3:.3g} ms"
     if simpler:
         names = ", ".join(row.variant.name for row in simpler)
-        text += f"; {names}: simpler, but slower than the quickest by more than the spread of times"
+        text += f"; {names}: simpler, but slower than the fastest by more than the spread of times"
     elif not agreeing:
         text += "; no other variant agrees"
     return text

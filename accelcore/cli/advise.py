@@ -52,7 +52,7 @@ def advise(
     html: Path | None,
     as_json: bool,
 ) -> int:
-    """Recommend the quickest precision that trains as fp32 does.
+    """Recommend the fastest precision that trains as fp32 does.
 
     The unchanged script, which has to use accel.trainer, runs in each precision for some steps, in a process of its
     own. Other seeds in fp32 tell how much its loss varies anyway. Trials save and resume no checkpoint, and write no

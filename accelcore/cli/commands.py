@@ -115,7 +115,7 @@ def app() -> None:
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
       accelcore record --out ref train.py       record a run, to compare others with it
       accelcore replay ref train.py             the first difference between a run here and the recorded one
-      accelcore advise train.py                 the quickest precision that trains as fp32 does
+      accelcore advise train.py                 the fastest precision that trains as fp32 does
       accelcore lint train.py                   what ties a script to one device, or is wrong on any
       accelcore port train.py                   rewrite a script for CUDA or NPU, for every device
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines

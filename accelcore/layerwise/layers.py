@@ -1,4 +1,4 @@
-"""Two ways of running one model, side by side: the first module where they part.
+"""Two ways of running one model, side by side: the first module where they diverge.
 
 `compare_batch_sizes` runs a batch whole and some rows at a time: `accelcore replay --batch 1`.
 """

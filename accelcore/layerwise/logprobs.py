@@ -1,4 +1,4 @@
-"""Compare two ways of running one language model: their log-probabilities, and the first module where they part."""
+"""Compare two ways of running one language model: their log-probabilities, and the first module where they diverge."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LogprobComparison:
         token: row and position of the token with the largest difference.
         module, item: the first module whose output parts; None if none does, or if no module was seen. For an input,
             the module whose own code computed it.
-        layers: each module in the order of the first way, up to the one that parts.
+        layers: each module in the order of the first way, up to the one that diverges.
         notes: what limits the comparison.
     """
 

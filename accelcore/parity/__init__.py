@@ -1,4 +1,4 @@
-"""Record a training run, replay it elsewhere, and name the first place where the two part.
+"""Record a training run, replay it elsewhere, and name the first place where the two diverge.
 
 `accelcore.Record` and `accelcore.Replay` are the public names; `accelcore record` and `accelcore replay` are the same
 for a script. Nothing else in accelcore imports this package. Begin to read with `record`, `collector` and `compare`.

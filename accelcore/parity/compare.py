@@ -1,4 +1,4 @@
-"""Compare two recordings: the first event that parts, in the order of the recording."""
+"""Compare two recordings: the first event that diverges, in the order of the recording."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parame
 
 
 def compare(reference: Path | str, other: Path | str, *, rank: int | None = None) -> Result:
-    """Compare two recordings, and return where they part first.
+    """Compare two recordings, and return where they diverge first.
 
     Args:
         reference, other: the folders of the recordings.
@@ -97,7 +97,7 @@ class _Comparison:
         self._before: tuple[dict[Event, Tensor], dict[Event, Tensor]] = ({}, {})
 
     def result(self) -> Result:
-        """Compare step by step, and return where the runs part."""
+        """Compare step by step, and return where the runs diverge."""
         if stored := self._facts.get("result"):  # of two sizes of a batch
             return Result(**stored)
         recorded, replayed = (len(reader.steps) for reader in self._readers)

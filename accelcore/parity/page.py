@@ -21,7 +21,7 @@ _MOST_STEPS = 500
 
 
 def write_page(path: Path, result: Result, reference: Path, other: Path) -> None:
-    """Write the page of a comparison of two recordings: of the rank that parts, or the first.
+    """Write the page of a comparison of two recordings: of the rank that diverges, or the first.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -67,7 +67,7 @@ def _loss(step: Step) -> float:
 
 
 def _tree(modules: Mapping[str, float], result: Result) -> str:
-    """Return the modules of the step that parts, each with a colour for its difference."""
+    """Return the modules of the step that diverges, each with a colour for its difference."""
     lines = []
     for name, ratio in modules.items():
         share = 0.0 if ratio <= 0 else min(1.0, math.log10(max(ratio, 1.0)) / 7 + 0.1)

@@ -37,7 +37,7 @@ _LARGEST = 2e9
 
 
 class Record(Observer):
-    """Record a training into a folder, to replay it elsewhere and name the first place where the two part.
+    """Record a training into a folder, to replay it elsewhere and name the first place where the two diverge.
 
     A context around a training, whatever its loop is::
 

@@ -1,4 +1,4 @@
-"""Replay a recording: give its weights and random numbers to another run, and name the first place where they part."""
+"""Replay a recording: give its weights and random numbers to another run, and name where the two first diverge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OTHER_BATCHES = (
 
 
 class Replay(Record):
-    """Run a training again beside its recording, and name the first place where the two part.
+    """Run a training again beside its recording, and name the first place where the two diverge.
 
     It is used as `Record` is::
 

@@ -1,4 +1,4 @@
-"""Result of a comparison: whether two runs agree, and the first place where they part."""
+"""Result of a comparison: whether two runs agree, and the first place where they diverge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Result:
-    """Whether a replay agrees with its recording, and the first place where they part.
+    """Whether a replay agrees with its recording, and the first place where they diverge.
 
     Attributes:
         agrees: whether every event that was compared is the same, up to the rounding that is expected.
@@ -87,4 +87,4 @@ class Result:
         item = f", {self.item}" if self.item else ""
         operator = f", {self.operator}" if self.operator else ""
         kind = "the difference begins here" if self.is_cause else "first seen here"
-        return f"the runs part at {where}{module}{item}{operator}: {self.size}, {kind}"
+        return f"the runs diverge at {where}{module}{item}{operator}: {self.size}, {kind}"

@@ -36,7 +36,7 @@ Pairs = Sequence[tuple[Seen, Seen]]
 
 
 class Parted(NamedTuple):
-    """The event of the recording that parts first, the difference in units of rounding, and whether it is a mask's."""
+    """The event that diverges first, the difference in units of rounding, and whether it is a mask's."""
 
     seen: Seen
     ratio: float

@@ -93,7 +93,7 @@ class TrainerOptions(TypedDict, total=False):
             for overflow. `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric
             for ReduceLROnPlateau. Under `"window"` a script that does so gets an error.
         precision: `"fp32"`, the default; `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see
-            `Policy.preset`), or a `Policy`. `"best"` is the fastest that the device has units for. The words of torch,
+            `Policy.preset`), or a `Policy`. `"best"` is the fastest that the hardware supports. The words of torch,
             accelerate and Lightning work, too.
         loss_scale: a number for a static scale, `"dynamic"`, or a `LossScale` for a dynamic scale with other settings;
             None for the default of the precision.

@@ -54,7 +54,7 @@ def row(advice, name):
     return next(row for row in advice.rows if row.variant.name == name)
 
 
-def test_the_quickest_that_agrees_is_recommended():
+def test_the_fastest_that_agrees_is_recommended():
     advice = Machine(bf16={"seconds": 1e-3}, O3={"seconds": 0.5e-3, "shift": 5.0}).advise()
     assert advice.recommended == "bf16"
     assert advice.exit_code == 0
@@ -128,7 +128,7 @@ def test_the_recommended_one_is_tried_flat_and_compiled_in_turn_with_itself():
     assert row(advice, "bf16 compiled").variant.options == {"precision": "bf16", "compile": True}
 
 
-def test_a_preset_that_is_the_quickest_compiled_only_is_found_if_all_are_tried():
+def test_a_preset_that_is_the_fastest_compiled_only_is_found_if_all_are_tried():
     machine = Machine(bf16={"seconds": 1e-3}, fp32_compiled={"seconds": 0.4e-3})
     advice = machine.advise(presets=["bf16"])
     assert advice.recommended == "bf16"

@@ -1,4 +1,4 @@
-"""Dumps of msprobe: a reader with strict checks, and the first module that parts from one."""
+"""Dumps of msprobe: a reader with strict checks, and the first module that diverges from one."""
 
 from __future__ import annotations
 

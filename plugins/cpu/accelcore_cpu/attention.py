@@ -1,4 +1,4 @@
-"""Replacement of torch's CPU attention by the form that is quickest for its length.
+"""Replacement of torch's CPU attention by the form that is fastest for its length.
 
 torch's flash kernels for the CPU multiply small blocks. In bf16 the backward pass of short sequences is two to four
 times as fast by products of whole matrices. In fp32 by oneDNN, to start a block costs more than to compute it.
@@ -27,7 +27,7 @@ _AT_A_TIME = 2**17
 
 
 def replace_attention() -> None:
-    """Compute attention on the CPU in its quickest form from now on."""
+    """Compute attention on the CPU in its fastest form from now on."""
     replace_kernels("attention", _MAKERS, "CPU")
 
 

@@ -71,10 +71,10 @@ def _warn_of_slow_kernels() -> None:
 
 @cache
 def warn_without_units(dtype: torch.dtype) -> None:
-    """Warn, once, that the CPU has no units for a dtype."""
+    """Warn, once, that the CPU has no instructions for a dtype."""
     if dtype is torch.bfloat16:
-        effect = 'its products are right, and slower than in fp32; use precision="fp32" where speed matters'
+        effect = 'matrix products are correct but slower than in fp32; use precision="fp32" where speed matters'
     else:
         effect = "products are computed in fp32 and rounded, which is right, and no faster than fp32"
-        effect += '; this CPU has units for "bf16"' if processor.has_units(torch.bfloat16) else ""
-    logger.warning("this CPU has no units for %s: %s", str(dtype).removeprefix("torch."), effect)
+        effect += '; this CPU has instructions for "bf16"' if processor.has_units(torch.bfloat16) else ""
+    logger.warning("this CPU has no instructions for %s: %s", str(dtype).removeprefix("torch."), effect)

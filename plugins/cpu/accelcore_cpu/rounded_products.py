@@ -1,4 +1,4 @@
-"""Products in dtypes that the CPU has no units for: computed in fp32 and rounded.
+"""Products in dtypes that the CPU has no instructions for: computed in fp32 and rounded.
 
 In fp16, torch's own kernels add number by number there, and take 5 to 400 times as long as in fp32. fp32 holds every
 number of fp16 and bf16, so the results equal low-precision products with sums in fp32. These kernels are below autograd
@@ -82,7 +82,7 @@ def _cast(value: Any, found: torch.dtype, dtype: torch.dtype) -> Any:
 
 
 def _setting(arguments: tuple[Any, ...]) -> str:
-    """Return the quickest of torch's settings under which fp32 products are exact."""
+    """Return the fastest of torch's settings under which fp32 products are exact."""
     if fast_format() != "fp32":
         return USUAL
     left, right = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]

@@ -193,7 +193,8 @@ def test_slow_low_precision_is_said_once_and_fast_not_at_all(fork, tmp_path):
         messages = []
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())
-        handler.addFilter(lambda record: "units for" in record.getMessage())  # an older torch has slower kernels, too
+        # An older torch has slower kernels, too.
+        handler.addFilter(lambda record: "instructions for" in record.getMessage())
         logging.getLogger("accelcore").addHandler(handler)
         torch.cpu.get_capabilities = lambda: {"avx512_bf16": True}
         for _ in range(3):
@@ -203,7 +204,7 @@ def test_slow_low_precision_is_said_once_and_fast_not_at_all(fork, tmp_path):
         for dtype in (None, torch.bfloat16, torch.float16, torch.float16):
             with accelcore.select("cpu").autocast(dtype):
                 pass
-        print(len(messages), *(message.split("units for ")[1].split(":")[0] for message in messages))
+        print(len(messages), *(message.split("instructions for ")[1].split(":")[0] for message in messages))
     """)
     )
     done = fork(tmp_path / "script.py").finish()

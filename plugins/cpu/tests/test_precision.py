@@ -180,7 +180,7 @@ def test_a_model_that_its_owner_cast_to_fp16_has_the_products_of_fp16(accel, wit
         model = torch.nn.Linear(8, 8).to(dtype)
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, rows: m(rows).sum())
         assert bool(installed) is expected
-    assert "no units for float16" in caplog.text
+    assert "no instructions for float16" in caplog.text
 
 
 def test_products_of_fp16_overflow_as_fp16(accel, without_fp16_units):
@@ -244,6 +244,6 @@ def test_a_cpu_without_units_warns_once_for_each_dtype(accel, monkeypatch, caplo
             accel.autocast(dtype)
     precision.warn_without_units.cache_clear()
     bf16, fp16 = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "no units for bfloat16" in bf16
+    assert "no instructions for bfloat16" in bf16
     assert 'precision="fp32"' in bf16
     assert "computed in fp32 and rounded" in fp16

@@ -24,7 +24,7 @@ POOLED_GRADIENT = KnownFault(
     findings=r"nn\.functional\.avg_pool2d, \w+, channels last: the gradient \d+ is wrong in .*",
 )
 POOLED_OUT = KnownFault(
-    kernel="avg_pool2d on a GPU, with out= that has gaps or is transposed",
+    kernel="avg_pool2d on a GPU, with out= that is not contiguous",
     package="torch",
     versions=">=2.7",
     what="the result is written as if the tensor given as out= were contiguous, so that other memory is overwritten",

@@ -117,5 +117,5 @@ def _typed(path: Path, ahead: int) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     library.prefetch_set(ahead)
-    logger.info("the optimizers' kernels prefetch %d bytes ahead, which is quickest on this CPU", ahead)
+    logger.info("the optimizers' kernels prefetch %d bytes ahead, which is fastest on this CPU", ahead)
     return library
