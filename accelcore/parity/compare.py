@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
 from accelcore.parity.cause import BEFORE, begins_at, odd_ranks
@@ -33,6 +33,8 @@ _SCALED_BY = {
 """Settings under which two runs may scale gradients by other factors, by the kind of event."""
 _SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parameter", "buffer")
 """Kinds of events that do not depend on how a batch is divided among ranks."""
+_DRAWS = re.compile(r"drop|rrelu|fractional|attention|transformer|rnn|lstm|gru", re.IGNORECASE)
+"""Names of torch's modules that can draw random numbers."""
 
 
 def compare(reference: Path | str, other: Path | str, *, rank: int | None = None) -> Result:
@@ -139,11 +141,22 @@ class _Comparison:
             parted = tolerance.first(next((each for each in checked if each["is_certain"]), None))
         if parted is None:
             return None
-        found = _with_operator(_result(parted, exact=self._exact), both, checked)
+        found = _result(parted, exact=self._exact, draws=self._can_draw(parted.seen.event.module))
+        found = _with_operator(found, both, checked)
         before = self._before[0] if number > 1 else None
         compared = [mine.event for mine, _ in pairs]
         cause = found.is_cause or begins_at(parted.seen, both, compared, before=before, ranks=self._everywhere)
         return replace(found, is_cause=cause)
+
+    def _can_draw(self, module: str) -> bool:
+        """Return whether other zeros in a module's output can be other random numbers: it is the same, and can draw."""
+        name, modules = _setting(module), self._facts["settings"]
+        if any(each.name == name for each in self._settings):
+            return False
+        kind = modules.get(name, "").partition("(")[0]
+        children = name + "." if module else "module "
+        has_children = any(each.startswith(children) and each != name for each in modules)
+        return has_children or not hasattr(nn, kind) or _DRAWS.search(kind) is not None
 
     def _remember(self, number: int, pairs: Pairs) -> None:
         """Keep what was seen at the end of a step until it is seen again: each optimizer has steps of its own."""
@@ -203,11 +216,16 @@ def _compiled_unit(settings: Mapping[str, str]) -> float:
     return max(unit_of(getattr(torch, dtype)) for dtype in ("float32", *autocast) if dtype != "off")
 
 
-def _result(parted: Parted, *, exact: bool) -> Result:
+def _setting(module: str) -> str:
+    """Return the name of the setting that describes a module."""
+    return f"module {module or '(the model itself)'}"
+
+
+def _result(parted: Parted, *, exact: bool, draws: bool) -> Result:
     (kind, module, item, _), phase = parted.seen.event, PHASE_OF[parted.seen.event.kind]
     module = parted.seen.source if kind in ("input", "grad") else module
     operator = item.rpartition(" ")[0].removesuffix(".default") if kind.startswith("operator") else None
-    if parted.masks and kind in ("operator", "output"):
+    if parted.masks and draws and kind in ("operator", "output"):
         phase = "random"
     return Result(
         agrees=False, steps=0, exact=exact, phase=phase,
@@ -249,6 +267,9 @@ def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Ma
 
 def _next(result: Result) -> str:
     """Return what to look at next."""
+    other = [each for each in result.settings if result.module is not None and each.name == _setting(result.module)]
+    if other and result.phase in ("forward", "backward"):
+        return f"{other[0].name} is another module: {other[0].recorded} → {other[0].replayed}"
     if result.operator is not None:
         return f"run {result.operator} alone on both devices with the inputs of this step"
     operators = f"record and replay with operators=[{result.step}], which names the operator"

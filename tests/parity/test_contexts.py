@@ -89,6 +89,35 @@ def test_a_wrong_eps_is_named_by_module_and_operator_and_among_the_settings(refe
     assert [each.name for each in found.settings] == ["module 1"]
 
 
+@pytest.mark.parametrize("operators", [[1], []])
+@pytest.mark.parametrize("other", [nn.GELU, nn.Tanh])
+def test_another_activation_is_another_module_and_no_other_random_numbers(tmp_path, other, operators):
+    with accelcore.Record(tmp_path / "ref", operators=operators):
+        train(model())
+
+    def change(step, net, optimizer):
+        net[3][1] = other()
+
+    found = replayed(tmp_path / "ref", change)
+    assert (found.phase, found.step, found.module) == ("forward", 1, "3.1")
+    assert found.next.startswith("module 3.1 is another module: ReLU() → " + other.__name__)
+
+
+def test_a_relu_with_other_zeros_is_wrong_and_a_dropout_with_other_zeros_is_random(reference, monkeypatch):
+    relu, dropout = nn.ReLU.forward, nn.Dropout.forward
+
+    def flipped(self, inputs):
+        return torch.where(dropout(self, torch.ones_like(inputs)).flip(0) > 0, inputs / 0.8, 0.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.ReLU, "forward", lambda self, inputs: relu(self, -inputs))
+        found = replayed(reference)
+        assert (found.phase, found.module) == ("forward", "3.1")
+    monkeypatch.setattr(nn.Dropout, "forward", flipped)
+    found = replayed(reference)
+    assert (found.phase, found.module) == ("random", "2")
+
+
 def test_a_lost_state_of_the_optimizer_is_an_update(reference):
     def change(step, net, optimizer):
         if step == 3:

@@ -64,8 +64,6 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         yield from _headed("extensions")
         for extension in diagnosis.extensions:
             yield from _plugin(extension)
-    yield from _headed("select()")
-    yield from _selection(diagnosis.selection)
     if diagnosis.deep is not None:
         yield from _headed("deep: each in a child process")
         for trial in diagnosis.deep:
@@ -87,11 +85,11 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
             yield 2, str(autoload), ""
     if diagnosis.faults:
         yield from _headed("known kernel bugs in the installed versions")
-        left = [fault for fault in diagnosis.faults if str(fault["instead"]).startswith(CANNOT_AVOID)]
-        yield 2, f"{len(diagnosis.faults) - len(left)} that accelcore avoids (--json lists them)", ""
-        for fault in left:
-            yield 2, f"{fault['kernel']}: {fault['what']}", ""
-            yield from _explained("", str(fault["instead"]).removeprefix(CANNOT_AVOID).lstrip(": "))
+        count = len(diagnosis.faults)
+        left = sum(str(fault["instead"]).startswith(CANNOT_AVOID) for fault in diagnosis.faults)
+        yield 2, f"{count}: {count - left} avoided by accelcore, {left} need care (--json lists them)", ""
+    yield from _headed("select()")
+    yield from _selection(diagnosis.selection)
     yield 0, "", ""
     verdict = [f"usable: {', '.join(diagnosis.usable)}" if diagnosis.usable else "no backend is usable"]
     verdict += [f"broken: {', '.join(diagnosis.broken)}"] if diagnosis.broken else []

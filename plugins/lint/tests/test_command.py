@@ -27,7 +27,7 @@ def test_a_finding_shows_its_place_the_line_a_mark_and_two_sentences(run):
     assert line.index('"cuda"') == mark.index("^^^^^^")
     assert mark.count("^") == len('"cuda"')
     assert why.startswith("  why: ")
-    assert write.startswith("  write: ")
+    assert write.startswith("  instead: ")
     assert see.endswith("docs/lint.md#acc103-device-string")
 
 

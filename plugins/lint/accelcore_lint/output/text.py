@@ -32,7 +32,7 @@ def _lines(finding: Finding, before: str) -> list[Text]:
     lines = [head, *_excerpt(finding)]
     if before:
         return [*lines, Text.assemble("  ", ("as: ", "bold"), shown(before)), Text()]
-    for label, text in (("why", finding.why), ("write", finding.write)):
+    for label, text in (("why", finding.why), ("instead", finding.write)):
         lines.append(Text.assemble("  ", (f"{label}: ", "bold"), shown(text)))
     if rule:
         lines.append(Text.assemble("  ", ("see: ", "bold"), rule.anchor))
