@@ -20,12 +20,10 @@ from accelcore.scaling.contract import (
     OF_APEX,
     VERSION,
     AnyRank,
-    FindBad,
     Given,
     LossScale,
     LossScaler,
     NoScaler,
-    OverflowStreak,
     StaticScaler,
     by_dtype,
     check_version,
@@ -34,6 +32,7 @@ from accelcore.scaling.contract import (
     refuse_fp16,
     step_in_kernel,
 )
+from accelcore.scaling.overflow_streak import FindBad, OverflowStreak
 from accelcore.util.text import is_number, is_whole
 
 __all__ = ["GradScaler", "Scalers"]
