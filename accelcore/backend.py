@@ -58,7 +58,7 @@ class Capabilities:
     What is declared works. Everything else raises `UnsupportedError`.
 
     Attributes:
-        autocast_dtypes: dtypes of `autocast`, preferred first (`"bfloat16"`).
+        autocast_dtypes: names of the dtypes of `autocast`, preferred first (`"bfloat16"`).
         autocast_tables: operator tables of `autocast`: `"torch"` has the lists of `torch.autocast`, `"O1"` apex's.
         model_dtypes: dtypes in which a whole model can be held and trained.
         fast_fp32: format of the products of `fp32="fast"`: `"tf32"`, `"hf32"`, `"bf16"`, or `"fp32"` if a faster method

@@ -42,7 +42,7 @@ class AmpScaler:
 
     def loss_scale(self) -> float:
         """Return the scale; waits for the device if it is dynamic."""
-        return float(self.inner.state_dict().get("scale", 1.0))
+        return self.inner.get_scale()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the scaled loss, in fp32, to call backward on."""

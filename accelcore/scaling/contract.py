@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.scaling.overflow_streak import FindBad, OverflowStreak
-from accelcore.util.text import Settings, is_number
+from accelcore.util.text import Settings, is_number, no_attribute
 
 __all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
 
@@ -30,6 +30,16 @@ VERSION = 1
 
 OF_APEX = {"loss_scale", "unskipped"}
 """Keys of a state of apex, which are the same for static and dynamic scales."""
+
+_INSTEAD = {
+    "get_growth_factor": 'scaler.state_dict()["growth_factor"]',
+    "get_backoff_factor": 'scaler.state_dict()["backoff_factor"]',
+    "get_growth_interval": 'scaler.state_dict()["growth_interval"]',
+    "set_growth_factor": "accel.scaler.create(growth=2.0)",
+    "set_backoff_factor": "accel.scaler.create(backoff=0.5)",
+    "set_growth_interval": "accel.scaler.create(interval=2000)",
+}
+"""Methods of torch.amp.GradScaler that no scaler has, and what stands for them."""
 
 # Called for every gradient in every step, so without a Python frame for each.
 _DTYPE, _IS_SPARSE, _GRAD = attrgetter("dtype"), attrgetter("is_sparse"), attrgetter("grad")
@@ -94,6 +104,11 @@ class LossScaler(ABC):
     takes_fp16 = False
     streak: OverflowStreak | None = None
 
+    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+        def __getattr__(self, name: str) -> None:
+            no_attribute(self, name, _INSTEAD)
+
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on."""
@@ -139,7 +154,7 @@ class LossScaler(ABC):
         Without `find_bad` the log has no name: a replayed graph has cleared its gradients.
         """
         if self.streak is not None and self.streak.is_due():
-            self.streak.log(self.state_dict()["scale"], find_bad)
+            self.streak.log(self.get_scale(), find_bad)
 
     @final
     def takes(self, state: Mapping[str, Any]) -> bool:
@@ -150,6 +165,16 @@ class LossScaler(ABC):
         if is_static(own):
             return is_static(state) and _scale_of(state) == _scale_of(own)
         return set(state) == OF_APEX or not is_static(state)
+
+    @final
+    def is_enabled(self) -> bool:
+        """Return whether there is a loss scale, static or dynamic."""
+        return self.reads_gradients
+
+    @final
+    def get_scale(self) -> float:
+        """Return the loss scale; 1.0 if there is none. This waits for the device."""
+        return float(self.state_dict().get("scale", 1.0))
 
     @property
     @final

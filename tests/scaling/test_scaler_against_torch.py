@@ -83,6 +83,7 @@ class AgainstTorch(RuleBasedStateMachine):
         state = self.ours.scaler.state_dict()
         own = {"skipped", "dynamic", "version"}
         assert {key: state[key] for key in state if key not in own} == self.theirs.scaler.state_dict()
+        assert self.ours.scaler.get_scale() == self.theirs.scaler.get_scale()
         assert state["skipped"] == self.ours.scaler.skipped == self.skipped
         for ours, theirs in zip(self.ours.weights, self.theirs.weights, strict=True):
             assert torch.equal(ours, theirs)
