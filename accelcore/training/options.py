@@ -85,7 +85,8 @@ class TrainerOptions(TypedDict, total=False):
         scheduler: a learning rate scheduler of torch. It is saved and restored with the rest. Or `"constant"`,
             or `"cosine"` or `"linear"`, which fall to 0; or a function of the optimizer and the number of updates that
             returns a scheduler. The trainer makes these when it knows the number: from `total_steps`, or when the first
-            epoch of `trainer.batches(loader)` begins in a loop over `trainer.epochs(n)`.
+            epoch of `trainer.batches(loader)` begins in a loop over `trainer.epochs(n)`. A schedule by name
+            keeps its last learning rate after this number of updates.
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
             updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
         total_steps: number of updates of the whole training; None if epochs and loader tell it.

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError
+from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError, logger
 from accelcore.torch_internals import expect_no_step
 from accelcore.util.text import did_you_mean, is_whole
 
@@ -38,6 +38,9 @@ class Schedule:
     """Makes a scheduler, if it is given by name or function, and steps it, if there is one.
 
     A window that was skipped for overflow counts too: only the device knows, and to ask would make every step wait.
+
+    A schedule by name ends after its updates, and its learning rate stays. torch's cosine would rise again. A scheduler
+    of a function is torch's, and may do that or raise.
 
     Attributes:
         scheduler: None without a scheduler, or before it is made.
@@ -69,6 +72,7 @@ class Schedule:
         self.scheduler, self.by = None if self._make else scheduler, by
         self._optimizer, self._compared = optimizer, self._make is None
         self._steps = scheduler is not None and by == "window"
+        self._stays, self._has_warned = isinstance(scheduler, str), scheduler == "constant"
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         if scheduler is not None:
             expect_no_step(optimizer)  # a trainer may update without calling `step`
@@ -142,16 +146,39 @@ class Schedule:
                 remedy='leave scheduler.step() out, or set schedule_by="script"',
             )
 
-    def window_ended(self) -> None:
-        """Step by window. The script may do anything to the scheduler before the first window ends."""
+    def window_ended(self, *, warns: bool) -> None:
+        """Step by window. The script may do anything to the scheduler before the first window ends.
+
+        Args:
+            warns: whether this rank warns, once, if the schedule had ended before this window.
+        """
         if not self._steps:
             return
         assert self.scheduler is not None, "a window needs a scheduler that is made"
         self.check()
         try:
-            self.scheduler.step()
+            has_ended = self._has_ended()
+            if has_ended and warns and not self._has_warned:
+                self._has_warned = True
+                self._warn()
+            if not (has_ended and self._stays):
+                self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
+
+    def _has_ended(self) -> bool:
+        """Return whether all updates that the scheduler was made for are done."""
+        done = _last_epoch(self.scheduler)
+        return self.updates is not None and done is not None and done >= self.updates
+
+    def _warn(self) -> None:
+        rates = dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)
+        logger.warning(
+            "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
+            "further, load the model into a new trainer, which makes a new schedule",
+            self.updates,
+            " and ".join(rates),
+        )
 
     def restored(self) -> None:
         """Continue with the scheduler as it is now."""
@@ -243,7 +270,9 @@ def _another_length(kind: type[AccelError], saved: int | None, own: int | None) 
     return kind(
         f"the checkpoint's schedule was made for {saved} updates, and this training has {own}",
         why="the run that saved it had other epochs, batches, ranks or accumulate",
-        remedy=f"train as it did; or give accel.trainer(..., total_steps={saved}), to keep its schedule",
+        remedy=f"train as it did; or load its model into a new trainer, for a new schedule; or give "
+        f"accel.trainer(..., total_steps={saved}), to keep its schedule: any later update then trains at the learning "
+        'rate 0 of "cosine" and "linear"',
     )
 
 

@@ -183,7 +183,7 @@ class Step:
             self.drop(error)
             raise
         self._window.steps += 1
-        self._schedule.window_ended()
+        self._schedule.window_ended(warns=self._job.rank == 0)
         _tell(self._listeners.loss, loss)
         _tell(self._listeners.gradient_norm, self._norm)
         _tell(self._listeners.overflow, self._overflow)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelcore
@@ -161,6 +162,64 @@ def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tm
     kept.resume(tmp_path)
     train(kept, 4)
     assert len(rates.seen) == 8
+
+
+OF_NAME = {
+    "cosine": CosineAnnealingLR,
+    "linear": lambda optimizer, updates: LinearLR(optimizer, 1.0, 0.0, updates),
+}
+ENDED = "the schedule ended at update"
+
+
+@pytest.mark.parametrize("name", OF_NAME)
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_schedule_that_has_ended_trains_at_0_and_warns_once(accel, tmp_path, caplog, name, warmup):
+    """Up to its last update it has torch's own rates; torch's cosine would then rise again."""
+    optimizer, expected = torch.optim.SGD([torch.zeros(1)], lr=0.1), [0.05] * warmup
+    theirs, end = OF_NAME[name](optimizer, 4), 4 + warmup
+    for _ in range(4):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    found = []
+    for stop, warnings in ((end, 0), (end + 1, 1), (10, 1)):  # each part resumes the one before
+        caplog.clear()
+        trainer, rates = make(accel, name, warmup=warmup, total_steps=end, accumulate=1)
+        if found:
+            trainer.resume(tmp_path)
+        weight = trainer.model.weight.clone()
+        train(trainer, 2, stop=stop, folder=tmp_path)
+        found += rates.seen
+        assert torch.equal(trainer.model.weight, weight) == (stop > end)
+        assert caplog.text.count(f"{ENDED} {end}, and a later update was trained at the learning rate 0. ") == warnings
+        assert caplog.text.count(ENDED) == warnings
+    assert found == pytest.approx(expected + [0.0] * (10 - end), abs=0)
+
+
+@pytest.mark.parametrize(
+    ("make_torchs", "raises"),
+    [(CosineAnnealingLR, None), (lambda optimizer, updates: OneCycleLR(optimizer, 0.2, updates), "Tried to step 5")],
+    ids=["cosine", "one cycle"],
+)
+def test_a_scheduler_of_a_function_goes_on_past_its_end_as_torchs_does_and_warns(accel, caplog, make_torchs, raises):
+    optimizer, expected = torch.optim.SGD([torch.zeros(1)], lr=0.1), []
+    theirs = make_torchs(optimizer, 4)
+    for _ in range(5):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step() if len(expected) < 5 else None
+    trainer, rates = make(accel, lambda optimizer, updates: make_torchs(optimizer, updates), total_steps=4)
+    with pytest.raises(ValueError, match=raises) if raises else nullcontext():
+        train(trainer, 2)
+    assert rates.seen[:5] == pytest.approx(expected[: len(rates.seen)], abs=0)
+    assert caplog.text.count(f"{ENDED} 4, and a later update was trained at the learning rate {expected[4]:g}. ") == 1
+
+
+def test_a_constant_rate_has_no_end(accel, caplog):
+    trainer, rates = make(accel, "constant", total_steps=2)
+    train(trainer, 2)
+    assert rates.seen == [0.1] * 6
+    assert "schedule" not in caplog.text
 
 
 @pytest.mark.parametrize(
