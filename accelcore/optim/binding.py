@@ -39,6 +39,7 @@ class RunBinding:
         self._place_runs = as_engine(implementation).place_runs
         self._sizes = [len(group["params"]) for group in groups]
         self.on_leaves = any(run.value.requires_grad for run in runs)  # updates then need `torch.no_grad()`
+        self.updated_by = ""  # the trainer's last call, if it updates by itself; the trainer sets it
         self.load_state(entries)
 
     @property
@@ -60,7 +61,10 @@ class RunBinding:
             raise TrainingError(
                 "this optimizer found no gradient in a step",
                 why="a trainer has bound it, and collects the gradients of flat parameters and masters itself",
-                remedy="call trainer.backward(loss) and trainer.update(), or make an optimizer without a trainer",
+                remedy=f"remove the call of optimizer.step(): {self.updated_by} updates the parameters by itself; "
+                "a loss of your own needs trainer.backward(loss) and trainer.update()"
+                if self.updated_by
+                else "call trainer.backward(loss) and trainer.update(), or make an optimizer without a trainer",
             )
 
     def increment_versions(self) -> None:

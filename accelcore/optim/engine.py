@@ -134,7 +134,7 @@ class Route:
                 why=str(error),
                 available=", ".join(known) if unknown else "",
                 remedy=" ".join(filter(None, (_in_place_of(name, known) for name in unknown))),
-            ) from error
+            ) from (None if unknown else error)  # the factory's own error says no more about an unknown option
         if not isinstance(made, Optimizer) or (hasattr(made, "place_runs") and not isinstance(made, Engine)):
             raise PluginError(
                 f"route {self.name!r} of optimizer {request.name!r} made a {type(made).__name__}",

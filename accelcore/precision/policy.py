@@ -12,7 +12,7 @@ from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.scaling.contract import LossScale, LossScaler
 from accelcore.scaling.dynamic import Scalers
-from accelcore.util.text import Settings, did_you_mean, is_number
+from accelcore.util.text import Settings, did_you_mean, is_number, nearest
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes too coarse to accumulate small updates in."""
@@ -224,10 +224,11 @@ def _fastest(backend: Backend) -> torch.dtype | None:
 
 
 def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
+    near = nearest(str(precision), (*known, *_ALIASES))
     return ConfigurationError(
         f"there is no precision {precision!r}",
         available=", ".join(known),
         remedy="name its parts: Policy(**options)"
         if isinstance(precision, Mapping)
-        else _MEANT.get(str(precision).lower()) or did_you_mean(str(precision), (*known, *_ALIASES)),
+        else _MEANT.get(str(precision).lower()) or (f"did you mean {_canonical(near)!r}?" if near else ""),
     )

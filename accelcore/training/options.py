@@ -303,6 +303,7 @@ def chosen(model: nn.Module, parts: Parts | None, option: str) -> list[nn.Module
         raise ConfigurationError(
             f"{option}={parts!r} chooses no part of this model",
             available=", ".join(sorted({type(module).__name__ for module in inside})),
+            remedy="" if inside else f"leave {option}= out: this model has no parts to choose from",
         )
     return found
 

@@ -59,6 +59,7 @@ class Step:
         self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
         self._updated = plan.optimizer.param_groups[0]["params"][0]  # any of what the optimizer updates
         self._version: int | None = None  # its version when a window's first backward began, until that is compared
+        self._updated_by = ""  # "trainer(batch)" or "trainer.update()" if that was the trainer's last call
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
@@ -71,6 +72,12 @@ class Step:
     def is_open(self) -> bool:
         """Whether a window has begun, with gradients or without."""
         return self._window.micro > 0 or self._shared.is_open
+
+    def note_update(self, call: str) -> None:
+        """Note the call that updates the parameters, or "" when a backward pass was added, for what errors advise."""
+        self._updated_by = call
+        if self._binding is not None:
+            self._binding.updated_by = call
 
     def acquire_gradients(self) -> None:
         """Put this trainer's gradients on the parameters, which other trainers may share."""
@@ -103,11 +110,17 @@ class Step:
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
-            self._window.note(error, batch)
+            self._window.note(error, batch, self._hint(error))
             self.drop(error)
             raise
         loss = loss.detach().clone() if self._overwrites else loss.detach()
         return loss, None if aux is None else detached(aux)
+
+    def _hint(self, error: BaseException) -> str:
+        """Return how the script's loss is called, if the error is about the model's class, as if it were the batch."""
+        is_about_model = f"'{type(self._forward).__name__}' object" in str(error)
+        is_likely = isinstance(error, TypeError | AttributeError) and not isinstance(self._loss, LossOfModel)
+        return "; loss is called as loss(model, batch)" if is_likely and is_about_model else ""
 
     def run_captured(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any]:
         """Do what `forward_backward` does as one graph, which also updates the parameters at the end of a window."""
@@ -191,14 +204,37 @@ class Step:
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
 
-    def end_epoch(self) -> None:
-        """Report gradients that updated nothing, and check that the parameters are finite."""
+    def end_epoch(self, began: int | None) -> None:
+        """Report gradients that updated nothing, and check that the parameters are finite.
+
+        `began`: the number of steps when the epoch began; None if a window was open then.
+
+        Raises:
+            TrainingError: the whole epoch has added gradients up, and no micro-batch was counted.
+        """
+        if self.is_open and self._window.steps == began:
+            self.discard("an epoch has ended without trainer.update()")
+            raise TrainingError(
+                "an epoch has ended, and trainer.update() was not called in it: the trainer has changed no weight",
+                why="trainer.backward(loss) only adds gradients up",
+                remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update "
+                "once an epoch, make the trainer with accumulate=len(loader) as well",
+            )
         if self.is_open and self._job.rank == 0:
             logger.warning(
                 "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
                 "instead of optimizer.step(), and once more after the last batch"
             )
         self.finite.check(self._window.steps)
+
+    def check_update(self) -> None:
+        """Raise TrainingError if `trainer.update()` follows `trainer(batch)`, which has counted the micro-batch."""
+        if self._updated_by == "trainer(batch)":
+            raise TrainingError(
+                "trainer.update() was called after trainer(batch)",
+                why="trainer(batch) updates the parameters by itself, at the end of each window",
+                remedy="remove the call of trainer.update()",
+            )
 
     def update_parameters(self, *, full: bool = True) -> None:
         """Update the parameters: the work of the device at the end of a window, which a graph captures."""
@@ -208,7 +244,7 @@ class Step:
             raise TrainingError(
                 "trainer.update() was called, and trainer.backward(loss) was not in this window",
                 why="gradients of loss.backward() are neither scaled, weighted nor averaged over ranks",
-                remedy="call trainer.backward(loss) in place of loss.backward()",
+                remedy="call trainer.backward(loss) in place of loss.backward(), and trainer.update() once after it",
             )
         gradients.collect()
         self._strategy.reduce(gradients, full=full)

@@ -238,9 +238,10 @@ class Trainer(Checkpoints):
         self._plan.gradients.refresh(thorough=True)
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
+        began = None if self._step.is_open else self.steps
         yield from self._stream.batches(loader, shard=shard)
         self.flush()
-        self._step.end_epoch()
+        self._step.end_epoch(began)
 
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
@@ -268,6 +269,7 @@ class Trainer(Checkpoints):
         """
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
+        step.note_update("trainer(batch)")
         loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
         step.finite.losses.append((self._window.steps + 1, loss, loss._version))
         step.end_micro_batch(loss, updated=captured is not None)
@@ -298,11 +300,14 @@ class Trainer(Checkpoints):
             TrainingError: `loss` is not a scalar of the parameters, or in a job not computed by `trainer.forward`.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
+        self._step.note_update("")
         self._step.backward(loss, weight, retain_graph=retain_graph)
 
     def update(self) -> bool:
         """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
         self._step.check_failure()
+        self._step.check_update()
+        self._step.note_update("trainer.update()")
         if self._window.is_last:
             self._step.check_unchanged()
             self._number_step(self._window.micro + 1)

@@ -83,12 +83,12 @@ class Window:
             return torch.where(total > 0, total.reciprocal(), 0.0)
         return None if full else self.accumulate / self.micro
 
-    def note(self, error: BaseException, batch: Any) -> None:
-        """Add the step and the batch to an error of a micro-batch, where Python shows notes (3.11 or later)."""
+    def note(self, error: BaseException, batch: Any, hint: str) -> None:
+        """Add the step, the batch and a hint to an error of a micro-batch, where Python shows notes (3.11 or later)."""
         add_note = getattr(error, "add_note", None)  # the error keeps its class: a script may wait for OutOfMemoryError
         if add_note is not None and isinstance(error, Exception):
             number = f", micro-batch {self.micro + 1} of {self.accumulate}" if self.accumulate > 1 else ""
-            add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}")
+            add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}{hint}")
 
     def forget_weights(self) -> None:
         if self._total is not None:

@@ -67,7 +67,8 @@ def test_the_json_has_these_fields(machine):
     assert code == report["exit_code"] == 0
     assert set(report) == {
         "schema", "exit_code", "usable", "broken", "versions", "platform", "executable", "misfits", "backends",
-        "extensions", "selection", "environment", "autoload", "import_torch", "faults", "deep",
+        "extensions", "selection", "environment", "unknown_variables", "autoload", "import_torch",
+        "faults", "deep",
     }  # fmt: skip
     assert report["schema"] == 1
     assert (report["usable"], report["broken"], report["deep"]) == (["cpu"], [], None)
@@ -102,6 +103,18 @@ def test_vendors_variables_and_distributions_come_from_the_plugins(machine):
     text = machine.run("doctor").stdout
     assert "runtime: vendor-runtime 2.0" in text
     assert "ASCEND_RT_VISIBLE_DEVICES='2,3'" in text
+
+
+def test_variables_that_nothing_reads_are_named_with_the_most_similar_one(machine):
+    machine.fakes.backend("toaster", environment=("ACCEL_TOASTER_HEAT",))
+    known = {"ACCEL_PROBE_TIMEOUT": "7", "ACCEL_KERNEL_CACHE": "/tmp", "ACCEL_TOASTER_HEAT": "3", "ACCEL_TRIAL": ""}
+    machine.variables |= known | {"ACCEL_DEVCE": "cuda", "ACCEL_TOASTER_HEET": "3", "ACCEL_XYZ": "1"}
+    _, report = machine.doctor()
+    unknown = {"ACCEL_DEVCE": "ACCEL_DEVICE", "ACCEL_TOASTER_HEET": "ACCEL_TOASTER_HEAT", "ACCEL_XYZ": None}
+    assert unknown.items() <= report["unknown_variables"].items()
+    assert not known.keys() & report["unknown_variables"].keys()
+    text = machine.run("doctor").stdout
+    assert "ACCEL_DEVCE is set, and nothing installed reads it: did you mean ACCEL_DEVICE?" in text
 
 
 @pytest.mark.parametrize("field", ["environment", "distributions"])

@@ -53,7 +53,13 @@ def test_an_unknown_command_suggests_one(capsys, word, meant):
 
 def test_verify_shows_that_a_backend_follows_the_word_backend(capsys):
     assert main(["verify", "cpu"]) == 64
-    assert "verify [OPTIONS] backend NAME" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "verify [OPTIONS] backend NAME" in shown
+    assert "accelcore verify backend cpu" in shown
+    assert main(["verify", "cpu:0"]) == 64
+    assert "accelcore verify backend cpu:0" in capsys.readouterr().err
+    assert main(["verify", "toaster"]) == 64
+    assert "backend toaster" not in capsys.readouterr().err
 
 
 def test_the_console_script_is_the_same_program(machine):

@@ -82,6 +82,8 @@ def test_words_for_a_precision_mean_one_thing(accel, word, monkeypatch):
         rows = torch.ones(2, 4, dtype=model.weight.dtype)
         seen.append((float(trainer(rows)), trainer.aux.dtype, type(trainer.scaler)))
     assert seen[0] == seen[1]
+    with pytest.raises(ConfigurationError, match=r"'bfloat'\n  .*bf16, .*\n.*did you mean 'bf16'\?"):
+        accel.trainer(model, sgd(model), precision="bfloat")
     with pytest.raises(ConfigurationError, match=r"there is no precision 'bf17'\n  .*, best\n.*did you mean 'bf16'\?"):
         accel.trainer(model, sgd(model), precision="bf17")
     with pytest.raises(ConfigurationError, match=r"fp32='fats'.*\n.*, fast if possible\n.*did you mean 'fast'\?"):
@@ -172,6 +174,41 @@ def test_optimizer_step_in_place_of_update_is_reported_at_the_next_backward(acce
     assert len(warnings()) == 1
     trainer.optimizer.step()
     assert len(warnings()) == 1  # once a window
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_updates_by_itself_needs_no_update_and_no_step(accel, accumulate):
+    model = net()
+    optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=lambda model, batch: model(batch).sum(), accumulate=accumulate)
+    trainer(torch.ones(2, 4))
+    with pytest.raises(
+        accelcore.TrainingError, match=r"after trainer\(batch\)(.|\n)*remove the call of trainer\.update"
+    ):
+        trainer.update()
+    trainer.flush()
+    with pytest.raises(accelcore.TrainingError, match=r"remove the call of optimizer\.step\(\): trainer\(batch\)"):
+        optimizer.step()
+    trainer.backward(model(torch.ones(2, 4)).sum())
+    trainer.update()
+    trainer.flush()
+    with pytest.raises(accelcore.TrainingError, match=r"remove the call of optimizer\.step\(\): trainer\.update\(\)"):
+        optimizer.step()
+
+
+def test_a_loss_whose_arguments_are_swapped_gets_a_note(accel):
+    model = net()
+    trainer = accel.trainer(model, sgd(model), loss=lambda batch, model: model(batch[0]).sum())
+    with pytest.raises(TypeError) as found:
+        trainer([torch.ones(2, 4)])
+    if sys.version_info >= (3, 11):
+        assert any("loss is called as loss(model, batch)" in note for note in found.value.__notes__)
+
+
+def test_an_offload_of_a_model_without_parts_says_what_to_do(accel):
+    model = net()
+    with pytest.raises(ConfigurationError, match=r"chooses no part(.|\n)*leave offload= out"):
+        accel.trainer(model, sgd(model), offload=nn.Linear)
 
 
 def test_a_model_whose_layers_were_all_replaced_is_named(accel):

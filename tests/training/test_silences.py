@@ -35,9 +35,31 @@ def test_backward_without_update_is_reported_when_the_epoch_ends(accel, caplog, 
         trainer.backward(loss_of(trainer.forward, batch))
         trainer.update()
     assert not caplog.records
-    for batch in trainer.batches(data(3)):
-        trainer.backward(loss_of(trainer.forward, batch))
+    batches = list(trainer.batches(data(3)))
+    caplog.clear()
+    for number, _ in enumerate(trainer.batches(data(3))):
+        trainer.backward(loss_of(trainer.forward, batches[number]))
+        if number < accumulate:
+            trainer.update()
     assert "trainer.update() was not called" in caplog.text
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_whole_epoch_without_update_is_an_error_and_drops_its_gradients(accel, accumulate):
+    trainer, other = make(accel, accumulate=accumulate), make(accel, accumulate=accumulate)
+    other.model.load_state_dict(trainer.model.state_dict())
+    batches = trainer.batches(data(3))
+    for _ in range(3):
+        trainer.backward(loss_of(trainer.forward, next(batches)))
+    with pytest.raises(accelcore.TrainingError, match=r"no weight(.|\n)*call trainer\.update\(\) after each"):
+        next(batches)
+    assert all(map(torch.equal, trainer.model.parameters(), other.model.parameters()))
+    batch = next(iter(data(3)))
+    for each in (trainer, other):  # none of the dropped gradients is left
+        each.backward(loss_of(each.forward, batch))
+        each.update()
+        each.flush()
+    assert all(map(torch.equal, trainer.model.parameters(), other.model.parameters()))
 
 
 def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off(accel):

@@ -26,7 +26,8 @@ from accelcore.devices.plugins import (
 )
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
-from accelcore.util.text import shown
+from accelcore.util.text import nearest, shown
+from accelcore.util.trial import VARIABLE as TRIAL
 
 _SCHEMA = 1
 """Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
@@ -36,6 +37,8 @@ USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
 _TORCH_TIMEOUT = 60.0  # seconds for `import torch` without --deep
 
 _DISTRIBUTIONS = ("accelcore", "torch", "numpy", "safetensors", "pluggy")
+
+_PREFIX = "ACCEL_"
 
 _VARIABLES = (
     "ACCEL_DEVICE",
@@ -80,6 +83,8 @@ class Diagnosis:
     extensions: tuple[Plugin, ...]
     selection: Selection
     environment: dict[str, str | None]  # the relevant variables; None if one is not set
+    # set variables that begin with ACCEL_ and that nothing installed reads; with the most similar one, or None
+    unknown_variables: dict[str, str | None]
     autoload: tuple[Declared, ...]  # the entry points that `import torch` calls
     import_torch: Trial | None  # the trial of `import torch`, if it calls any, or with `--deep`; otherwise None
     # known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and the
@@ -152,6 +157,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         extensions=tuple(map(_extension, answers.extensions)),
         selection=selection,
         environment={name: os.environ.get(name) for name in variables},
+        unknown_variables=_unknown_variables({*variables, TRIAL}),
         autoload=tuple(found),
         import_torch=torch,
         faults=tuple(_installed_faults(candidates)),
@@ -159,6 +165,14 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         if deep_timeout is None or torch is None
         else examine(candidates, torch, autoload_broken, deep_timeout),
     )
+
+
+def _unknown_variables(known: Iterable[str]) -> dict[str, str | None]:
+    """Return the variables that begin as accelcore's do and are unknown, each with the most similar known one."""
+    ends = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
+    set_ = [name for name in sorted(os.environ) if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in ends]
+    near = {name: nearest(name.removeprefix(_PREFIX), ends) for name in set_}
+    return {name: None if end is None else _PREFIX + end for name, end in near.items()}
 
 
 def _refused(selection: Selection, torch: Trial) -> Selection:

@@ -79,6 +79,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         yield 2, f"{name}={shown(value, 200)}", ""
     unset = len(diagnosis.environment) - len(values)
     yield 2, f"{unset} {'other ' if values else ''}variables are not set (--json lists them)", ""
+    for name, near in diagnosis.unknown_variables.items():
+        yield 2, f"{name} is set, and nothing installed reads it" + (f": did you mean {near}?" if near else ""), _MEDIUM
     if diagnosis.autoload:
         yield from _headed("import torch calls")
         for autoload in diagnosis.autoload:

@@ -42,22 +42,22 @@ def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[]
     shared: dict[str, Any] = {"masters": {name: exact[name] for name in masters if name in exact}}
     wanted = ["model", "masters"]
     if optimizer is not None:
-        shared["optimizer"] = by_name = _by_name(optimizer, named["optimizer"].shared_state())
+        shared["optimizer"] = by_name = _by_name(optimizer, named["optimizer"].shared_state(), path)
         for name, entry in by_name["state"].items():
             by_name["state"][name] = {key: divided_as(value, own[name]) for key, value in entry.items()}
         wanted.append("optimizer")
-    saved = Saved(model, shared, {}, same_job=True)
+    saved = Saved(model, shared, {}, same_job=True, source=str(path), weights="")
     return [named[name].prepare(saved) for name in wanted], rest
 
 
-def _by_name(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(state: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return an optimizer's `state_dict` under the names of its parameters, which it numbers in the order of groups."""
     groups = [as_dict(group, "parameter group", "params") for group in state["param_groups"]]
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     names = list(chain.from_iterable(group["params"] for group in own["groups"]))
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own["groups"]]:
         raise CheckpointError(
-            "the file's optimizer has other parameter groups than this one",
+            f"the optimizer in {path} has other parameter groups than this one",
             why=f"they have {[len(group['params']) for group in groups]} parameters, and here "
             f"{[len(group['params']) for group in own['groups']]}",
             remedy="create the optimizer with the groups it had when it was saved",

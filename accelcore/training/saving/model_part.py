@@ -66,7 +66,7 @@ class ModelPart(Part):
             tensor, part = tensors.get(name, value), to_local(new)
             if id(tensor) not in have_masters and not torch.equal(part, part.to(tensor.dtype).to(part.dtype)):
                 rounded.append(name)
-        _check(own, state)
+        _check(own, state, saved)
         if rounded:
             text = "%d tensors of the checkpoint, such as %s, lose precision: the model has no fp32 masters for them"
             logger.warning(text, len(rounded), rounded[0])
@@ -123,14 +123,18 @@ def _saved_masters(saved: Saved) -> dict[str, Tensor]:
     return masters
 
 
-def _check(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    problems = [f"{name} is missing in the checkpoint" for name in own.keys() - saved.keys()]
-    problems += [f"{name} is unknown to the model" for name in saved.keys() - own.keys()]
-    for name in own.keys() & saved.keys():
-        if kind(own[name]) != kind(saved[name]):
-            problems.append(f"{name} is {kind(own[name])} in the model and {kind(saved[name])} in the checkpoint")
+def _check(own: Mapping[str, Any], state: Mapping[str, Any], saved: Saved) -> None:
+    problems = [f"{name} is missing in the checkpoint" for name in own.keys() - state.keys()]
+    problems += [f"{name} is unknown to the model" for name in state.keys() - own.keys()]
+    for name in own.keys() & state.keys():
+        if kind(own[name]) != kind(state[name]):
+            problems.append(f"{name} is {kind(own[name])} in the model and {kind(state[name])} in the checkpoint")
     if problems:
         shown = "; ".join(sorted(problems)[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise CheckpointError(
-            "the checkpoint is of another model", why=shown, remedy="build the model as it was when it was saved"
+            f"{saved.source} is of another model",
+            why=shown,
+            remedy="build the model as it was when it was saved, or save and resume in another folder"
+            if saved.weights
+            else "give the file of a model with these names and shapes, or build the model that it is of",
         )

@@ -67,13 +67,13 @@ class OptimizerPart(Part):
     def prepare(self, saved: Saved) -> Callable[[], object]:
         tree = as_dict(saved.shared.get("optimizer"), "optimizer state", "groups", "state")
         if tree.get("kind", self._kind()) != self._kind():  # another program's file has no kind
-            raise _another(f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
-        groups, numbers = self._groups(tree["groups"])
+            raise _another(saved, f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
+        groups, numbers = self._groups(tree["groups"], saved)
         if self._strategy.collectives.rank == 0:
             _report_learning_rate(self._optimizer.param_groups, groups)
         entries = as_dict(tree["state"], "optimizer state")
         if unknown := [name for name in entries if name not in numbers]:
-            raise _another(f"it has a state of {unknown[0]!r}, which this one does not train")
+            raise _another(saved, f"it has a state of {unknown[0]!r}, which this one does not train")
         for group in self._optimizer.param_groups:
             parameters = dict(zip(self._members(group), group["params"], strict=True))
             self._check_entries({name: entries[name] for name in parameters if name in entries}, parameters, group)
@@ -107,14 +107,15 @@ class OptimizerPart(Part):
     def _members(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[id(parameter)] for parameter in group["params"]]
 
-    def _groups(self, saved: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    def _groups(self, entries: Any, saved: Saved) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """Return the groups as the optimizer's `load_state_dict` takes them, and the number of each parameter."""
-        if not isinstance(saved, list) or len(saved) != len(self._optimizer.param_groups):
-            count = len(saved) if isinstance(saved, list) else "no"
-            raise _another(f"it has {count} parameter groups, and this one has {len(self._optimizer.param_groups)}")
+        own_count = len(self._optimizer.param_groups)
+        if not isinstance(entries, list) or len(entries) != own_count:
+            count = len(entries) if isinstance(entries, list) else "no"
+            raise _another(saved, f"it has {count} parameter groups, and this one has {own_count}")
         numbers: dict[str, int] = {}
         groups = []
-        for position, (live, entry) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
+        for position, (live, entry) in enumerate(zip(self._optimizer.param_groups, entries, strict=True)):
             saved_group = as_dict(entry, "parameter group", "params", "lr")
             members = self._members(live)
             own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
@@ -126,8 +127,9 @@ class OptimizerPart(Part):
             adamw = "decoupled_weight_decay"  # tells Adam from AdamW
             if set(saved_group["params"]) != set(members) or foreign or saved_group.get(adamw) != own.get(adamw):
                 raise _another(
+                    saved,
                     f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
-                    f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint"
+                    f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint",
                 )
             for key in set(own) & set(saved_group):
                 if not _alike(own[key], saved_group[key]):
@@ -157,11 +159,13 @@ def _report_learning_rate(own: list[dict[str, Any]], restored: list[dict[str, An
         )
 
 
-def _another(why: str) -> CheckpointError:
+def _another(saved: Saved, why: str) -> CheckpointError:
     return CheckpointError(
-        "the checkpoint is of another optimizer",
+        f"{saved.source} is of another optimizer",
         why=why,
-        remedy="build the optimizer as it was when the checkpoint was saved",
+        remedy=f"build the optimizer as it was when it was saved; for the weights only: {saved.weights}"
+        if saved.weights
+        else "create the optimizer that it is of, or save a file without the optimizer's state",
     )
 
 

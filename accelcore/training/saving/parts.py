@@ -29,6 +29,8 @@ class Saved:
     shared: Mapping[str, Any]  # the `shared_state` of each part, by its name
     own: Mapping[str, Any]  # the `own_state` of each part, by its name
     same_job: bool  # whether as many ranks saved it as there are now, so that `own` is this rank's own
+    source: str  # "the checkpoint ..." or another program's file, as messages name it
+    weights: str  # how to load the model alone; empty for another program's file
 
 
 class Part(ABC):

@@ -353,7 +353,11 @@ def _read(
         if rank == 0:
             text = "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored"
             logger.warning(text, saved_by, world_size)
-    return Saved(model, shared, own, same_job)
+    weights = f'trainer.load("{checkpoint.path / file_of(trainer, MODEL)}.safetensors")'
+    if checkpoint.manifest["pieces"].get(file_of(trainer, MODEL)):  # every rank has saved a part of the model
+        option = f" --trainer {trainer}" if trainer else ""
+        weights = f'accelcore export{option} {checkpoint.path} FILE.safetensors, then trainer.load("FILE.safetensors")'
+    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", weights)
 
 
 def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:

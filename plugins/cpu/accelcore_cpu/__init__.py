@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 @hookimpl
 def accelcore_probe() -> Probe:
     """Return that a CPU is available: the last choice of `auto`, shared by all ranks of a host."""
-    return Probe("cpu", available=True, reason="every machine has one", count=1, exclusive=False, api=1)
+    return Probe(
+        "cpu",
+        available=True,
+        reason="every machine has one",
+        count=1,
+        exclusive=False,
+        api=1,
+        environment=("ACCEL_KERNEL_CACHE",),
+    )
 
 
 @hookimpl

@@ -53,7 +53,14 @@ def losses(accel, dtype, autocast=None, steps=8):
 def test_there_is_always_a_cpu_which_all_ranks_share():
     probe = accelcore_cpu.accelcore_probe()
     assert probe == accelcore.Probe(
-        "cpu", available=True, reason=probe.reason, priority=0, count=1, exclusive=False, api=accelcore.API
+        "cpu",
+        available=True,
+        reason=probe.reason,
+        priority=0,
+        count=1,
+        exclusive=False,
+        api=accelcore.API,
+        environment=("ACCEL_KERNEL_CACHE",),
     )
     assert accelcore.installed()["cpu"] == probe
 

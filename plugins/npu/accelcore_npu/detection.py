@@ -23,6 +23,7 @@ from accelcore_npu import compatibility, libraries
 _DEVICES = Path("/dev")
 _ENVIRONMENT = (
     "ACCEL_EMULATE",
+    "ACCEL_NPU_FALLBACK",
     "ASCEND_RT_VISIBLE_DEVICES",
     "ASCEND_HOME_PATH",
     "ASCEND_OPP_PATH",
@@ -108,7 +109,8 @@ def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
         slurm="npu",
         kubernetes="huawei.com/Ascend910",
         ray="NPU",
-        environment=_ENVIRONMENT,
+        # The emulator checks the names of its variables.
+        environment=(*_ENVIRONMENT, *sorted(name for name in os.environ if name.startswith("ACCEL_EMULATED_"))),
         distributions=_DISTRIBUTIONS,
     )
 

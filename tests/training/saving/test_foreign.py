@@ -133,7 +133,7 @@ class Evil:
     [
         ({"model": net().state_dict(), "code": Evil()}, r"would run code\n  why: [^\x1b]*exec"),
         ({"weights": net().state_dict()}, "no state_dict of a model"),
-        ({"model": nn.Linear(2, 2).state_dict()}, "of another model"),
+        ({"model": nn.Linear(2, 2).state_dict()}, r"file\.pth is of another model(.|\n)*give the file of a model"),
         ({"model": net().state_dict(), "optimizer": [1, 2]}, "not the state_dict of one"),
         (
             {"model": net().state_dict(), "optimizer": torch.optim.AdamW(net()[0].parameters()).state_dict()},
