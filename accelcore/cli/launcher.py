@@ -25,13 +25,15 @@ def main() -> None:
     """Run torch's launcher on the arguments of `torch.distributed.run`."""
     arguments = run.parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
     if arguments.max_restarts == 0:  # with restarts, torch says in a line what each of them is for
-        logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_news)
+        for name in ("multiprocessing.api", "agent.server.api"):
+            logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_news)
     try:
         run.run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _end(*first_failure(error.failures))
     except SignalException as error:
-        _end(f"the job was ended by {error.sigval.name}", 128 + error.sigval)
+        interrupted = error.sigval == signal.SIGINT
+        _end("interrupted" if interrupted else f"the job was ended by {error.sigval.name}", 128 + error.sigval)
     except RendezvousError as error:
         _end(
             f"the machines of the job could not meet\n  why: {error.__cause__ or error}\n"
@@ -66,7 +68,7 @@ def _order(failure: ProcessFailure) -> tuple[int, float]:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Return False for the log lines that the last sentence repeats."""
-    return not str(record.msg).startswith(("Sending process", "failed (exitcode"))
+    return not str(record.msg).startswith(("Sending process", "failed (exitcode", "Received %s death signal"))
 
 
 def _end(text: str, code: int) -> NoReturn:

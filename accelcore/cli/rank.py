@@ -1,7 +1,7 @@
-"""Program that runs the script as a rank of `accelcore run`, or with packages hidden; otherwise Python itself runs it.
+"""Program that runs the script of `accelcore run`; only a script from stdin is run by Python itself.
 
-Its arguments: the launcher's process id, or 0; the names of packages to hide, separated by commas; then the arguments
-of `python`.
+Its arguments: the launcher's process id, or 0 without a launcher; the names of packages to hide, separated by commas;
+then the arguments of `python`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -20,6 +21,7 @@ def main() -> None:
     """Run the script; an exception that ends a rank is recorded for torch's launcher."""
     launcher, packages, *sys.argv = sys.argv[1:]
     _end_with(int(launcher))
+    _show_interrupt_in_one_line(launched=bool(int(launcher)))
     sys.modules.update(dict.fromkeys(filter(None, packages.split(","))))  # type: ignore[arg-type]  # None: not found
     module = sys.argv[0] == "-m"
     if module:
@@ -40,6 +42,23 @@ def main() -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+def _show_interrupt_in_one_line(*, launched: bool) -> None:
+    """Let Ctrl-C end the script with one line, which a launcher writes for its ranks, unless the script handles it.
+
+    Python then ends the process by SIGINT, which shells show as exit code 130.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+        elif launched:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it again
+        else:
+            sys.stderr.write("accelcore: interrupted\n")
+
+    sys.excepthook = hook  # before the script: torch's process group wraps the hook that it finds
 
 
 def _record(error: Exception) -> None:

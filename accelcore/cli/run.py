@@ -129,10 +129,10 @@ def run(
         environ["PYTHONPATH"] = _apex_path(environ, folder)
     if launched:
         command = _launcher(nproc, max_restarts, machines, hidden, program, environ)
-    elif hidden:
-        command = [sys.executable, rank.__file__, "0", hidden, *program]
-    else:
+    elif stdin:
         command = [sys.executable, *program]
+    else:
+        command = [sys.executable, rank.__file__, "0", hidden, *program]
     sys.stdout.flush()
     sys.stderr.flush()
     # No child process: signals, exit code, terminal and process id are the script's own.

@@ -102,6 +102,36 @@ def test_a_launcher_that_is_told_to_end_says_so(machine):
     assert "Traceback" not in said
 
 
+def test_ctrl_c_ends_a_job_with_one_line(machine, run):
+    os.mkfifo(machine.folder / "ready")
+    code, said = run(
+        "import os, signal, threading, accelcore\n"
+        "job = accelcore.select().distributed().__enter__()\n"  # torch's process group replaces the hook of exceptions
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
+        "if os.environ['RANK'] == '1': open('ready', 'w').close()\n"
+        "else:\n"
+        "    open('ready').close()\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "while True: threading.Event().wait(0.1)\n"
+    )
+    assert (code, said) == (130, "accelcore: interrupted\n")
+
+
+def test_ctrl_c_ends_one_process_with_one_line_and_its_signal(machine):
+    machine.write("train.py", "raise KeyboardInterrupt\n")
+    done = machine.run("run", "train.py")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "accelcore: interrupted\n")
+
+
+def test_a_script_that_handles_ctrl_c_itself_is_not_disturbed(machine):
+    machine.write("handles.py", "try: raise KeyboardInterrupt\nexcept KeyboardInterrupt: raise SystemExit('saved')\n")
+    done = machine.run("run", "handles.py")
+    assert (done.returncode, done.stderr) == (1, "saved\n")
+    machine.write("hook.py", "import sys\nsys.excepthook = lambda *_: print('mine')\nraise KeyboardInterrupt\n")
+    done = machine.run("run", "hook.py")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "mine\n", "")
+
+
 # Which rank it was.
 
 

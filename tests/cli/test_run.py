@@ -106,7 +106,7 @@ def test_torch_is_not_imported_and_its_launcher_only_used_where_it_has_work(mach
     front = [file, "-m", "accelcore.cli.launcher", "--standalone", *launcher, "--no-python", "--"] if launcher else []
     assert command[: len(front)] == front
     python, *options = command[len(front) : -3]
-    assert (python, bool(options)) == (file, bool(launcher))
+    assert (python, options[0] == "-u") == (file, bool(launcher))
     assert command[-3:] == ["script.py", "--nproc", "9"]
     assert environ.get(STORES) == ("1" if "--max-restarts" in arguments else None)
 
