@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import runpy
 import signal
 import sys
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -32,6 +33,8 @@ def main() -> None:
     try:
         if module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
+        elif script.endswith(".py"):
+            _run_file(os.path.abspath(script))
         else:
             runpy.run_path(script, run_name="__main__")
     except Exception as error:  # noqa: BLE001  # shown as Python would, without the frames of this file and runpy
@@ -42,6 +45,14 @@ def main() -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+def _run_file(path: str) -> None:
+    """Run a file as the module `__main__`, which stays when the script has ended: threads may still pickle from it."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = path  # absolute, as Python sets it: a script may leave its folder
+    with io.open_code(path) as file:
+        exec(compile(file.read(), path, "exec"), vars(module))  # noqa: S102  # the script that the user named
 
 
 def _show_interrupt_in_one_line(*, launched: bool) -> None:

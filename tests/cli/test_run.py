@@ -48,6 +48,16 @@ def test_a_script_gets_its_arguments_and_gives_its_exit_code(machine):
     assert (told["name"], told["device"], told["autoload"]) == ("__main__", None, None)
 
 
+def test_a_script_is_the_main_module_until_the_process_ends(machine):
+    script = machine.write(
+        "script.py",
+        "import atexit, os, pickle\nclass Kept: pass\nos.chdir('/')\n"
+        "atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Kept()))).__name__, __file__))\n",
+    )
+    done = machine.run("run", "script.py")
+    assert done.stdout.split() == ["Kept", os.path.realpath(script)], done.stderr
+
+
 def test_a_module_runs_as_python_runs_it(machine):
     machine.module("tool", ECHO)
     told = echoed(machine.run("run", "--device", " NPU,cpu:0", "-m", "tool", "-m", "1"))
