@@ -57,7 +57,8 @@ class Step:
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
-        self._updated = plan.optimizer.param_groups[0]["params"][0]  # any of what the optimizer updates
+        updated = (each for group in plan.optimizer.param_groups for each in group["params"])
+        self._updated = next(updated, torch.empty(0))  # any of what the optimizer updates; a group may be empty
         self._version: int | None = None  # its version when a window's first backward began, until that is compared
         self._updated_by = ""  # "trainer(batch)" or "trainer.update()" if that was the trainer's last call
         self._norm: Tensor | None = None

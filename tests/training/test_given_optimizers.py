@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
+import accelcore
 from accelcore import LossScale
 
 SHORT = [
@@ -266,3 +267,12 @@ def test_gradients_that_the_script_unscales_are_not_unscaled_again(accel, scale)
         _loss(pair.twin, batch).backward()
         pair.hand.step()
     pair.check()
+
+
+def test_a_group_may_be_empty():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([{"params": []}, {"params": list(model.parameters())}], lr=0.1)
+    trainer = accelcore.select("cpu").trainer(model, optimizer, loss=lambda model, rows: model(rows).sum())
+    before = model.weight.tolist()
+    trainer(torch.ones(1, 2))
+    assert model.weight.tolist() == [pytest.approx([each - 0.1 for each in row]) for row in before]
