@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ ForwardBackward = Callable[[Any], tuple[Tensor, Any]]
 WARM_UP = 3
 """Number of eager windows before the first capture: libraries allocate workspaces, and optimizers their state."""
 
+_KIND = attrgetter("shape", "dtype", "device")  # takes no Python frame
 _LIMIT = 16  # kinds of batch; the graph of each holds the memory of a whole step
 
 
@@ -65,7 +66,7 @@ class CapturedStep:
             if self._sums:
                 self._hold()
         leaves, structure = _flatten(batch)
-        key = (last, structure, tuple(map(_kind, leaves)), self._hyperparameters())
+        key = (last, structure, _kinds(leaves), self._hyperparameters())
         try:
             graph = self._graphs.get(key)
         except TypeError as error:
@@ -75,30 +76,38 @@ class CapturedStep:
                 remedy="put tensors, numbers and strings into the batch, or leave graph=True out",
             ) from error
         if graph is None:
-
-            def work(batch: Any) -> tuple[Tensor, Any]:
-                result = forward_backward(batch)
-                self._check_received()
-                if last:
-                    close()
-                return result
-
             if not self._warm or key not in self._kinds:
-                if key not in self._kinds and len(self._kinds) >= _LIMIT:
-                    raise TrainingError(
-                        f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
-                        remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
-                    )
-                self._kinds.add(key)
-                self._windows += last
-                with self._runtime.side_stream():  # captures run there, and autograd must not depend on other streams
-                    return work(batch)
-            graph = self._graphs[key] = self._capture(batch, work)
-        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        for static, given in zip(graph.inputs, tensors, strict=True):
-            static.copy_(given, non_blocking=True)
+                return self._train_eagerly(batch, key, forward_backward, close, last=last)
+            graph = self._graphs[key] = self._capture(batch, self._work(forward_backward, close, last=last))
+        # One call for all: the host is what a short graph waits for.
+        if graph.inputs:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
         graph.replay()
         return graph.loss.clone(), graph.aux
+
+    def _work(self, forward_backward: ForwardBackward, close: Callable[[], None], *, last: bool) -> ForwardBackward:
+        def work(batch: Any) -> tuple[Tensor, Any]:
+            result = forward_backward(batch)
+            self._check_received()
+            if last:
+                close()
+            return result
+
+        return work
+
+    def _train_eagerly(
+        self, batch: Any, key: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, last: bool
+    ) -> tuple[Tensor, Any]:
+        if key not in self._kinds and len(self._kinds) >= _LIMIT:
+            raise TrainingError(
+                f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
+                remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
+            )
+        self._kinds.add(key)
+        self._windows += last
+        with self._runtime.side_stream():  # captures run there, and autograd must not depend on other streams
+            return self._work(forward_backward, close, last=last)(batch)
 
     def forget(self) -> None:
         """Drop all graphs, because the training has other memory now."""
@@ -211,5 +220,6 @@ def _flatten(batch: Any) -> tuple[list[Any], Any]:
     return leaves, str(structure)
 
 
-def _kind(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+def _kinds(leaves: list[Any]) -> tuple[Any, ...]:
+    """Return what a graph has to have in common with a batch: of tensors what they are, and all other values."""
+    return tuple([_KIND(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])

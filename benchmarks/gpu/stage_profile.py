@@ -45,7 +45,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
 
 
 def _profiled(train: Pass, steps: int, device: Device) -> dict[str, float]:
-    for _ in range(3):
+    for _ in range(loops.WARM_UP + 2):  # a pass may be one step, and the trainer captures in the step after its warm-up
         train()
     device.clock()
     start = perf_counter()
