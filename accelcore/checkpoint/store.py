@@ -77,6 +77,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_order_of)
 
 
+def after_steps(folder: Path, steps: int) -> Path:
+    """Return the newest checkpoint in `folder` that was saved after so many steps; `folder` if it is a checkpoint."""
+    if _NAME.fullmatch(folder.name):
+        return folder
+    found = [path for path in checkpoints(folder) if _order_of(path)[0] == steps]
+    return found[-1] if found else folder / f"step-{steps:08d}"
+
+
 def beneath(folder: Path) -> str:
     """Return up to five folders in `folder`, or one below, that have checkpoints, for a message."""
     inside = [*folder.glob("*/"), *folder.glob("*/*/")]
@@ -186,14 +194,17 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> str:
     return name
 
 
-def keep_newest(newest: Path, keep: int) -> list[Path]:
-    """Delete all but `keep` of its run's checkpoints up to `newest`; return the checkpoints of other runs."""
+def keep_newest(newest: Path, keep: int, spared: Path | None = None) -> list[Path]:
+    """Delete all but `keep` of its run's checkpoints up to `newest`; return the checkpoints of other runs.
+
+    The best one and the `spared` one are never deleted.
+    """
     run = _run_of(newest)
     found = checkpoints(newest.parent)
     own = [path for path in found if _run_of(path) in (run, None)]
     end, best = own.index(newest) + 1, _best_of(own)
     for path in own[: max(0, end - keep)]:
-        if path == best:
+        if path == best or (spared is not None and path.resolve() == spared.resolve()):
             continue
         if path.is_symlink():
             path.unlink()

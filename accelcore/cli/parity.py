@@ -99,8 +99,10 @@ def replay(
     """Run a recorded script again, and name the first difference.
 
     REFERENCE is a recording; with --self it is a new folder, which is recorded first. The replay begins with the
-    recorded weights and random numbers. If the runs differ in a forward or backward pass, that step is run again, and
-    each of its operators is compared with the host's float64 result for the same inputs.
+    recorded weights and random numbers, and ends after the last recorded step. accelcore's trainers save no checkpoint.
+    They resume from the one from which the recorded run resumed, or from none. If the runs differ in a forward or
+    backward pass, that step is run again, and each of its operators is compared with the host's float64 result for the
+    same inputs.
 
     \b
     Exit code:
@@ -121,7 +123,8 @@ def replay(
     folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
     if batch and report:
         raise ConfigurationError("--batch has no page", remedy="leave --report out; --json prints the result")
-    recorded: dict[str, Any] = {"steps": steps or None, "batches": take_batches}
+    # No checkpoint is saved, so that each run begins where the one before began.
+    recorded: dict[str, Any] = {"steps": steps or None, "batches": take_batches, "saves": False}
     if itself:
         if Path(reference).exists():
             raise ConfigurationError(

@@ -1,6 +1,6 @@
 """Choose a device: `select()`, `installed()`, and the fallback of a list or `auto`.
 
-A request for one device works or raises. A list or `auto` may fall back, and logs once what it passed over and why.
+A request for one device works or raises. A list or `auto` may fall back, and logs once what does not work and why.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def check_installed(text: str, source: str) -> None:
 def decide(
     text: str, source: str, make: Callable[[Found], T], *, local_rank: int | None = None
 ) -> tuple[T, tuple[Probe, ...]]:
-    """Return what `make` returns for the first available device of a request, and the devices passed over.
+    """Return what `make` returns for the first available device of a request, and those before it, which do not work.
 
     If `make` raises an AccelError, a list or `auto` continues with the next device. A `local_rank` of None is that of
     the launcher.
@@ -302,8 +302,8 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
     is_auto = parse(text, source) is None
     request = "auto" if is_auto else f"{source}={shown(text)}"
     if passed_over:
-        reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in passed_over)
-        _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index} and passed over {reasons}")
+        reasons = "; ".join(f"{probe.name} does not work: {probe.reason}" for probe in passed_over)
+        _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index}; {reasons}")
     for sentence in imitations():
         _log_once(logging.WARNING, sentence)
     unserved = unserved_device() if is_auto else None

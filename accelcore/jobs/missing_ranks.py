@@ -89,11 +89,13 @@ class MissingRanks:
         self._done = True
         self._write()
         store.set(keys[self._rank], "")
-        begin, interval = time.monotonic(), _BEAT
-        while True:
-            with suppress(RuntimeError):
-                store.wait(list(keys.values()), timedelta(seconds=interval))
-                return
+        begin, pause = time.monotonic(), 0.005
+        look, interval = begin + _BEAT, _BEAT
+        while not store.check(list(keys.values())):  # not `wait`, which writes two lines to stderr if it ends in vain
+            time.sleep(pause)
+            pause = min(2 * pause, _BEAT / 4)
+            if time.monotonic() < look:
+                continue
             notes = self._read()
             if _select(notes, lambda note: bool(note.failed)):
                 self._follows = True
@@ -114,6 +116,7 @@ class MissingRanks:
                     remedy=f"let all ranks leave `with accel.distributed():`, or raise its timeout; {_ALONE}",
                 )
             interval = min(2 * interval, 60.0)
+            look = time.monotonic() + interval
 
     def ahead(self) -> str:
         """Return as text where the ranks are that have gone further than this one, and this one; "" if none has."""

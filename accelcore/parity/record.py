@@ -48,7 +48,8 @@ class Record(Observer):
 
     If neither model nor optimizer is given, torch's hooks on all modules and optimizers of the process find them. A
     *step* ends with `optimizer.step()`; steps are counted from 1. A forward pass under `no_grad` is not recorded, and
-    the modules of a compiled model are not seen. The recorded run has the same bits as an unrecorded one.
+    the modules of a compiled model are not seen. The recorded run has the same bits as an unrecorded one. `save(keep=)`
+    does not delete the checkpoint from which a recorded trainer has resumed: a replay begins there.
 
     Args:
         folder: made if it does not exist; an older recording in it is replaced. Each rank writes a folder of its own.
@@ -135,6 +136,7 @@ class Record(Observer):
             )
         self._start()
         self._trainers.append(trainer)
+        trainer.saver.spares_start = True
         if trainer.model not in self._collector.known:
             compiled = None if trainer.compiled is None else trainer.compiled.module
             self._collector.watch(compiled if isinstance(compiled, nn.Module) else trainer.model, trainer.model)
@@ -203,6 +205,7 @@ class Record(Observer):
             if self._random is not None:
                 draw_on_host(next(watched.model.parameters()).device.type)
             facts = {"operators": self._operators, "random": self._random, "batches": self._batches}
+            facts["began"] = max((each.steps for each in self._trainers), default=0)
             self._writer = Writer(self._folder, rank_and_size()[0], {"settings": {}, **facts})
             self._writer.keep("generators", self._at_start)
         if self._batches and not self._kept:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
-from accelcore.errors import ConfigurationError, RecordingError
+from accelcore.errors import ConfigurationError, RecordingError, logger
 from accelcore.layerwise.layers import ROUNDING, LayerDifference, compare_batch_sizes
 from accelcore.parity.collector import Watched
 from accelcore.parity.compare import compare
@@ -20,6 +20,7 @@ from accelcore.parity.record import Record, rank_and_size
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
 from accelcore.roles.runtime import set_host_rng_state
+from accelcore.training.trainer import Trainer
 from accelcore.util.containers import tensors, with_tensors
 from accelcore.util.text import is_whole
 
@@ -43,6 +44,9 @@ class Replay(Record):
     versions, threads, precision and strategy are the recorded ones, and no other batches were taken, every bit is
     compared. Otherwise differences within the expected rounding agree: in units of the coarsest dtype so far in the
     step, times how far the weights are apart at its start.
+
+    The trainers of a replay save no checkpoint. `trainer.resume` loads the checkpoint from which the recorded run
+    began; if it began without one, none.
 
     Args:
         folder: the recording.
@@ -117,6 +121,14 @@ class Replay(Record):
         if not self._is_open:
             set_host_rng_state(self._recorded.kept("generators"))
         super()._start()
+
+    def begin(self, trainer: Trainer) -> None:
+        super().begin(trainer)
+        began = self._recorded.facts["began"]
+        if trainer.backend.collectives.rank == 0 and len(self._trainers) == 1:
+            resumes = f"resumes at step {began}, where the recorded run began" if began else "resumes from none"
+            logger.warning("a replay saves no checkpoint, and %s", resumes)
+        trainer.saver.writes, trainer.saver.starts_at = False, began
 
     def _begin_step(self, watched: Watched, first: bool) -> None:
         if self._takes_batches and not self._taken:

@@ -1,7 +1,7 @@
 """Program that runs a script of others and records or replays it: `accelcore record` and `replay` start it.
 
-Its arguments: `record` or `replay`; the folder; the options of `Record` or `Replay` as JSON; the script, or `-m` and a
-module, and its own arguments.
+Its arguments: `record` or `replay`; the folder; the options of `Record` or `Replay` as JSON, and `saves`, whether the
+script's trainers save checkpoints; the script, or `-m` and a module, and its own arguments.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import warnings
 from time import monotonic
 
 from accelcore.errors import AccelError
-from accelcore.parity.record import Record
+from accelcore.parity.record import Record, rank_and_size
 from accelcore.parity.replay import Replay
+from accelcore.training.trainer import Trainer
 
 _INVALID = 64  # the exit code of a request that is invalid, as of every command
 _EVERY = 5.0  # seconds between two lines of progress
@@ -32,10 +33,13 @@ def main() -> None:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
     # Hooks on all modules find the models. That torch calls them once more for a compiled one does no harm here.
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-    context = _Shown if mode == "record" else _ShownReplay
-    code = _INVALID
+    kind = _Shown if mode == "record" else _ShownReplay
+    given, code = json.loads(options), _INVALID
+    saves = given.pop("saves", True)
     try:
-        with context(folder, **json.loads(options)):
+        context = kind(folder, **given)
+        context.saves = saves
+        with context:
             code = 1
             try:
                 if module:
@@ -53,7 +57,12 @@ def main() -> None:
 class _Shown(Record):
     """Show progress on stderr, and end the script after the last step that was asked for."""
 
+    saves = True
     _next = monotonic() + _EVERY
+
+    def begin(self, trainer: Trainer) -> None:
+        super().begin(trainer)
+        trainer.saver.writes &= self.saves
 
     def _step_ended(self, step: int, *, is_last: bool) -> None:
         if monotonic() >= self._next:
@@ -61,6 +70,9 @@ class _Shown(Record):
             sys.stderr.write(f"accelcore: {step}{of} steps done\n")
             self._next = monotonic() + _EVERY
         if is_last:
+            if step and rank_and_size()[0] == 0:
+                done = "replayed" if isinstance(self, Replay) else "recorded"
+                sys.stderr.write(f"accelcore: the script ends here, because all {step} steps are {done}\n")
             sys.exit(0)
 
 

@@ -199,7 +199,7 @@ class NoScaler(LossScaler):
         optimizer.step()
 
     def update(self, find_bad: FindBad | None = None, *, captured: bool = False) -> None:
-        pass
+        check_find_bad(find_bad)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -245,6 +245,7 @@ class StaticScaler(NoScaler):
         optimizer.step()
 
     def update(self, find_bad: FindBad | None = None, *, captured: bool = False) -> None:
+        check_find_bad(find_bad)
         self._unscaled.clear()
 
     def abandon(self) -> None:
@@ -316,6 +317,16 @@ def refuse_fp16(dtypes: Iterable[torch.dtype]) -> None:
             why="dividing them by the loss scale in fp16 would lose small values",
             remedy="keep the parameters in fp32 and let autocast choose the dtype of each operator, or train fp32 "
             'masters: precision="O2"',
+        )
+
+
+def check_find_bad(find_bad: object) -> None:
+    """Raise ConfigurationError if `update` got a number, as torch's `update(new_scale)` does."""
+    if find_bad is not None and not callable(find_bad):
+        raise ConfigurationError(
+            f"scaler.update({find_bad!r}) cannot set the loss scale: the argument is a function, `find_bad`",
+            remedy="choose the first scale by accel.scaler.create(init=2.0), and call scaler.update() without it; to "
+            'set a dynamic scale later: scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})',
         )
 
 

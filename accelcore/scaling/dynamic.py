@@ -26,6 +26,7 @@ from accelcore.scaling.contract import (
     NoScaler,
     StaticScaler,
     by_dtype,
+    check_find_bad,
     check_version,
     gradients_of,
     refuse_closure,
@@ -117,6 +118,7 @@ class GradScaler(LossScaler):
         progress.stepped = True
 
     def update(self, find_bad: FindBad | None = None, *, captured: bool = False) -> None:
+        check_find_bad(find_bad)
         found = self.overflowed
         if found is None:
             raise TrainingError(

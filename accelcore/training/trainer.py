@@ -105,6 +105,7 @@ class Trainer(Checkpoints):
         check_arguments(model, optimizer)
         model = unwrapped(model, given, warns=backend.collectives.rank == 0)
         check_loss(given["loss"], model)
+        self._name = type(model).__name__  # "fsdp" gives the model a class of torch's
         check_values(given)
         self.backend, self._options = backend, given
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"])
@@ -141,7 +142,7 @@ class Trainer(Checkpoints):
 
     def __repr__(self) -> str:
         optimizer = getattr(self.optimizer, "name", type(self.optimizer).__name__)
-        return f"<Trainer of {type(self.model).__name__} by {optimizer} on {self.backend.device}, {self.steps} steps>"
+        return f"<Trainer of {self._name} by {optimizer} on {self.backend.device}, {self.steps} steps>"
 
     @property
     def model(self) -> nn.Module:

@@ -210,7 +210,7 @@ def test_what_was_passed_over_is_logged_once(fakes, caplog):
         accelcore.select("vanished,cpu")
     (record,) = [record for record in caplog.records if "vanished" in record.getMessage()]
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == "device='vanished,cpu' chose cpu:0 and passed over vanished: no such card"
+    assert record.getMessage() == "device='vanished,cpu' chose cpu:0; vanished does not work: no such card"
 
 
 def test_a_first_choice_that_works_logs_nothing(fakes, caplog):

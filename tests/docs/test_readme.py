@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,5 +100,6 @@ def test_it_runs_where_no_strategy_is_declared(fakes, monkeypatch, tmp_path):
         backends=["lone"],
     )
     monkeypatch.setenv("ACCEL_DEVICE", "lone")
+    monkeypatch.setattr(sys, "argv", ["first.py", "2"])
     exec(compile(SCRIPT, "first.py", "exec"), {})
-    assert max(FOLDER.glob("step-*")).name == "step-00000080"
+    assert max(FOLDER.glob("step-*")).name == "step-00000016"

@@ -89,3 +89,31 @@ def test_an_observer_records_without_a_context(accel, tmp_path):
     with accelcore.Replay(tmp_path / "ref") as replay:
         train(accel)
     assert replay.result.agrees, replay.result
+
+
+def resumed(accel, checkpoints, steps):
+    """Resume, train some steps and save, keeping one checkpoint."""
+    accel.runtime.seed(0)
+    model = nn.Sequential(*net())
+    trainer = accel.trainer(model, accel.optimizers.create("adamw", model.parameters(), lr=0.01), loss=loss_of)
+    trainer.resume(checkpoints)
+    for batch in data(steps):
+        trainer(batch)
+    trainer.save(checkpoints, keep=1)
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_a_replay_begins_where_the_recorded_run_began_and_saves_nothing(accel, tmp_path, earlier):
+    checkpoints, reference = tmp_path / "checkpoints", tmp_path / "ref"
+    if earlier:
+        resumed(accel, checkpoints, earlier)
+    with accelcore.Record(reference):
+        resumed(accel, checkpoints, 3)
+    there = sorted(checkpoints.iterdir())
+    assert [path.name for path in there] == [f"step-{steps:08d}" for steps in (earlier, earlier + 3) if steps]
+    with accelcore.Replay(reference) as replay:
+        resumed(accel, checkpoints, 3)
+    assert replay.result.agrees, replay.result
+    assert replay.result.exact
+    assert replay.result.steps == 3
+    assert sorted(checkpoints.iterdir()) == there

@@ -235,3 +235,16 @@ def test_apexs_state_is_taken_as_far_as_it_goes(accel):
     static.load_state_dict({"loss_scale": 128.0, "unskipped": 0})
     with pytest.raises(CheckpointError, match=r"loss_scale=64\.0"):
         static.load_state_dict({"loss_scale": 64.0, "unskipped": 0})
+
+
+@pytest.mark.parametrize("settings", [{}, {"dynamic": False}, None])
+def test_update_says_that_it_takes_no_scale_as_torchs_does(accel, settings):
+    scaler = accel.scaler.none() if settings is None else accel.scaler.create(**settings)
+    with pytest.raises(ConfigurationError, match=r"2\.0.*\n.*init="):
+        scaler.update(2.0)
+
+
+def test_the_scale_can_be_set_as_the_refusal_says(accel):
+    scaler = accel.scaler.create()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    assert scaler.get_scale() == 2.0

@@ -126,7 +126,7 @@ def _selection(selection: Selection) -> Iterator[_Line]:
         return
     yield 2, f"would choose {selection['chosen']}  {asked}: {selection['why']}", _GOOD
     for passed in selection["passed_over"]:
-        yield 6, f"passed over {passed['name']}: {passed['reason']}", ""
+        yield 6, f"{passed['name']} does not work: {passed['reason']}", ""
 
 
 def _trial(label: str, trial: Trial) -> Iterator[_Line]:

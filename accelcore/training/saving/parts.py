@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accelcore.checkpoint.manifest import MODEL, RANK, file_of
+from accelcore.checkpoint.store import Checkpoint
 from accelcore.errors import CheckpointError, logger
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
@@ -19,6 +22,9 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
+
+SHARED = "shared"
+"""File of the `shared_state` of every part but the model."""
 
 
 @dataclass(frozen=True)
@@ -278,3 +284,43 @@ def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str
     for name, value in saved.items():
         if not isinstance(value, Tensor) or name not in own or own[name].shape != value.shape:
             raise malformed(f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model")
+
+
+def read_saved(
+    checkpoint: Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
+) -> Saved:
+    """Read one trainer's part of a checkpoint, for this rank."""
+    saved_by = checkpoint.manifest["world_size"]
+    same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
+    of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
+    model = as_dict(checkpoint.read(file_of(trainer, MODEL), like_of), "model")
+    shared = as_dict(checkpoint.read(file_of(trainer, SHARED), like_of), "training state")
+    own = as_dict(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
+    if "state" not in (optimizer := as_dict(shared.get("optimizer"), "optimizer state")):
+        optimizer["state"] = {}
+        for file in of_ranks:  # each rank saved the state of the parameters that it updates
+            divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
+            optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
+    if not same_job:
+        within = as_dict(own.get("window"), "window", "micro")["micro"]
+        if within or as_dict(own.get("data"), "position in the data", "taken")["taken"]:
+            raise CheckpointError(
+                f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
+                remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
+            )
+        if rank == 0:
+            text = "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored"
+            logger.warning(text, saved_by, world_size)
+    weights = f'trainer.load("{checkpoint.path / file_of(trainer, MODEL)}.safetensors")'
+    if checkpoint.manifest["pieces"].get(file_of(trainer, MODEL)):  # every rank has saved a part of the model
+        option = f" --trainer {trainer}" if trainer else ""
+        weights = f'accelcore export{option} {checkpoint.path} FILE.safetensors, then trainer.load("FILE.safetensors")'
+    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", weights)
+
+
+def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
+    if name.startswith("optimizer.state."):
+        name = name.removeprefix("optimizer.state.").rpartition(".")[0]
+    parameter = sharded.get(name.removeprefix("masters."))
+    return parameter if parameter is not None and parameter.shape == shape else None

@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,15 +33,15 @@ from accelcore.training.saving.foreign import prepare_foreign
 from accelcore.training.saving.model_part import MastersPart, ModelPart
 from accelcore.training.saving.optimizer_part import OptimizerPart
 from accelcore.training.saving.parts import (
+    SHARED,
     DataStreamPart,
     ExtraPart,
     Part,
     RandomPart,
-    Saved,
     ScalerPart,
     SchedulePart,
     WindowPart,
-    as_dict,
+    read_saved,
 )
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
@@ -50,9 +49,6 @@ from accelcore.training.window import Window
 from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole
 from accelcore.util.trial import requested_trial
-
-_SHARED = "shared"
-"""File of the `shared_state` of every part but the model."""
 
 
 class Checkpoints(ABC):
@@ -65,6 +61,7 @@ class Checkpoints(ABC):
     def __init__(self) -> None:
         self._run = uuid4().hex  # identifies the checkpoints of this run
         self.extra: dict[str, Any] = {}
+        self._spared: Path | None = None
 
     @abstractmethod
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
@@ -100,7 +97,8 @@ class Checkpoints(ABC):
         new = self.extra if extra is None else dict(extra)
         trainings = self._trainings(new)
         metric, folder = None if best is None else _metric(best), store.as_path(folder)
-        if requested_trial() is not None:  # a trial must not replace what the user has trained
+        # Neither a trial nor a replay may replace what the user has trained.
+        if requested_trial() is not None or not all(each.saver.writes for each in trainings.values()):
             self.extra = new
             return folder
         backend, agreement = _agreement(trainings)
@@ -137,7 +135,7 @@ class Checkpoints(ABC):
         path: Path = folder / gather_objects(backend.collectives, saved)[0]
         if rank == 0 and keep is not None:
             try:
-                if others := store.keep_newest(path, keep):
+                if others := store.keep_newest(path, keep, self._spared):
                     logger.warning("%s also has checkpoints of another run, such as %s", folder, others[-1].name)
             except OSError as error:  # the new checkpoint is saved
                 logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
@@ -163,6 +161,11 @@ class Checkpoints(ABC):
         trainings, folder = self._trainings(None), store.as_path(folder)
         if requested_trial() is not None and not must_exist:
             return None
+        starts_at = next(iter(trainings.values())).saver.starts_at
+        if starts_at == 0 and not must_exist:
+            return None
+        if starts_at:
+            folder = store.after_steps(folder, starts_at)
         backend, agreement = _agreement(trainings)
         agreement.wait_for_ranks("trainer.resume()")
         rank, world_size = backend.collectives.rank, backend.collectives.world_size
@@ -172,7 +175,7 @@ class Checkpoints(ABC):
             if checkpoint is not None:
                 _check_trainers(trainings, checkpoint)
                 for name, training in trainings.items():
-                    saved = _read(checkpoint, name, rank, world_size, training.saver.sharded)
+                    saved = read_saved(checkpoint, name, rank, world_size, training.saver.sharded)
                     commits[name] = [part.prepare(saved) for part in training.parts]
         if not agreement.all_equal("" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
             raise CheckpointError(
@@ -187,6 +190,8 @@ class Checkpoints(ABC):
                 at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
                 logger.warning("resumed from %s: %s", checkpoint.path, at)
             self._run = checkpoint.manifest["run"]
+            if any(training.saver.spares_start for training in trainings.values()):
+                self._spared = checkpoint.path
             return checkpoint.path
         if must_exist:
             raise CheckpointError(
@@ -201,7 +206,16 @@ class Checkpoints(ABC):
 
 
 class Saver:
-    """The state of one trainer, as parts of a checkpoint."""
+    """The state of one trainer, as parts of a checkpoint.
+
+    Attributes:
+        writes: whether `save` writes checkpoints. A replay of a recording writes none.
+        starts_at: of a replay, the number of steps after which the recorded run began.
+        spares_start: whether the checkpoint that was resumed from is never deleted, so that a replay can begin there.
+    """
+
+    writes, spares_start = True, False
+    starts_at: int | None = None
 
     step: Step  # the trainer's; it makes a new one, and sets this, in each `refresh`
 
@@ -324,48 +338,9 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
     if rank == 0 or training.saver.sharded:
         shared = {part.name: state for part in training.parts if (state := part.shared_state()) is not None}
         store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
-        store.write_file(folder, file_of(name, _SHARED), shared, rank=rank)
+        store.write_file(folder, file_of(name, SHARED), shared, rank=rank)
     own = {part.name: state for part in training.parts if (state := part.own_state()) is not None}
     store.write_file(folder, file_of(name, f"{RANK}{rank:05d}"), own)
-
-
-def _read(
-    checkpoint: store.Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
-) -> Saved:
-    saved_by = checkpoint.manifest["world_size"]
-    same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
-    of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
-    model = as_dict(checkpoint.read(file_of(trainer, MODEL), like_of), "model")
-    shared = as_dict(checkpoint.read(file_of(trainer, _SHARED), like_of), "training state")
-    own = as_dict(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
-    if "state" not in (optimizer := as_dict(shared.get("optimizer"), "optimizer state")):
-        optimizer["state"] = {}
-        for file in of_ranks:  # each rank saved the state of the parameters that it updates
-            divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
-            optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
-    if not same_job:
-        within = as_dict(own.get("window"), "window", "micro")["micro"]
-        if within or as_dict(own.get("data"), "position in the data", "taken")["taken"]:
-            raise CheckpointError(
-                f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
-                remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
-            )
-        if rank == 0:
-            text = "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored"
-            logger.warning(text, saved_by, world_size)
-    weights = f'trainer.load("{checkpoint.path / file_of(trainer, MODEL)}.safetensors")'
-    if checkpoint.manifest["pieces"].get(file_of(trainer, MODEL)):  # every rank has saved a part of the model
-        option = f" --trainer {trainer}" if trainer else ""
-        weights = f'accelcore export{option} {checkpoint.path} FILE.safetensors, then trainer.load("FILE.safetensors")'
-    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", weights)
-
-
-def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
-    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
-    if name.startswith("optimizer.state."):
-        name = name.removeprefix("optimizer.state.").rpartition(".")[0]
-    parameter = sharded.get(name.removeprefix("masters."))
-    return parameter if parameter is not None and parameter.shape == shape else None
 
 
 def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:

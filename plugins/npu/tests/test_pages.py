@@ -61,6 +61,7 @@ def stand_ins():
 def test_a_python_block_runs_on_the_npu_as_printed(code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCEL_DEVICE", "npu")
+    monkeypatch.setattr(sys, "argv", ["block.py"])
     script = tmp_path / "block.py"
     script.write_text(code, encoding="utf-8")
     runpy.run_path(str(script), run_name="__main__")

@@ -187,6 +187,7 @@ def again(accel, rank):
         trainer = accel.trainer(model, optimizer, loss=loss_of, parallel="fsdp")
         run("partly", rank, trainer)
         found[kind] = state(model)
+    found["shown"] = repr(trainer)
     second = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=LR), loss=loss_of, parallel="fsdp")
     run("partly", rank, second)
     found["second"] = state(model)

@@ -170,6 +170,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(pair, case, say
 def test_state_that_the_optimizer_had_goes_on(pair):
     for rank in pair:
         close(rank["again"]["ours"], rank["again"]["torch"], rtol=1e-5, atol=1e-6)
+        assert rank["again"]["shown"].startswith("<Trainer of Partly by ")
         first, second = rank["again"]["torch"], rank["again"]["second"]
         assert not all(torch.equal(second[key], value) for key, value in first.items())
         close(rank["again"]["own"], rank["again"]["theirs"], rtol=1e-6, atol=1e-7)

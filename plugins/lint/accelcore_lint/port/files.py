@@ -38,7 +38,7 @@ class Script:
 def find_scripts(paths: Sequence[Path]) -> Iterator[Path]:
     """Yield the files that are named, and the `.py` files in the folders that are named, sorted and each once.
 
-    Hidden folders, environments and build folders are passed over. Links to folders are not followed.
+    Hidden folders, environments and build folders are skipped. Links to folders are not followed.
 
     Raises:
         FileError: a path does not exist.
