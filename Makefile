@@ -8,6 +8,8 @@
 PYTHON ?= python3
 ARGS ?=
 PIP = -m pip --disable-pip-version-check
+# The plugins of the devices that this machine has: each other one would be reported as not working in every run.
+DEVICES = $(if $(wildcard /dev/nvidiactl /dev/kfd /dev/dxg),-e plugins/cuda) $(if $(wildcard /dev/davinci*),-e plugins/npu)
 
 # What is kept between runs stays in this folder: matplotlib's list of fonts would go to the user's.
 export MPLCONFIGDIR = $(CURDIR)/.venv/matplotlib
@@ -26,7 +28,7 @@ test: .venv/test.done
 .venv/train.done: pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml) | .venv/bin/python
 	@.venv/bin/python scripts/set_up.py
 	@.venv/bin/python -c "import torch" 2>/dev/null || .venv/bin/python $(PIP) install -c constraints.txt torch
-	.venv/bin/python $(PIP) install --quiet -c constraints.txt -e ".[examples]" -e plugins/cpu -e plugins/cuda -e plugins/npu
+	.venv/bin/python $(PIP) install --quiet -c constraints.txt -e ".[examples]" -e plugins/cpu $(DEVICES)
 	@touch $@
 
 .venv/test.done: constraints.txt | .venv/bin/python

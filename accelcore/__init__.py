@@ -115,6 +115,9 @@ _INSTEAD = {
     **dict.fromkeys(("set_seed", "seed", "seed_everything", "manual_seed"), "accel.runtime.seed(n)"),
     **dict.fromkeys(("device", "autocast", "trainer", "optimizers"), "accel = accelcore.select(), which has it"),
     **dict.fromkeys(("is_available", "device_count"), "accelcore.installed()"),
+    **dict.fromkeys(("prepare", "fit", "train"), "accelcore.select().trainer(model, optimizer, ...)"),
+    **dict.fromkeys(("distributed", "rank", "world_size", "is_main"), "job = accelcore.select().join()"),
+    **dict.fromkeys(("run", "launch"), "accelcore run --nproc 2 train.py in a shell"),
     "GradScaler": "accel.scaler.create()",
 }
 """Names of accelerate, Fabric and torch, and what stands for them."""

@@ -33,7 +33,7 @@ class AccelError(Exception):
         what: what happened, with the wrong value.
         why: the reason, if it is known.
         available: the alternatives.
-        remedy: what to do; if it is left out, to choose one of the alternatives.
+        remedy: what to do; by default, to choose one of the alternatives.
     """
 
     def __init__(self, what: str, *, why: str = "", available: str = "", remedy: str = "") -> None:

@@ -109,7 +109,7 @@ def test_the_factory_of_scalers_says_how_one_is_made(accel):
 
 @pytest.mark.parametrize(
     ("precision", "remedy"),
-    [("auto", '"best"'), (True, '"bf16"'), ("tf32", 'fp32="fast"'), (None, "leave precision out"),
+    [("auto", '"best"'), (True, '"bf16"'), ("tf32", 'fp32="fast"'), (None, "remove precision"),
      ("BF16", "did you mean 'bf16'"), ("mixed_bfloat16", "did you mean 'bf16'")],
 )  # fmt: skip
 def test_a_precision_that_is_none_says_what_to_write(accel, precision, remedy):

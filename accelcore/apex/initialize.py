@@ -118,7 +118,7 @@ def initialize(
         return models if optimizers is None else (models, optimizers)
     for name, number in (("num_losses", num_losses), ("ddp_replica_count", ddp_replica_count)):
         if not is_whole(number, 1):
-            raise AmpError(f"{name}={number!r} is not a whole number of 1 or more", remedy="give one, or leave it out")
+            raise AmpError(f"{name}={number!r} is not a whole number of 1 or more", remedy="give one, or remove it")
     properties = _resolve(given)
     all_models, all_optimizers = listed(models, nn.Module, "model"), listed(optimizers, Optimizer, "optimizer")
     _check_models(all_models)
@@ -225,20 +225,20 @@ def _resolve(given: Mapping[str, Any]) -> _Properties:
             raise AmpError(
                 f"{name}=True at {opt_level} has no effect",
                 why="operators and functions are cast at O1 only",
-                remedy='leave it out, or use opt_level="O1"',
+                remedy='remove it, or use opt_level="O1"',
             )
     combines = bool(combine_ddp if given["combine_grad"] is None else given["combine_grad"])
     if combine_ddp and not combines:
         raise AmpError(
             "combine_ddp=True contradicts combine_grad=False",
             why="ranks exchange gradients in one piece of memory",
-            remedy="leave combine_grad out: it is implied",
+            remedy="remove combine_grad: it is implied",
         )
     if combines and opt_level in ("O0", "O3"):
         raise AmpError(
             f"combine_grad or combine_ddp at {opt_level} is not possible",
             why="apex has them at O1 and O2 only",
-            remedy='leave them out, or use opt_level="O1" or "O2"',
+            remedy='remove them, or use opt_level="O1" or "O2"',
         )
     default = None if level.model_dtype is None else getattr(torch, level.model_dtype)
     dtype = _dtype("cast_model_type", given, default)
@@ -288,7 +288,7 @@ def _check_casts_only(given: Mapping[str, Any]) -> None:
             raise AmpError(
                 f"{name}={value} at O1 has no effect",
                 why="O1 casts the inputs of operators, and leaves the model itself in fp32",
-                remedy='leave it out, or use opt_level="O2"',
+                remedy='remove it, or use opt_level="O2"',
             )
 
 

@@ -194,7 +194,7 @@ def FusedAdam(  # noqa: N802
     """
     if not bias_correction:
         raise UnsupportedError(
-            "FusedAdam cannot run with bias_correction=False", remedy="leave it out, or use NpuFusedBertAdam"
+            "FusedAdam cannot run with bias_correction=False", remedy="remove it, or use NpuFusedBertAdam"
         )
     name = "adamw" if adam_w_mode else "adam"
     return _create(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
@@ -218,7 +218,7 @@ def FusedSGD(  # noqa: N802
     """
     if wd_after_momentum:
         raise UnsupportedError(
-            "FusedSGD cannot run with wd_after_momentum=True", remedy="leave it out: torch's SGD decays before momentum"
+            "FusedSGD cannot run with wd_after_momentum=True", remedy="remove it: torch's SGD decays before momentum"
         )
     return NpuFusedSGD(params, lr, momentum, dampening, weight_decay, nesterov)
 
@@ -238,7 +238,7 @@ def FusedAdagrad(  # noqa: N802
     """
     if adagrad_w_mode:
         raise UnsupportedError(
-            "FusedAdagrad cannot run with adagrad_w_mode=True", remedy="leave it out: torch's Adagrad adds the decay"
+            "FusedAdagrad cannot run with adagrad_w_mode=True", remedy="remove it: torch's Adagrad adds the decay"
         )
     return _create("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
 

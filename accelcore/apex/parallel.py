@@ -38,7 +38,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 raise UnsupportedError(
                     f"apex.parallel.DistributedDataParallel cannot take {name}={value!r}",
                     why="this is torch's DistributedDataParallel, which averages gradients in their own dtype",
-                    remedy="leave it out, or use torch.nn.parallel.DistributedDataParallel and its options",
+                    remedy="remove it, or use torch.nn.parallel.DistributedDataParallel and its options",
                 )
         device = next(module.parameters()).device
         super().__init__(

@@ -211,7 +211,7 @@ class Accumulated:
                 raise AmpError(
                     "gradients that delay_unscale=True left scaled would be unscaled by another scale",
                     why="the pass after it has another loss_id, or the scale has moved between them",
-                    remedy="give both the same loss_id and optimizers, or leave delay_unscale out",
+                    remedy="give both the same loss_id and optimizers, or remove delay_unscale",
                 )
             return
         if self._before:
@@ -253,7 +253,7 @@ class Accumulated:
         if self._scaled_by is not None:
             raise AmpError(
                 "step() after a backward pass with delay_unscale=True: the gradients are still scaled",
-                remedy="leave delay_unscale out of the last `with amp.scale_loss(...)` before step()",
+                remedy="remove delay_unscale from the last `with amp.scale_loss(...)` before step()",
             )
         missed = (slot.trained.grad is None and slot.parameter.grad is not None for slot in self.slots)
         if not self._exposed and any(missed):

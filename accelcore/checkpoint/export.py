@@ -58,7 +58,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
             available=", ".join(names) or "one trainer, without a name",
             remedy=f"name the trainer: --trainer {names[0]}, or export(..., trainer={names[0]!r})"
             if names != [""]
-            else "leave out --trainer, or trainer= of export()",
+            else "remove --trainer, or trainer= of export()",
         )
     tree = found.read(file_of(trainer or "", MODEL))
     tensors = {name: value for name, value in tree.items() if isinstance(value, Tensor)}

@@ -122,7 +122,7 @@ def replay(
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
     if batch and report:
-        raise ConfigurationError("--batch has no page", remedy="leave --report out; --json prints the result")
+        raise ConfigurationError("--batch has no page", remedy="remove --report; --json prints the result")
     # No checkpoint is saved, so that each run begins where the one before began.
     recorded: dict[str, Any] = {"steps": steps or None, "batches": take_batches, "saves": False}
     if itself:

@@ -249,7 +249,7 @@ def _apex_path(environ: Mapping[str, str], folder: Path) -> str:
         raise ConfigurationError(
             "--apex cannot replace the apex beside the script",
             why=f"Python finds {beside} first",
-            remedy="rename that one, or leave --apex out",
+            remedy="rename that one, or remove --apex",
         )
     spec = find_spec("apex")
     if spec is not None and spec.origin is not None and not Path(spec.origin).is_relative_to(_APEX):

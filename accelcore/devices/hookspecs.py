@@ -66,7 +66,7 @@ class Probe:
         count: how many devices of this kind this process may use; at least 1 if `available`.
         exclusive: whether each rank of a job needs a device of its own. False for a CPU, which all ranks share.
         api: the version of the plugin interface that the plugin was written for, as a number. None counts as 1, which
-            is the only version that plugins could leave out.
+            is the only version that plugins could omit.
         environment: names of the environment variables that this backend reads, for `accelcore doctor`.
         distributions: names of the distributions of the vendor's runtime. `accelcore doctor` shows them, and
             `accelcore run` keeps torch from loading the runtime of an unusable backend.

@@ -228,7 +228,7 @@ def extensions() -> list[Extension]:
     for extension in loaded:
         if extension.reason:
             logger.warning(
-                "extension %s of %s is left out: %s", extension.name, extension.distribution, extension.reason
+                "extension %s of %s is not used: %s", extension.name, extension.distribution, extension.reason
             )
     return [extension for extension in loaded if not extension.reason]
 

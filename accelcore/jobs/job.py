@@ -26,13 +26,16 @@ from accelcore.util.text import kind_of, no_attribute
 Number = TypeVar("Number", float, Tensor)
 
 _INSTEAD = {
-    **dict.fromkeys(("is_main_process", "is_global_zero", "is_local_main_process"), "job.is_main"),
+    **dict.fromkeys(("is_main_process", "is_global_zero", "is_local_main_process", "is_master", "main"), "job.is_main"),
     **dict.fromkeys(("process_index", "global_rank"), "job.rank"),
     **dict.fromkeys(("local_process_index", "local_process_rank"), "job.local_rank"),
-    **dict.fromkeys(("wait_for_everyone", "wait"), "job.barrier()"),
+    **dict.fromkeys(("wait_for_everyone", "wait", "sync"), "job.barrier()"),
     **dict.fromkeys(("all_gather", "gather_for_metrics"), "job.gather(tensor)"),
     **dict.fromkeys(("reduce", "average"), "job.mean(value), or job.all_reduce(tensor)"),
-    "num_processes": "job.world_size",
+    **dict.fromkeys(("num_processes", "ranks", "num_ranks", "size"), "job.world_size"),
+    **dict.fromkeys(("sum", "max", "min"), 'job.all_reduce(tensor, "sum"), "max" or "min"'),
+    **dict.fromkeys(("broadcast_object", "broadcast_object_list"), "job.gather_objects(value)[0]"),
+    "device": "accel.device",
     "gather_object": "job.gather_objects(value)",
 }
 """Names of accelerate, Fabric and torch, and what stands for them in a job."""

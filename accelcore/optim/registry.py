@@ -163,7 +163,7 @@ class Optimizers:
         Args:
             name: one of `names()`, in any letter case; or torch's class of that name.
             params: parameters, or parameter groups, as for `torch.optim`.
-            lr: learning rate; if it is left out, the optimizer's default. None is refused.
+            lr: learning rate; without it, the optimizer's default. None is refused.
             route: `"auto"`, or the name of a route.
             options: hyperparameters, named as in `torch.optim`.
 
@@ -194,7 +194,7 @@ class Optimizers:
                     )
             if key == "lr" and (value is None or isinstance(value, bool)):
                 raise ConfigurationError(
-                    f"lr={value!r} is not a number", remedy="give a number, or leave lr out for the optimizer's default"
+                    f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
                 )
         # Named parameters are pairs, as from model.named_parameters(). The optimizer refuses what is no tensor.
         members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
@@ -249,7 +249,7 @@ class Optimizers:
                 f"optimizer {request.name!r} cannot be made with {switch}=",
                 why="route= chooses the implementation",
                 available=", ".join(route.name for route in self._routes[request.name]),
-                remedy=f"leave {switch}= out for the fastest route, or name the route",
+                remedy=f"remove {switch}= for the fastest route, or name the route",
             )
         choices: list[ExplainedRoute] = []
         chosen: str | None = None

@@ -170,7 +170,7 @@ class _Comparison:
     def _pairs(self, both: tuple[Step, Step]) -> Pairs:
         """Return the events that both steps have, in the recording's order.
 
-        If the runs may have divided a model otherwise, a tensor of another shape is a shard, and is left out. So are
+        If the runs may have divided a model otherwise, a tensor of another shape is a shard, and is skipped. So are
         the operators of a module that computes by other operators in one run: which correspond is not known.
         """
         seen = [{each.event: each for each in step.seen if each.event.kind in self._kinds} for step in both]

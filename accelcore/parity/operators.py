@@ -83,7 +83,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"a mode of torch's dispatcher began or ended within step {step}, whose operators are recorded",
                 why="recording operators is a mode, too, from the first forward pass of the step to its update, and "
                 "modes must end in the reverse order",
-                remedy="open your mode around the whole step, with its update, or leave operators= out",
+                remedy="open your mode around the whole step, with its update, or remove operators=",
             )
 
     def enter(self, module: str) -> None:

@@ -132,7 +132,7 @@ class Record(Observer):
             raise UnsupportedError(
                 "a training with graph=True cannot be recorded or replayed",
                 why="the steps are captured once, and no hook runs when they are launched",
-                remedy="leave graph=True out while you compare",
+                remedy="remove graph=True while you compare",
             )
         self._start()
         self._trainers.append(trainer)
@@ -204,8 +204,8 @@ class Record(Observer):
         if self._writer is None:
             if self._random is not None:
                 draw_on_host(next(watched.model.parameters()).device.type)
-            facts = {"operators": self._operators, "random": self._random, "batches": self._batches}
-            facts["began"] = max((each.steps for each in self._trainers), default=0)
+            began = max((each.steps for each in self._trainers), default=0)
+            facts = {"operators": self._operators, "random": self._random, "batches": self._batches, "began": began}
             self._writer = Writer(self._folder, rank_and_size()[0], {"settings": {}, **facts})
             self._writer.keep("generators", self._at_start)
         if self._batches and not self._kept:
@@ -271,6 +271,6 @@ def _checked(given: Any, kind: type, name: str) -> list[Any]:
     if strange := [each for each in listed if not isinstance(each, kind)]:
         raise ConfigurationError(
             f"{name}={strange[0]!r} is not {kind.__module__}.{kind.__qualname__}",
-            remedy=f"give the {name}, or leave it out",
+            remedy=f"give the {name}, or remove it",
         )
     return listed

@@ -149,7 +149,7 @@ _PRESETS = {
 _MEANT = {
     **dict.fromkeys(("auto", "true"), 'write "bf16", or "best" for the fastest'),
     "tf32": 'write fp32="fast", for fp32 products only',
-    "none": "leave precision out for fp32",
+    "none": "remove precision for fp32",
 }
 
 
@@ -199,7 +199,7 @@ def fp32_mode(mode: str | None, backend: Backend) -> str | None:
         raise ConfigurationError(
             f"fp32={mode!r} is not a mode of fp32 products",
             available=", ".join(_FP32_MODES),
-            remedy=did_you_mean(str(mode), _FP32_MODES, "leave fp32 out to keep torch's setting"),
+            remedy=did_you_mean(str(mode), _FP32_MODES, "remove fp32 to keep torch's setting"),
         )
     if mode == "fast if possible":
         return None if backend.capabilities.fast_fp32 is None else "fast"

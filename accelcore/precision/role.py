@@ -165,7 +165,7 @@ class TorchPrecision(Precision):
             raise UnsupportedError(
                 f"fp32={mode!r} is not available on {self._device_type}",
                 available=", ".join(known),
-                remedy="leave fp32 out to keep the present setting",
+                remedy="remove fp32 to keep the present setting",
             )
         return self.products(fast=mode == "fast")
 

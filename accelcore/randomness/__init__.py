@@ -50,7 +50,7 @@ def draw_on_host(device_type: str) -> None:
             'same="everywhere" is not available',
             why=f"torch {torch.__version__} has no {GET_KERNEL}",
             available="seeds without same, which are the same on devices of one kind",
-            remedy="leave same out, or install torch 2.10 or later",
+            remedy="remove same, or install torch 2.10 or later",
         )
     with _lock:
         for kind in ("cpu", device_type):
@@ -137,7 +137,7 @@ def _if_it_draws(operator: OpOverload, key: str, on_host: Kernel, device_type: s
             raise UnsupportedError(
                 f"{operator_name(operator)} would draw random numbers inside a graph",
                 why='after runtime.seed(..., same="everywhere") the host draws them, once for all launches',
-                remedy="leave the graph out, or seed without same",
+                remedy="remove the graph, or seed without same",
             )
         return on_host(*arguments, **options)
 

@@ -71,7 +71,7 @@ class NoCompiler(Compiler):
     """Compiler of a backend that declares none."""
 
     def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
-        raise UnsupportedError("this backend declares no compiler", remedy="leave compile out")
+        raise UnsupportedError("this backend declares no compiler", remedy="remove compile")
 
 
 class TorchCompiler(Compiler):

@@ -188,7 +188,7 @@ class TorchRuntime(Runtime):
         if same not in (None, "everywhere"):
             raise ConfigurationError(
                 f'same={same!r} must be None or "everywhere"',
-                remedy='give same="everywhere" to compare devices, or leave it out',
+                remedy='give same="everywhere" to compare devices, or remove it',
             )
         if (trial := requested_trial()) is not None:  # `accelcore advise` measures the noise of seeds
             n = (n + trial.seed) % 2**64

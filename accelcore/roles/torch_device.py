@@ -52,7 +52,7 @@ def from_torch(
         index: the number of the device.
         name: the backend's name, by which users select it; None means `device`.
         capabilities: the declaration. None means that it is found by trials, each time; the log has the reason for
-            each feature that is left out. Print the `capabilities` of the result to write them down.
+            each feature that is missing. Print the `capabilities` of the result to write them down.
 
     Raises:
         ConfigurationError: `device` has an index.
@@ -156,7 +156,7 @@ def _runtime(device: torch.device, declared: Capabilities) -> TorchRuntime:
 
 
 def _try_capabilities(device: torch.device) -> Capabilities:
-    """Return what a device can do according to trials. The log has the reason for each feature that is left out.
+    """Return what a device can do according to trials. The log has the reason for each feature that is missing.
 
     What one process cannot try is taken from torch's registry: process groups, the strategies that need them, and
     inductor. `accelcore verify backend` tests these.

@@ -38,8 +38,16 @@ _INSTEAD = {
     "set_growth_factor": "accel.scaler.create(growth=2.0)",
     "set_backoff_factor": "accel.scaler.create(backoff=0.5)",
     "set_growth_interval": "accel.scaler.create(interval=2000)",
+    **dict.fromkeys(("loss_scale", "value", "current_scale"), "scaler.get_scale()"),
+    **dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval"), "scaler.state_dict(), which has it"),
+    **dict.fromkeys(("found_inf", "overflow", "has_overflow"), "scaler.overflowed"),
+    "init_scale": "accel.scaler.create(init=65536.0)",
+    "set_scale": 'scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})',
+    "unscale": "scaler.unscale_(optimizer)",
+    "enabled": "scaler.is_enabled()",
+    "backward": "scaler.scale(loss).backward()",
 }
-"""Methods of torch.amp.GradScaler that no scaler has, and what stands for them."""
+"""Names of torch, apex and other libraries that no scaler has, and what stands for them."""
 
 # Called for every gradient in every step, so without a Python frame for each.
 _DTYPE, _IS_SPARSE, _GRAD = attrgetter("dtype"), attrgetter("is_sparse"), attrgetter("grad")

@@ -13,7 +13,7 @@ from accelcore.testing.support.usable import DeviceTests
 
 
 class TestOperators(DeviceTests):
-    """Operators that the default run leaves out."""
+    """Operators that the default run skips."""
 
     @pytest.mark.parametrize("name", sorted(operators().keys() - set(SAMPLED)))
     def test_operator(self, accel: Backend, name: str, record_property: Any) -> None:

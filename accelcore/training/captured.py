@@ -73,7 +73,7 @@ class CapturedStep:
             raise TrainingError(
                 "a batch holds a value that is neither a tensor nor hashable",
                 why=f"a graph bakes such values in, and is looked up by them: {error}",
-                remedy="put tensors, numbers and strings into the batch, or leave graph=True out",
+                remedy="put tensors, numbers and strings into the batch, or remove graph=True",
             ) from error
         if graph is None:
             if not self._warm or key not in self._kinds:
@@ -102,7 +102,7 @@ class CapturedStep:
         if key not in self._kinds and len(self._kinds) >= _LIMIT:
             raise TrainingError(
                 f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
-                remedy="give all batches one shape (drop_last=True, padding), or leave graph=True out",
+                remedy="give all batches one shape (drop_last=True, padding), or remove graph=True",
             )
         self._kinds.add(key)
         self._windows += last
@@ -134,7 +134,7 @@ class CapturedStep:
         if self._warm and late:
             raise TrainingError(
                 f"{len(late)} parameters received their first gradient after {WARM_UP} windows",
-                remedy="use the same parameters in each step, or leave graph=True out",
+                remedy="use the same parameters in each step, or remove graph=True",
             )
         self._received |= received
 

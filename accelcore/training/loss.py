@@ -86,7 +86,7 @@ def _refuse_backward(*_: Any, **__: Any) -> None:
     raise TrainingError(
         "backward was called on the loss that trainer(batch) returned",
         why="trainer(batch) has called backward already, and updates the parameters at the end of each window",
-        remedy="leave out .backward(); for a loss of your own call trainer.backward(loss) and trainer.update()",
+        remedy="remove .backward(); for a loss of your own call trainer.backward(loss) and trainer.update()",
     )
 
 

@@ -174,6 +174,7 @@ _WORDS = {
     "criterion": "loss", "loss_fn": "loss", "callbacks": "observers", "gradient_checkpointing": "checkpoint",
     "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "torch_compile": "compile",
     "warmup_steps": "warmup", "num_warmup_steps": "warmup", "num_training_steps": "total_steps",
+    "max_steps": "total_steps", "gradient_accumulation": "accumulate", "max_norm": "clip_norm",
     "amp": "fp16", "mixed": "bf16", "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
 }  # fmt: skip
 """Other libraries' words for options of a trainer, and for values of `precision` and `parallel`."""
@@ -182,7 +183,15 @@ _ELSEWHERE = {
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "accel.optimizers.create(name, parameters, lr=...)"),
     **dict.fromkeys(("dataloader", "loader", "train_dataloader"), "for batch in trainer.batches(loader): ..."),
     **dict.fromkeys(("device", "accelerator", "devices"), "accelcore.select(device)"),
-    **dict.fromkeys(("output_dir", "save_dir", "default_root_dir"), "trainer.save(folder)"),
+    **dict.fromkeys(("output_dir", "save_dir", "default_root_dir", "save_every"), "trainer.save(folder)"),
+    **dict.fromkeys(("resume", "resume_from_checkpoint"), "trainer.resume(folder)"),
+    **dict.fromkeys(("eval_loader", "val_dataloader", "eval_dataset"), "trainer.evaluate(loader)"),
+    **dict.fromkeys(("logger", "log_every", "logging_dir"), "observers=[accelcore.Log(folder)]"),
+    **dict.fromkeys(("ranks", "num_processes", "world_size"), "accelcore run --nproc 2 train.py in a shell"),
+    **dict.fromkeys(("amp", "fp16", "bf16"), 'precision="bf16", or another one'),
+    **dict.fromkeys(("ddp", "fsdp", "zero", "deepspeed"), 'parallel="ddp", or another strategy'),
+    "batch_size": "torch.utils.data.DataLoader(dataset, batch_size)",
+    "seed": "accel.runtime.seed(n)",
 }
 """Other libraries' options of a trainer, and where accelcore takes them."""
 
@@ -303,7 +312,7 @@ def chosen(model: nn.Module, parts: Parts | None, option: str) -> list[nn.Module
         raise ConfigurationError(
             f"{option}={parts!r} chooses no part of this model",
             available=", ".join(sorted({type(module).__name__ for module in inside})),
-            remedy="" if inside else f"leave {option}= out: this model has no parts to choose from",
+            remedy="" if inside else f"remove {option}=: this model has no parts to choose from",
         )
     return found
 

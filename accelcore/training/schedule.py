@@ -143,7 +143,7 @@ class Schedule:
             raise TrainingError(
                 f"the scheduler is at last_epoch={now}, and the trainer expects {self._expected}",
                 why="the script stepped or loaded it, and the trainer steps it after each window",
-                remedy='leave scheduler.step() out, or set schedule_by="script"',
+                remedy='remove scheduler.step(), or set schedule_by="script"',
             )
 
     def window_ended(self, *, warns: bool) -> None:

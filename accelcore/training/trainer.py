@@ -39,6 +39,16 @@ if TYPE_CHECKING:
 
 _numbers = count()
 _INSTEAD = {
+    **{name: f'trainer.options["{name}"]' for name in TrainerOptions.__annotations__},
+    **dict.fromkeys(("loss", "last_loss"), "loss = trainer(batch)"),
+    **dict.fromkeys(("loss_scale", "scale", "get_scale"), "trainer.scaler.get_scale()"),
+    **dict.fromkeys(("lr", "learning_rate", "get_lr"), 'trainer.optimizer.param_groups[0]["lr"]'),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "for epoch in trainer.epochs(10): ..."),
+    **dict.fromkeys(("max_steps", "num_training_steps"), "trainer.total_steps"),
+    **dict.fromkeys(("rank", "world_size", "is_main", "print", "gather"), "job = accel.join(), which has it"),
+    **dict.fromkeys(("grad_norm", "gradient_norm"), "an observer with the method gradient_norm(norm)"),
+    **dict.fromkeys(("dataloader", "train_dataloader"), "trainer.batches(loader)"),
+    **dict.fromkeys(("unwrap_model", "module", "parameters"), "trainer.model, which is the model as given"),
     **dict.fromkeys(("fit", "train"), "for batch in trainer.batches(loader): trainer(batch)"),
     **dict.fromkeys(
         ("step", "optimizer_step", "training_step"), "trainer(batch), or trainer.backward(loss) and trainer.update()"
@@ -49,6 +59,12 @@ _INSTEAD = {
     **dict.fromkeys(("load_checkpoint", "load_state", "load_state_dict"), "trainer.resume(folder)"),
     "zero_grad": "nothing there, because a window begins without gradients",
     "global_step": "trainer.steps",
+    "ranks": "job = accel.join() and job.world_size",
+    "optimizers": "trainer.optimizer",
+    "lr_scheduler": "trainer.scheduler",
+    "predict": "trainer.evaluate(loader)",
+    "callbacks": 'trainer.options["observers"]',
+    "should_stop": "break in the loop over the epochs",
     "current_epoch": "trainer.epoch",
     "device": "accel.device",
     "no_sync": "accel.trainer(..., accumulate=4), which exchanges gradients once a window",
@@ -222,7 +238,7 @@ class Trainer(Checkpoints):
                 ranks a DataLoader with a plain sampler gets a `DistributedSampler`. Of an iterable, each rank gets
                 every `world_size`-th batch, and all ranks must read it in the same order; of a `ShardedStream`, each
                 rank gets its rows. All ranks get the same number of batches: with `drop_last=True` surplus rows are
-                left out, else some rows come twice.
+                dropped, else some rows come twice.
             shard: False if the loader already yields this rank's share.
         """
         if not isinstance(shard, bool):

@@ -125,7 +125,7 @@ class Window:
         if self._tensors_only:
             raise TrainingError(
                 f"the weight of a micro-batch is the number {weight!r}, and graph=True needs a tensor",
-                remedy="return a scalar tensor that is computed from the batch, or leave graph=True out",
+                remedy="return a scalar tensor that is computed from the batch, or remove graph=True",
             )
         if not is_number(weight) or not 0 <= weight < math.inf:
             raise TrainingError(

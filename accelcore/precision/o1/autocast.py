@@ -328,7 +328,7 @@ def _refused(operator: OpOverload, device_type: str) -> Kernel:
                 f"under autocast, {operator._opname} refuses inputs in {', '.join(sorted(map(str, low)))}",
                 why="its gradient grows as 1 / p, out of the range of low precision",
                 available="binary_cross_entropy_with_logits, or BCEWithLogitsLoss, which is exact",
-                remedy="leave the sigmoid out and pass the logits to that one; or compute the probabilities in fp32",
+                remedy="remove the sigmoid and pass the logits to that one; or compute the probabilities in fp32",
             )
         return operator(*arguments, **options)
 

@@ -56,7 +56,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Write how many tests there are, and leave out those that an earlier process has begun."""
+    """Write how many tests there are, but not those that an earlier process has begun."""
     _write(config, event="collected", count=len(items))
     begun = set()
     for line in config.getoption("--accelcore-report").read_text("utf-8").splitlines():

@@ -132,7 +132,7 @@ def operators() -> dict[str, Any]:
 def samples(info: Any, dtype: torch.dtype, *, differentiable: bool = True) -> list[Any]:
     """Return an operator's first samples on the CPU, the same each time.
 
-    torch leaves out some options of samples that are `differentiable`, because its own tests of gradients fail then.
+    torch omits some options of samples that are `differentiable`, because its own tests of gradients fail then.
     """
     gradients = differentiable and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
     torch.default_generator.manual_seed(0)

@@ -41,14 +41,12 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
             remedy="make it: parallel=FSDP()"
             if isinstance(name, type) and issubclass(name, FSDP)
-            else did_you_mean(
-                str(name), offered, "choose one of those, or leave parallel out for a job of one process"
-            ),
+            else did_you_mean(str(name), offered, "choose one of those, or remove parallel for a job of one process"),
         )
     if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
         raise ConfigurationError(
             f"comm_dtype={options['comm_dtype']!r} cannot be used with parallel={name!r}",
-            remedy=f"leave it out, or choose parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
+            remedy=f"remove it, or choose parallel={' or '.join(map(repr, _WITH_COMM_DTYPE))}",
         )
     if world_size == 1:
         if name != _NONE:
@@ -61,6 +59,6 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
         raise ConfigurationError(
             f"parallel={name!r} is not possible in a job of {world_size} ranks",
             available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
-            remedy="choose one, or leave accel.distributed() out to run independent processes",
+            remedy="choose one, or remove accel.distributed() to run independent processes",
         )
     return _STRATEGIES[name](backend, options)

@@ -197,7 +197,7 @@ class Checkpoints(ABC):
             raise CheckpointError(
                 f"there is no checkpoint in {folder}",
                 available=store.beneath(folder),
-                remedy="give the folder of an earlier save, or leave must_exist out",
+                remedy="give the folder of an earlier save, or remove must_exist",
             )
         if rank == 0:
             hint = f" (did you mean one of these? {below})" if (below := store.beneath(folder)) else ""

@@ -45,7 +45,7 @@ class Observe(Stage):
         if plan.options["graph"] and (listeners.measures_norm or listeners.overflow or listeners.output):
             raise ConfigurationError(
                 "an observer of gradient norms, overflows or module outputs cannot be used with graph=True",
-                remedy="leave graph=True out while you look, or observe losses and steps only",
+                remedy="remove graph=True while you look, or observe losses and steps only",
             )
         if plan.options["graph"]:
             listeners.gradient_norm = []  # each graph has a norm of its own
@@ -87,7 +87,7 @@ class Compile(Stage):
                 available='True, False, or options such as {"mode": "max-autotune"}',
             )
         if not plan.backend.capabilities.compilers:
-            raise UnsupportedError(f"{plan.backend.name} declares no compiler", remedy="leave compile out")
+            raise UnsupportedError(f"{plan.backend.name} declares no compiler", remedy="remove compile")
         self._options: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {}
         if plan.compiled is None:
             plan.backend.compiler.check(self._options)
@@ -96,7 +96,7 @@ class Compile(Stage):
             if compiled.overwrites:
                 raise ConfigurationError(
                     "graph=True cannot be combined with a compiled model that captures graphs itself",
-                    remedy='leave graph=True out, or compile without graphs: mode="default"',
+                    remedy='remove graph=True, or compile without graphs: mode="default"',
                 )
 
     def apply(self, plan: Plan) -> None:
@@ -113,15 +113,13 @@ class Capture(Stage):
         if not plan.options["graph"]:
             return
         if not plan.backend.capabilities.graphs:
-            raise UnsupportedError(f"{plan.backend.name} cannot capture steps", remedy="leave graph=True out")
+            raise UnsupportedError(f"{plan.backend.name} cannot capture steps", remedy="remove graph=True")
         if plan.backend.collectives.world_size > 1:
-            raise UnsupportedError(
-                "graph=True is not available in a job of several ranks", remedy="leave graph=True out"
-            )
+            raise UnsupportedError("graph=True is not available in a job of several ranks", remedy="remove graph=True")
         if draws_on_host():
             raise UnsupportedError(
                 'graph=True cannot be used after runtime.seed(..., same="everywhere")',
-                remedy="leave graph=True out, or seed without same",
+                remedy="remove graph=True, or seed without same",
             )
         check_capturable(plan.optimizer)
 

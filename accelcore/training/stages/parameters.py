@@ -59,7 +59,7 @@ class Bind(Stage):
         flat, sharded, optimizer = plan.options["flat"], plan.strategy.layout == "shards", plan.optimizer
         unfit_reason = "each rank has shards of the parameters" if sharded else unfit(_trained(plan))
         if flat and unfit_reason is not None:
-            raise ConfigurationError(f"flat=True is not possible: {unfit_reason}", remedy="leave flat out")
+            raise ConfigurationError(f"flat=True is not possible: {unfit_reason}", remedy="remove flat")
         if isinstance(optimizer, RoutedOptimizer):  # raises here if no route can update these parameters
             may_be_flat = flat is not False and unfit_reason is None
             optimizer.route_for(_dtypes(plan), flat=may_be_flat, sharded=sharded)

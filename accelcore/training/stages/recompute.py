@@ -134,7 +134,7 @@ class ActivationCheckpointing(Stage):
             raise UnsupportedError(
                 f"offload= is not available on {plan.backend.name}",
                 why="the backend does not declare streams and pinned memory",
-                remedy="leave offload out; checkpoint= saves memory on every device",
+                remedy="remove offload; checkpoint= saves memory on every device",
             )
 
     def apply(self, plan: Plan) -> None:

@@ -27,7 +27,7 @@ class Problem(Exception):  # noqa: N818  # not an error of the linter: a file th
 
 @dataclass
 class Search:
-    """Search of files; `notes` says which folders were left out, though they hold code of somebody."""
+    """Search of files; `notes` says which folders were skipped, though they hold code of somebody."""
 
     settings: Settings
     notes: list[str]

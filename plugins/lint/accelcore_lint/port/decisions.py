@@ -186,8 +186,8 @@ class Decisions(cst.CSTVisitor):
         return block if is_early and isinstance(block, cst.IndentedBlock) else guard
 
     def _done(self) -> tuple[int, int]:
-        """Return how often something was rewritten, or is ignored elsewhere, with and without questions."""
-        asked = sum(note.rule == "question" for note in self.rewritten)
+        """Return how often something was rewritten, or is ignored elsewhere, with and without device checks."""
+        asked = sum(note.rule == "device check" for note in self.rewritten)
         count = len(self.rewritten) + len(self.harmless)
         return count, count - asked
 

@@ -56,7 +56,7 @@ def _counts_batches(script: Script, window: Window) -> bool:
 
 
 def _leaves_out(script: Script, window: Window) -> bool:
-    """Return whether the loop leaves batches out before backward, by a condition on its counter."""
+    """Return whether the loop skips batches before backward, by a condition on its counter."""
     counter = ast.Name(window.counter)
     begin = window.backward.node.lineno  # type: ignore[attr-defined]  # a call
     for statement in getattr(window.loop, "body", ()):

@@ -85,8 +85,8 @@ def _available(facts: Facts, node: cst.CSTNode) -> str:
 
 
 AVAILABILITY = Rule(
-    "question",
-    "questions whether and how many devices there are",
+    "device check",
+    "checks whether and how many devices there are",
     (cst.Call, cst.UnaryOperation),
     _decide,
     (
