@@ -37,18 +37,7 @@ _INSTEAD = {
     **dict.fromkeys(("prepare", "setup", "setup_module"), "accel.trainer(model, optimizer, ...)"),
     **dict.fromkeys(("setup_dataloaders", "prepare_data_loader"), "trainer.batches(loader)"),
     **dict.fromkeys(
-        (
-            "rank",
-            "local_rank",
-            "world_size",
-            "is_main",
-            "print",
-            "gather",
-            "barrier",
-            "all_reduce",
-            "broadcast",
-            "mean",
-        ),
+        "rank local_rank world_size is_main print gather barrier all_reduce broadcast mean".split(),
         "job = accel.join(), which has it",
     ),
     **dict.fromkeys(

@@ -107,6 +107,15 @@ def test_names_of_other_libraries_name_ours(accel):
         (accel, "prepare", "accel.trainer"),
         (trainer, "step", "trainer.update"),
         (trainer, "fit", "trainer.batches"),
+        (trainer, "loss_scale", r"trainer\.scaler\.get_scale"),
+        (trainer, "precision", r'trainer\.options\["precision"\]'),
+        (trainer, "rank", r"accel\.join"),
+        (trainer, "lr", r"param_groups\[0\]"),
+        (trainer.scaler, "loss_scale", r"scaler\.get_scale"),
+        (accel, "epoch", r"trainer\.epochs"),
+        (accel, "num_processes", r"job\.world_size"),
+        (job, "ranks", r"job\.world_size"),
+        (accelcore, "launch", "accelcore run"),
         (accel, "nothing_of_that_name", "has no attribute 'nothing_of_that_name'$"),
     ):
         assert not hasattr(owner, name)
