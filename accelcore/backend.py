@@ -37,7 +37,18 @@ _INSTEAD = {
     **dict.fromkeys(("prepare", "setup", "setup_module"), "accel.trainer(model, optimizer, ...)"),
     **dict.fromkeys(("setup_dataloaders", "prepare_data_loader"), "trainer.batches(loader)"),
     **dict.fromkeys(
-        "rank local_rank world_size is_main print gather barrier all_reduce broadcast mean".split(),
+        [
+            "rank",
+            "local_rank",
+            "world_size",
+            "is_main",
+            "print",
+            "gather",
+            "barrier",
+            "all_reduce",
+            "broadcast",
+            "mean",
+        ],
         "job = accel.join(), which has it",
     ),
     **dict.fromkeys(
@@ -173,7 +184,7 @@ class Backend:
         """Prepare a model and its optimizer for training on this device.
 
         The options are `loss`, `scheduler`, `precision`, `accumulate`, `clip_norm`, `parallel`, `compile` and more:
-        `help(accelcore.TrainerOptions)` lists all with their defaults. The page "Training" introduces them.
+        `print(accelcore.TrainerOptions.__doc__)` lists all with their defaults. The page "Training" introduces them.
         """
         from accelcore.training.trainer import Trainer
 

@@ -77,16 +77,17 @@ class Recompute(Settings):
 class TrainerOptions(TypedDict, total=False):
     """Options of `accel.trainer(model, optimizer, ...)`. All are optional; the default is None if no other is named.
 
+    `help()` adds the methods of every dict: `print(accelcore.TrainerOptions.__doc__)` shows this text alone.
+
     Attributes:
         loss: `loss(model, batch)` returns a scalar, `(scalar, aux)`, an object with `.loss`, or a dict with "loss"; the
             object or dict is then `aux`. `model` is the one that was prepared for this device. None: the model itself
             returns this, or a tuple that begins with the loss. It is called as `model(**batch)` for a mapping,
             `model(*batch)` for a list or tuple, else `model(batch)`.
-        scheduler: a learning rate scheduler of torch. It is saved and restored with the rest. Or `"constant"`,
-            or `"cosine"` or `"linear"`, which fall to 0; or a function of the optimizer and the number of updates that
-            returns a scheduler. The trainer makes these when it knows the number: from `total_steps`, or when the first
-            epoch of `trainer.batches(loader)` begins in a loop over `trainer.epochs(n)`. A schedule by name
-            keeps its last learning rate after this number of updates.
+        scheduler: a learning rate scheduler of torch; or `"constant"`, `"cosine"` or `"linear"`, of which the last two
+            fall to 0; or a function of the optimizer and the number of updates that returns a scheduler. The trainer
+            makes the latter when it knows the number: from `total_steps`, or at the first epoch of
+            `trainer.batches(loader)` in a loop over `trainer.epochs(n)`.
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
             updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
         total_steps: number of updates of the whole training; None if epochs and loader tell it.
@@ -109,10 +110,8 @@ class TrainerOptions(TypedDict, total=False):
             `torch.nn.utils.clip_grad_value_(parameters, 1.0)`. It gets the parameters that have a gradient, reduced
             over ranks and unscaled, or their fp32 masters.
         on_nonfinite: what to do about NaN and inf. `"raise"`, the default: look at the parameters in the first windows,
-            in every 64th, at the end of an epoch and in `save`. If one is not finite, raise TrainingError with its name
-            and the step of the first loss that was not. `"skip"`: also skip an update if a gradient is not finite, as a
-            dynamic loss scale does; if no kernel skips by itself, every step waits for the device. Statistics of
-            BatchNorm keep what the forward pass wrote. None: do not look.
+            in every 64th, at the end of an epoch and in `save`, and raise TrainingError if one is not finite. `"skip"`:
+            also skip an update if a gradient is not finite. None: do not look.
         parallel: `"none"`, a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
             `"fsdp"`, or `FSDP(...)` for `"fsdp"` with other settings. In a job of one process all are the same. None:
             `"none"`; in a job of several ranks the option is required.
@@ -126,9 +125,8 @@ class TrainerOptions(TypedDict, total=False):
         flat: whether parameters and gradients lie in one piece of memory each; None if that is faster.
         compile: True, or options for the compiler. Default: `False`.
         graph: capture whole steps as graphs and launch each as one. This pays if a step is many short operators. It
-            needs `trainer(batch)`, one rank, and a few shapes of batches. After three eager windows each shape is
-            captured when it comes for the second time. The next step overwrites the memory of `aux`. With a dynamic
-            loss scale the optimizer's kernel must skip an overflowed step by itself. Default: `False`.
+            needs `trainer(batch)`, one rank, and a few shapes of batches. The next step overwrites the memory of `aux`.
+            Default: `False`.
         observers: callbacks for losses, gradient norms, overflows, steps and module outputs. Default: `()`.
     """
 
