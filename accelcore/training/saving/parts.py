@@ -218,7 +218,8 @@ class RandomPart(Part):
 
         def commit() -> None:
             if left := self._runtime.set_rng_state(states):
-                logger.warning("this device or process has no random generator for: %s", ", ".join(left))
+                text = "the checkpoint's random states of %s are not restored: this run does not use it"
+                logger.warning(text, ", ".join(left))
             if missing := sorted(before.keys() - states.keys()):
                 logger.warning("the checkpoint has no random state for %s: they keep theirs", ", ".join(missing))
 
