@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         metrics = []
         for epoch in range(1, args.epochs + 1):
             losses = [trainer(batch) for batch in trainer.batches(loader)]
-            scheduler.step()  # by hand, because the trainer would step it after each update
+            scheduler.step()  # here, because the trainer would step it after each update
             figures = torch.stack([torch.stack(losses).mean(), accuracy(accel, trainer, held_out)])
             loss, reached = accel.collectives.all_reduce(figures, "avg").tolist()
             metrics.append({"epoch": epoch, "train_loss": loss, "eval_accuracy": reached})
