@@ -167,8 +167,8 @@ class CapturedStep:
                 "the training step cannot be captured as a graph",
                 why=first_line(cause),
                 remedy="remove from model and loss what makes the host wait: item(), print, shapes that depend on "
-                "values. Keep no loss or output of an earlier call with its graph: detach() it. Or leave graph=True "
-                "out. Start a new process: after a broken capture the device's random generator may be unusable",
+                "values. Keep no loss or output of an earlier call with its graph: detach() it. Or remove graph=True. "
+                "Start a new process: after a broken capture the device's random generator may be unusable",
             ) from cause
         return _Graph([leaf for leaf in inputs if isinstance(leaf, Tensor)], loss, aux, replay)
 
