@@ -2,8 +2,8 @@
 
 Run by `tox run -e readme` with the Python of the environment `install`, whose torch it borrows: no package index is
 asked, so the command that downloads torch-npu is left out. What the others require, and is not there, is an error.
-With a folder of other packages as its argument, which has transformers (`tox run -e full`), that is imported, too, and
-the script is started without `accelcore run`.
+With a folder of other packages as its argument, which has transformers (`tox run -e full`), that is imported, too, a
+plugin is installed from a wheel, and the script is started without `accelcore run`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ model = transformers.BertModel(transformers.BertConfig(**sizes))
 assert model(torch.ones(1, 3, dtype=torch.long)).last_hidden_state.shape == (1, 3, 8)
 """
 KEPT = "python -m pip wheel --no-deps --wheel-dir kept tests/plugins_kept/wheel && pip install --no-deps kept/*.whl"
-AFTERWARDS = f"""
-{KEPT}
-accelcore verify backend kept --only backend
+AFTERWARDS = """
+accelcore verify backend cpu --only backend
 accelcore run train.py
 python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch_npu') and 'torch_npu is importable')"
 """
-IN_FULL = """
+IN_FULL = f"""
+{KEPT}
+accelcore verify backend kept --only backend
 python train.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
 python transform.py

@@ -1,7 +1,7 @@
 """Plugins that worked once, kept as they were: version 1 of the plugin interface must not change under them.
 
-`wheel` is a whole package, which `scripts/check_install.py` installs as a wheel and verifies. If one of these tests
-fails, keep what it uses, or raise `accelcore.API` and refuse the old version: do not change the folder `plugins_kept`.
+`wheel` is a whole package, which `tox run -e full` installs as a wheel and verifies. If one of these tests fails, keep
+what it uses, or raise `accelcore.API` and refuse the old version: do not change the folder `plugins_kept`.
 """
 
 from __future__ import annotations

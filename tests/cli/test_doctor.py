@@ -231,6 +231,17 @@ def test_a_terminal_gets_colours_unless_they_are_unwanted(machine, colours):
 # With --deep. Where torch is not what is tried, an empty module stands in for it, which is quicker to import.
 
 
+def test_a_trial_multiplies_and_updates_on_its_backend(machine, fork):
+    """In a fork that has imported torch."""
+    script = machine.write("trial.py", "import sys\nfrom accelcore.cli.doctor import deep\nsys.exit(deep.main())\n")
+    done = fork(script, "cpu").finish()
+    assert done.returncode == 0, done.stderr
+    assert "accelcore trial: works" in done.stderr.splitlines()
+    (notes,) = (line for line in done.stderr.splitlines() if line.startswith("accelcore notes: "))
+    assert "kernels" in notes, "what the backend has logged"
+
+
+@pytest.mark.full  # in a fork: above; what is made of how a process ends: below
 def test_deep_imports_torch_and_multiplies_on_every_usable_backend(machine):
     code, report = machine.doctor("--deep")
     assert code == 0

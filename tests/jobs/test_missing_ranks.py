@@ -14,11 +14,34 @@ COLLECTIVE = r"its last collective is gloo:all_reduce of \(\d+,\), number \d+, "
 SCRIPT = Path(__file__).with_name("lost_ranks.py")
 
 
+# Ranks that wait take seconds and no processor: what one of a row is wanted for, all of the row begin.
+TOGETHER = (
+    ("waits", "waits, and is asked again", "gathers alone", "gathers before a barrier"),
+    ("is killed, and rank 2 notices first", "fails, and rank 2 notices first", "is killed"),
+    ("saves early, within a window", "saves alone", "evaluates alone"),
+)
+
+
+@pytest.fixture(scope="module")
+def begun(fork_ranks, tmp_path_factory):
+    """The ranks of jobs that run, by what happens in them."""
+    jobs = {}
+
+    def begin(way, **environ):
+        if way not in jobs:
+            for each in next((row for row in TOGETHER if way in row), (way,)):
+                size = 3 if each.endswith("rank 2 notices first") else 2
+                jobs[each] = fork_ranks(SCRIPT, each, tmp_path_factory.mktemp("job"), size=size, **environ)
+        return jobs.pop(way)
+
+    return begin
+
+
 @pytest.fixture
-def run(fork_ranks, tmp_path):
-    def run(way, size=2, **environ):
+def run(begun):
+    def run(way, **environ):
         """What the ranks of a job wrote to stderr, and their exit codes; rank 1 may never end."""
-        ranks = fork_ranks(SCRIPT, way, tmp_path, size=size, **environ)
+        ranks = begun(way, **environ)
         ended = [ranks[0].finish(60)]
         if way.startswith("waits"):
             ranks[1].kill()
@@ -145,7 +168,7 @@ def test_a_rank_that_saves_within_the_window_of_the_others_says_so_before_the_ti
     ],
 )
 def test_ranks_that_failed_because_another_did_are_not_named_beside_it(run, way, says):
-    (first, _, third), codes = run(way, size=3)
+    (first, _, third), codes = run(way)
     assert codes == [1, -signal.SIGKILL if way.startswith("is killed") else 1, 1]
     for said in (first, third):
         assert final(said).startswith(says), said

@@ -359,7 +359,7 @@ def test_the_scorecard_and_the_text_name_the_lie_and_the_lines(liars, forked, ve
     ("name", "timeout", "said"),
     [
         ("device_that_crashes", "100", "SIGSEGV"),
-        ("device_that_hangs", "10", "10 seconds"),
+        ("device_that_hangs", "5", "5 seconds"),
         ("device_that_is_lost", "100", "every call on cpu in this process fails (misaligned address)"),
     ],
 )

@@ -23,14 +23,16 @@ class Survey(cst.CSTVisitor):
 
     Args:
         name: returns the full name of an imported object.
-        parent: returns the node around a node.
+
+    Attributes:
+        parents: the node around each node but the module.
     """
 
-    def __init__(
-        self, name: Callable[[cst.CSTNode], str | None], parent: Callable[[cst.CSTNode], cst.CSTNode | None]
-    ) -> None:
+    def __init__(self, name: Callable[[cst.CSTNode], str | None]) -> None:
         super().__init__()
-        self._name, self._parent = name, parent
+        self._name = name
+        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self._around: list[cst.CSTNode] = []
         self.identifiers: set[str] = set()
         self.uses: Counter[str] = Counter()
         self.attributes: set[str] = set()
@@ -51,8 +53,18 @@ class Survey(cst.CSTVisitor):
         self.imports_torch = False
         self._depth = 0
 
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if self._around:
+            self.parents[node] = self._around[-1]
+        self._around.append(node)
+        return super().on_visit(node)
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        super().on_leave(original_node)
+        self._around.pop()
+
     def visit_Name(self, node: cst.Name) -> None:
-        parent = self._parent(node)
+        parent = self.parents[node]
         is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
         if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
             self.identifiers.add(node.value)

@@ -82,12 +82,14 @@ class Tree:
         self.known = known
         self.module = wrapper.module
         self.code = wrapper.module.code
-        self._names: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.QualifiedNameProvider)
-        self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(metadata.ParentNodeProvider)
+        # libcst's providers of names and parents walk the whole file three times more.
+        self._scopes: Mapping[cst.CSTNode, metadata.Scope | None] = wrapper.resolve(metadata.ScopeProvider)
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
+        self._names: dict[cst.CSTNode, str | None] = {}
         self._has_star = STAR_IMPORT.search(self.code) is not None
-        survey = Survey(self.name, self.parent)
+        survey = Survey(self.name)
         self.module.visit(survey)
+        self._parents = survey.parents
         self.identifiers = survey.identifiers
         self.uses = survey.uses
         self.attributes = survey.attributes
@@ -123,13 +125,18 @@ class Tree:
 
     def name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain."""
+        if node not in self._names:
+            self._names[node] = self._name(node)
+        return self._names[node]
+
+    def _name(self, node: cst.CSTNode) -> str | None:
         base = node
         while isinstance(base, cst.Attribute):
             base = base.value
         if not isinstance(base, cst.Name):  # such as `nn.Linear(2, 2).cuda`, which libcst names, too
             return None
-        found = self._names.get(node, ())
-        found = found() if callable(found) else found
+        scope = self._scopes.get(node)
+        found = () if scope is None else scope.get_qualified_names_for(node)
         if not found and self._has_star and base.value == "torch":  # only `from model import *` can bring it
             return dotted(node)
         if len(found) != 1:
@@ -137,7 +144,7 @@ class Tree:
         (qualified,) = found
         if qualified.source is not metadata.QualifiedNameSource.IMPORT:
             return None
-        return cast("str", qualified.name).replace("torch_npu.npu.", "torch.npu.", 1)
+        return qualified.name.replace("torch_npu.npu.", "torch.npu.", 1)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the node that holds a node; None for the module."""
