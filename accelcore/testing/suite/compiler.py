@@ -22,15 +22,21 @@ def _failing(graph: Any, inputs: Any) -> Any:
 
 
 class _Shifted(torch.nn.Module):
-    """Parameters, buffers that a forward pass changes, a mode that matters, and an argument with a name."""
+    """Parameters, buffers that a forward pass changes, a mode and a number that matter, and arguments with names.
+
+    It counts its calls in a tensor that it is given.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(8)
+        self.factor = 1.0
 
-    def forward(self, rows: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, *, shift: int = 0, count: torch.Tensor | None = None) -> torch.Tensor:
         normed: torch.Tensor = self.norm(rows.to(self.norm.weight.dtype))
-        return normed.to(rows.dtype) + shift
+        if count is not None:
+            count += 1
+        return self.factor * normed.to(rows.dtype) + shift
 
 
 class TestCompiler(DeviceTests):
@@ -56,9 +62,9 @@ class TestCompiler(DeviceTests):
             assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
 
     def test_compiled_follows_its_module(self, accel: Backend) -> None:
-        """A compiled module follows changes of mode, weights and buffers, and of its inputs' shapes, dtypes and values.
+        """A compiled module follows changes of mode, weights and attributes, and of its inputs' shapes and dtypes.
 
-        It has gradients where they are enabled, and calls its hooks and those of its parts.
+        It has gradients where they are enabled, calls its hooks and those of its parts, and changes buffers and inputs.
         """
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             module, reference = _Shifted().to(accel.device), _Shifted()
@@ -69,18 +75,21 @@ class TestCompiler(DeviceTests):
             compiled = accel.compiler.compile(module, {})
             other = next((name for name in accel.capabilities.model_dtypes if name != "float32"), "float32")
             calls_of = ((16, True, "float32", False), (16, True, "float32", True), (5, False, other, False))
-            for number, (count, training, name, graph) in enumerate(calls_of):
-                ((rows, _),) = batches(1, count)
+            counts = torch.zeros(2, device=accel.device), torch.zeros(2)
+            for number, (size, training, name, graph) in enumerate(calls_of):
+                ((rows, _),) = batches(1, size)
                 rows = rows.to(getattr(torch, name))
                 for each in (module.train(training), reference.train(training)):
-                    torch.nn.init.constant_(each.norm.weight, count + number)
+                    torch.nn.init.constant_(each.norm.weight, size + number)
+                    each.factor = 1.0 + number
                 with torch.set_grad_enabled(graph):
-                    found = compiled.module(rows.to(accel.device), shift=2 * graph)
-                expected = reference(rows, shift=2 * graph)
+                    found = compiled.module(rows.to(accel.device), shift=2 * graph, count=counts[0])
+                expected = reference(rows, shift=2 * graph, count=counts[1])
                 assert found.dtype == rows.dtype, f"of {rows.dtype} a compiled module makes {found.dtype}"
                 limit = max(1e-4, 4 * eps(rows.dtype))
                 assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
                 assert found.requires_grad == graph, "whether gradients are enabled does not count later"
+                assert torch.equal(counts[0].cpu(), counts[1]), "what the module writes to an input is lost"
                 called = ["before", "before", "after", "after"] * (number + 1)
                 assert calls == called, "a hook of the module, or of its part, was not called once"
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
@@ -63,7 +64,10 @@ class ContextTests:
 
     @_of_tables
     def test_weights_that_changed(self, accel: Backend, table: str) -> None:
-        """Each region casts the weights of its time: an optimizer's step between two regions counts."""
+        """Each region casts the weights of its time: an optimizer's step between two regions counts.
+
+        Weights without gradients, such as averages of others, may also change within a region.
+        """
         with _declared(accel, table):
             low, layer, rows = _of(accel)
             context = accel.autocast(low, table=table)
@@ -83,6 +87,12 @@ class ContextTests:
             assert exact.dtype == torch.float32
             expected = rows.cpu().double() @ layer.weight.detach().cpu().double().T + layer.bias.detach().cpu().double()
             assert error(exact, expected) < 1e-5, "inside enabled=False a weight is the rounded one"
+            frozen = layer.weight.detach().clone()
+            with accel.autocast(low, table=table):
+                first = functional.linear(rows, frozen)
+                frozen.mul_(2)
+                second = functional.linear(rows, frozen)
+            assert torch.equal(second.cpu(), 2 * first.cpu()), "a frozen weight that changed in a region is the old one"
 
     @_of_tables
     def test_autocast_in_threads(self, accel: Backend, table: str) -> None:
@@ -256,6 +266,22 @@ class ContextTests:
                 gradients.append(leaf.grad.clone())
             assert set(seen) == {low}, "a checkpoint is computed again in another dtype"
             assert torch.equal(*gradients), "a checkpoint has another gradient"
+
+    @_of_tables
+    def test_dtypes_that_are_given(self, accel: Backend, table: str) -> None:
+        """Products of any other dtype are cast to the region's; an operator that is told a dtype returns that one."""
+        with _declared(accel, table):
+            low, _, rows = _of(accel)
+            known = accel.capabilities
+            told = (torch.float32, low, *[torch.float64] * ("float64" in known.model_dtypes))
+            functions = functional.softmax, functional.log_softmax, torch.sum, torch.mean, torch.cumsum
+            with accel.autocast(low, table=table):
+                for name in known.autocast_dtypes:
+                    found = functional.linear(rows.to(getattr(torch, name)), rows.to(getattr(torch, name))).dtype
+                    assert found == low, f"in a region of {low} a product of {name} is {found}"
+                for function, given, dtype in product(functions, (rows, rows.to(low)), told):
+                    found = function(given, -1, dtype=dtype).dtype
+                    assert found == dtype, f"{function.__name__} with dtype={dtype} returns {found} under autocast"
 
     @_of_tables
     def test_autocast_keeps_tensors(self, accel: Backend, table: str) -> None:

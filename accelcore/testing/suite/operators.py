@@ -15,12 +15,13 @@ from accelcore.testing.suite.modules import ModuleTests
 from accelcore.testing.support.case import Found, is_refusal
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
+from accelcore.testing.support.known_rare import KNOWN_RARE
 from accelcore.testing.support.rows import ROWS, compare_rows
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare
 from accelcore.testing.support.usable import DeviceTests
 
-_KNOWN = {**KNOWN, **KNOWN_OF_MANY}
+_KNOWN = {**KNOWN, **KNOWN_OF_MANY, **KNOWN_RARE}
 
 
 def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:

@@ -145,7 +145,7 @@ class StateOfOptimizers:
         members = parameters(accel.device, low)
         optimizer = accel.optimizers.create(name, members, **with_rate(options))
         reference, expected = on_host(name, options)
-        off = 0.0
+        off = []
         for number in range(STEPS):
             start = [parameter.to(low) for parameter in weights(expected)]
             for each, own in ((optimizer, members), (reference, expected)):
@@ -155,14 +155,14 @@ class StateOfOptimizers:
                         parameter.grad = torch.empty_like(parameter).copy_(gradient.to(low))
                 each.step()
             for one, other in zip(weights(members), weights(expected), strict=True):
-                off = max(off, float(((one - other).abs() / (eps(low) / 2 * other.abs() + 1e-4)).max()))
+                off.append(float(((one - other).abs() / (eps(low) / 2 * other.abs() + 1e-4)).max()))
         for entry in optimizer.state_dict()["state"].values():
             for key, value in entry.items():
                 kept = value.dtype if isinstance(value, Tensor) else torch.float32
                 assert kept == torch.float32, f"the {key} of a {dtype} parameter is kept in {kept}"
         worst = state_error(optimizer, reference)
         assert worst < 0.05, f"the state of route {optimizer.route} is off by {worst:.1e}"
-        assert off <= 1, f"{name} does not round its updates to the nearest {dtype}"
+        assert all(each <= 1 for each in off), f"{name} does not round its updates to the nearest {dtype}"
         saved = copy.deepcopy(optimizer.state_dict())
         copies = [nn.Parameter(parameter.detach().clone()) for parameter in members]
         twin = accel.optimizers.create(name, copies, **with_rate(options))
@@ -179,6 +179,23 @@ class StateOfOptimizers:
                 same = one.dtype == other.dtype and torch.equal(one, other)
                 assert same, f"the {key} of a {dtype} parameter is another one in the step after it was loaded"
         assert all(map(torch.equal, members, copies)), f"{dtype} parameters do not go on alike after a state was loaded"
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("name", NINE)
+    def test_low_precision_zeros(self, accel: Backend, name: str, dtype: str) -> None:
+        """Gradients of 0 divide by no more than `eps`, which is not rounded to the dtype of the parameters."""
+        if dtype not in accel.capabilities.model_dtypes:
+            pytest.skip(f"not declared: models in {dtype}")
+        members = parameters(accel.device, getattr(torch, dtype))
+        optimizer = accel.optimizers.create(name, members, lr=LR)
+        reference, expected = on_host(name, {})
+        for each, own in ((optimizer, members), (reference, expected)):
+            for _ in range(2):
+                for parameter in own:
+                    parameter.grad = torch.zeros_like(parameter)
+                each.step()
+        off = max(map(error, members, expected))
+        assert off < 2 * eps(getattr(torch, dtype)), f"after gradients of 0 {dtype} parameters are off by {off:.1e}"
 
     @pytest.mark.parametrize("name", NINE)
     def test_state_dtype(self, accel: Backend, name: str) -> None:

@@ -233,6 +233,23 @@ class StepsOfOptimizers:
             assert max(map(error, members, expected)) < 2e-5, "after an overflow it steps otherwise"
 
     @of_every
+    def test_optimizers_that_take_turns(self, accel: Backend, name: str) -> None:
+        """Two optimizers of one kind, as those of a GAN, keep to their own learning rates, states and parameters."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            found, expected = [parameters(accel.device) for _ in range(2)], list[list[nn.Parameter]]()
+            pairs = []
+            for rate, members in zip((LR, LR / 4), found, strict=True):
+                reference, own = on_host(name, {"lr": rate})
+                pairs.append(((accel.optimizers.create(name, members, lr=rate), members), (reference, own)))
+                expected.append(own)
+            for number in range(3):
+                for shift, pair in enumerate(pairs):
+                    for optimizer, members in pair:
+                        step(optimizer, members, 2 * number + shift)
+            for one, other in zip(found, expected, strict=True):
+                assert max(map(error, one, other)) < 2e-5, "it steps by what another optimizer has"
+
+    @of_every
     def test_step_leaves_the_rest(self, accel: Backend, name: str) -> None:
         """A step changes values in sight of autograd, and no gradient, stride, dtype or `requires_grad`.
 

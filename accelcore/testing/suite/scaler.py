@@ -67,9 +67,9 @@ class TestScaler(GradientsOfScaler, DeviceTests):
 
     @every_optimizer
     def test_scaling_changes_no_update(self, accel: Backend, make: Make) -> None:
-        """The scale does not change the updates."""
+        """The scale does not change the updates, also if it is not a power of two."""
         results = []
-        for scaler in (accel.scaler.none(), accel.scaler.create(init=4096.0), accel.scaler.create(init=8.0)):
+        for scaler in (accel.scaler.none(), accel.scaler.create(init=4096.0), accel.scaler.create(init=3001.0)):
             parameters = parameters_of(accel)
             optimizer = make(accel, parameters)
             for _ in range(3):
@@ -173,6 +173,14 @@ class TestScaler(GradientsOfScaler, DeviceTests):
             expected = scale / 2 if any(spoilt) else scale * 2
             assert scaler.state_dict()["scale"] == expected, f"{spoilt} overflowed, and the scale is not {expected}"
         assert scaler.skipped == 7
+        scaler, scales = accel.scaler.create(init=4.0, interval=2), []
+        for _ in range(4):
+            new_gradients(accel, scaler, members, 1e-3)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.state_dict()["scale"])
+        assert scales == [4.0, 8.0, 8.0, 16.0], f"a step of three optimizers is not one clean step: {scales}"
 
     @every_optimizer
     @pytest.mark.parametrize("way", ["a group", "a parameter", "a gradient"])
@@ -280,13 +288,13 @@ class TestScaler(GradientsOfScaler, DeviceTests):
     def test_static(self, accel: Backend) -> None:
         """A static scaler never skips, never moves, and changes no update."""
         parameters, reference = parameters_of(accel), parameters_of(accel)
-        scaler = accel.scaler.create(init=128.0, dynamic=False)
+        scaler = accel.scaler.create(init=1001.0, dynamic=False)
         for chosen, members in ((scaler, parameters), (accel.scaler.none(), reference)):
             new_gradients(accel, chosen, members)
             take_step(chosen, make_plain(accel, members))
         assert max(map(error, weights(parameters), weights(reference))) < 1e-6
         assert scaler.skipped == 0
-        assert scaler.scale(torch.ones((), device=accel.device)).item() == 128.0
+        assert scaler.scale(torch.ones((), device=accel.device)).item() == 1001.0
 
     @pytest.mark.parametrize(
         "options", [{"init": 0.0}, {"init": math.nan}, {"growth": 1.0}, {"backoff": 1.0}, {"interval": 0}, {"min": 0.0}]

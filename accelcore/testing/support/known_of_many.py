@@ -47,6 +47,32 @@ def _of(make: Compute, function: Callable[[Tensor], Tensor]) -> Compute:
     return lambda device: function(make(device))
 
 
+def _compared(x: Tensor) -> Tensor:
+    """Compare two numbers with the first one, as a number and as a tensor, by each operator."""
+    first = int(x[0])
+    by_number = [x > first, x <= first, x == x[:1]]
+    return torch.cat([*by_number, x != first, x > x[:1], x[1:] == first])
+
+
+def _of_planes(device: torch.device) -> Tensor:
+    """Return planes of -1 and 1, which is what normalizing makes of them."""
+    return torch.tensor([-1.0, 1.0], device=device).repeat(_ROWS, 1)
+
+
+def _of_weights(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Compute:
+    """Return a computation of the gradients of a function's weights and biases, which are 1.
+
+    They are those of the sum of squares of its results on many rows.
+    """
+
+    def compute(device: torch.device) -> Tensor:
+        leaves = [torch.ones(shape, device=device, requires_grad=True) for shape in shapes]
+        found = torch.autograd.grad(function(_of_planes(device), *leaves).square().sum(), leaves)
+        return torch.cat([each.flatten() for each in found])
+
+    return compute
+
+
 def _many(device: torch.device) -> list[Tensor]:
     """Return tensors of every size from 0 elements on, of which the last but one are views with gaps; it is empty."""
     return [torch.ones(2 * number, device=device)[:: 1 + number // 90] for number in (*range(100), 0)]
@@ -74,7 +100,22 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "product of whole numbers": (_of(_whole(_LARGE + 1), lambda x: x * 3 - 3 * _LARGE), [3]),
     "quotient of whole numbers": (_of(_whole(_HUGE + 1), lambda x: x // 1 - _HUGE), [1]),
     "remainder of whole numbers": (_of(_whole(_LARGE + 1, _HUGE + 1), lambda x: x % 2), [1, 1]),
-    "comparison of whole numbers": (_of(_whole(_LARGE, _LARGE + 1), lambda x: x > _LARGE), [0, 1]),
+    "comparison of whole numbers": (_of(_whole(_LARGE, _LARGE + 1), _compared), [*(0, 1), *(1, 0) * 2, *(0, 1) * 2, 0]),
+    "comparison of larger whole numbers": (
+        _of(_whole(_HUGE, _HUGE + 1), _compared),
+        [*(0, 1), *(1, 0) * 2, *(0, 1) * 2, 0],
+    ),
+    "bounds of whole numbers": (
+        _of(
+            _whole(_LARGE, _LARGE + 3),
+            lambda x: torch.cat([x.clamp(_LARGE + 1, _LARGE + 2), torch.maximum(x, x.flip(0)), x.neg().abs()]) - _LARGE,
+        ),
+        [1, 2, 3, 3, 0, 3],
+    ),
+    "whole numbers of fractions": (
+        lambda device: torch.tensor([3e9, -3e9, 2.0**40], device=device).long() // 2**30,
+        [2, -3, 1024],
+    ),
     "largest of whole numbers": (_of(_whole(_LARGE + 1, _LARGE), lambda x: x.max() - _LARGE), [1]),
     "order of whole numbers": (_of(_whole(_LARGE + 1, _LARGE), lambda x: x.argsort()), [1, 0]),
     "choice of whole numbers": (
@@ -100,6 +141,39 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "attention of many rows": (_of(_cubes, lambda x: functional.scaled_dot_product_attention(x, x, x).sum()), [_ROWS]),
     "convolution of many images": (_of(_images, lambda x: functional.conv2d(x, x[:1]).sum()), [2 * _ROWS]),
     "gradient of a convolution of many images": (_of(_images, _gradient_of_kernel), [_ROWS, _ROWS]),
+    "gradients of layer_norm over many rows": (
+        _of_weights(lambda x, *affine: functional.layer_norm(x, (2,), *affine, eps=1e-12), (2,), (2,)),
+        [0, 4 * _ROWS, 0, 4 * _ROWS],
+    ),
+    "gradients of layer_norm over many planes": (
+        _of_weights(lambda x, *affine: functional.layer_norm(x[..., None], (2, 1), *affine, eps=1e-12), (2, 1), (2, 1)),
+        [0, 4 * _ROWS, 0, 4 * _ROWS],
+    ),
+    "gradients of rms_norm over many rows": (
+        _of_weights(lambda x, weight: functional.rms_norm(x, (2,), weight, eps=1e-12), (2,)),
+        [2 * _ROWS, 2 * _ROWS],
+    ),
+    "gradients of group_norm over many images": (
+        _of_weights(lambda x, *affine: functional.group_norm(x[:, None], 1, *affine, eps=1e-12), (1,), (1,)),
+        [4 * _ROWS, 4 * _ROWS],
+    ),
+    "gradients of batch_norm over many rows": (
+        _of_weights(
+            lambda x, *affine: functional.batch_norm(x.reshape(-1, 1), None, None, *affine, training=True, eps=1e-12),
+            (1,),
+            (1,),
+        ),
+        [4 * _ROWS, 4 * _ROWS],
+    ),
+    "gradients of a layer over many rows": (
+        _of_weights(functional.linear, (1, 2), (1,)),
+        [-2 * _ROWS, 2 * _ROWS, 2 * _ROWS],
+    ),
+    "gradient of prelu over many rows": (_of_weights(functional.prelu, (2,)), [2 * _ROWS, 0]),
+    "gradient of one row of an embedding": (
+        _of_weights(lambda x, weight: functional.embedding(x[:, 1].long(), weight), (2, 1)),
+        [0, 2 * _ROWS],
+    ),
     "pools of many images": (_of(_images, lambda x: functional.max_pool2d(x, (1, 2)).sum()), [_ROWS]),
     "upsampling of many images": (_of(_images, lambda x: functional.interpolate(x, (1, 4)).sum()), [4 * _ROWS]),
     "running sum of many": (_of(_ones(_ROWS), lambda x: x.cumsum(0)[-1]), [_ROWS]),

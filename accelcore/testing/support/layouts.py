@@ -230,6 +230,13 @@ def without_indices(arguments: Any) -> Any:
     return _changed(arguments, shorten)
 
 
+def with_short_indices(arguments: Any) -> Any:
+    """Return the arguments with indices of 32 bits; None without indices."""
+    if not any(leaf.dtype == torch.int64 and leaf.numel() for leaf in tensors(arguments)):
+        return None
+    return _changed(arguments, lambda value, _: value.int() if value.dtype == torch.int64 else value)
+
+
 def of_images(arguments: Any) -> Any:
     """Return the arguments with a fourth dimension of the first tensor if it has three; None if it has not."""
     (first, *others), options = arguments

@@ -39,6 +39,7 @@ from accelcore.testing.support.layouts import (
     with_infinity,
     with_nan,
     with_nothing_of,
+    with_short_indices,
     with_whole_numbers,
     without_indices,
 )
@@ -90,8 +91,10 @@ def compare(
                 changed = (change(_arguments(sample)) for sample in every)
                 cases += [(each, "") for each in islice(filter(None, changed), count)]
         if name in REPEATABLE:
-            changed = (repeated(_arguments(sample)) for sample in every)
-            cases += [(each, "of repeated indices") for each in changed if each is not None][:count]
+            changed = [each for sample in every if (each := repeated(_arguments(sample))) is not None][:count]
+            cases += [(each, "of repeated indices") for each in changed]
+            short = (with_short_indices(each) for each in changed if dtype == torch.float32)
+            cases += [(each, "of short indices") for each in short if each is not None]
         for number, (arguments, what) in enumerate(cases):
             turn = number % 4 if name in SAMPLED else 0
             out = (BEHIND, "strided", "transposed", "strided")[turn]

@@ -13,6 +13,7 @@ from lies import (  # noqa: F401  # each adds its own to LIES
     operators,
     optimizers,
     precision,
+    rare,
     runtime,
     scaler,
     steps,

@@ -97,6 +97,19 @@ class _CountsOptimizers(GradScaler):
         super().update(*arguments)
 
 
+class _CountsThemAfterwards(GradScaler):
+    def update(self, *arguments):
+        more = len(self._progress) - 1
+        super().update(*arguments)
+        if self._clean_steps:
+            self._clean_steps += more
+
+
+class _InverseInBf16(GradScaler):
+    def check(self, gradients, multiplier):
+        return super().check(gradients, multiplier.bfloat16().float())
+
+
 class _ScalesInFp32(GradScaler):
     def scale(self, loss):
         return super().scale(loss.float())
@@ -200,6 +213,10 @@ for _name, _kind, _test, _says, _arguments in (
     ("scale_of_before_a_restore", _KeepsTheOldScale, "test_state_round_trip", "does not count yet", {}),
     ("scale_that_grows_with_optimizers", _CountsOptimizers, "test_several_optimizers", "the scale is not",
      {"unscales": True}),
+    ("scale_that_counts_optimizers", _CountsThemAfterwards, "test_several_optimizers", "is not one clean step",
+     {"unscales": True}),
+    ("scaler_with_a_rounded_inverse", _InverseInBf16, "test_scaling_changes_no_update", "the scale changed an update",
+     {"make": _plain}),
     ("scale_in_fp32", _ScalesInFp32, "test_scale_is_on_the_device", "rounds a loss in float64", {}),
     ("scaler_of_the_first_parameters", _OfTheFirstParameters, "test_parameters_that_came_later", "was not unscaled",
      {"make": _plain, "way": "a group"}),

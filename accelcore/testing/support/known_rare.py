@@ -1,0 +1,213 @@
+"""Known results of arguments that few scripts give: `dtype=`, grouped heads, lists in other strides, growing memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelcore.testing.support.known import Compute, gradient, index, of_values
+
+_E = math.e
+_NAN = math.nan
+_SQUARE = [1.0, 2.0, 3.0, 4.0]
+
+
+def _cube(device: torch.device) -> Tensor:
+    return torch.arange(24.0, device=device).reshape(2, 3, 4)
+
+
+def _of_cube(function: Callable[[Tensor], Tensor]) -> Compute:
+    return lambda device: function(_cube(device))
+
+
+def _written_apart(cube: Tensor) -> Tensor:
+    written = torch.zeros_like(cube)
+    written[index(cube, 0, 1), :, index(cube, 3, 0)] = cube[0, :2, :3]
+    return torch.stack([*written[0, :, 3], *written[1, :, 0], written.sum()])
+
+
+def _gradient_apart(cube: Tensor) -> Tensor:
+    leaf = cube.requires_grad_()
+    chosen = leaf[index(cube, 0, 0), :, index(cube, 3, 3)] * torch.tensor([[1.0], [10.0]], device=cube.device)
+    (found,) = torch.autograd.grad(chosen.sum(), leaf)
+    return torch.stack([*found[0, :, 3], found.sum()])
+
+
+def _low(dtype: torch.dtype, function: Callable[[Tensor], Tensor], *values: float) -> Compute:
+    """Return a computation of a function of these values in another dtype, whose result has to be in fp32."""
+
+    def compute(device: torch.device) -> Tensor:
+        result = function(torch.tensor(values, device=device, dtype=dtype))
+        assert result.dtype == torch.float32, f"with dtype=torch.float32 it is {result.dtype}"
+        return result
+
+    return compute
+
+
+def _statistics(dtype: torch.dtype) -> Compute:
+    """Return a computation of the running mean, in fp32, of two numbers whose mean the dtype cannot hold."""
+
+    def compute(device: torch.device) -> Tensor:
+        rows = torch.tensor([[1.0], [1.0 + torch.finfo(dtype).eps]], device=device, dtype=dtype)
+        mean, variance = torch.zeros(1, device=device), torch.ones(1, device=device)
+        functional.batch_norm(rows, mean, variance, training=True, momentum=1.0)
+        return mean
+
+    return compute
+
+
+def _gradients_of_statistics(device: torch.device) -> Tensor:
+    """Return the gradients, in fp32, of the weight and bias that normalize 514 numbers in bf16."""
+    rows = torch.tensor([-1.0, 1.0], device=device, dtype=torch.bfloat16).repeat(257)[:, None]
+    affine = [torch.ones(1, device=device, requires_grad=True) for _ in range(2)]
+    output = functional.batch_norm(rows, None, None, *affine, training=True, eps=1e-6)
+    weights = torch.where(rows > 0, 1.0, 0.0).to(output.dtype)
+    return torch.stack(torch.autograd.grad(output, affine, weights))
+
+
+def _grouped(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return attention of four heads to two heads of keys and values, which are 1 and 2, and the values."""
+    queries, keys = torch.zeros(1, 4, 1, 8, device=device), torch.zeros(1, 2, 3, 8, device=device)
+    values = torch.tensor([1.0, 2.0], device=device)[None, :, None, None].repeat(1, 1, 3, 8).requires_grad_()
+    return functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)[0, :, 0, 0], values
+
+
+def _gradient_of_grouped(device: torch.device) -> Tensor:
+    output, values = _grouped(device)
+    (found,) = torch.autograd.grad(output, values, torch.tensor([1.0, 10.0, 100.0, 1000.0], device=device))
+    return found.sum((0, 2, 3))
+
+
+_LISTS: dict[str, tuple[Callable[..., Any], Callable[[float, float], float]]] = {
+    "add": (torch._foreach_add_, lambda a, b: a + b),
+    "sub": (torch._foreach_sub_, lambda a, b: a - b),
+    "mul": (torch._foreach_mul_, lambda a, b: a * b),
+    "div": (torch._foreach_div_, lambda a, b: a / b),
+    "copy": (torch._foreach_copy_, lambda a, b: b),
+    "maximum": (torch._foreach_maximum_, max),
+    "lerp": (lambda to, other: torch._foreach_lerp_(to, other, 0.25), lambda a, b: a + (b - a) / 4),
+    "addcmul": (lambda to, other: torch._foreach_addcmul_(to, other, other, 2.0), lambda a, b: a + 2 * b * b),
+    "addcdiv": (lambda to, other: torch._foreach_addcdiv_(to, [t.square() for t in other], other), lambda a, b: a + b),
+}
+_FIRST, _SECOND = [3.0, 5.0, 7.0, 9.0, 11.0, 13.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+
+
+def _in_other_strides(change: Callable[..., Any]) -> Compute:
+    """Return a computation on pairs of matrices of which the first, the second or neither is transposed in memory."""
+
+    def compute(device: torch.device) -> Tensor:
+        def made(values: list[float], transposed: bool) -> Tensor:
+            matrix = torch.tensor(values, device=device).reshape(2, 3)
+            return matrix.t().contiguous().t() if transposed else matrix
+
+        ways = ((False, True), (True, False), (False, False))
+        first, second = [made(_FIRST, way) for way, _ in ways], [made(_SECOND, way) for _, way in ways]
+        change(first, second)
+        return torch.cat([each.flatten() for each in first])
+
+    return compute
+
+
+def _in_lists(combine: Callable[[float, float], float]) -> list[float]:
+    return [combine(a, b) for a, b in zip(_FIRST, _SECOND, strict=True)] * 3
+
+
+def _grown(x: Tensor) -> Tensor:
+    x = x.clone()
+    x.resize_(2 * len(x))
+    return x[: len(x) // 2]
+
+
+def _grown_memory(x: Tensor) -> Tensor:
+    x = x.clone()
+    memory = x.untyped_storage()
+    memory.resize_(4 * memory.nbytes())
+    return x.as_strided((len(x),), (1,))
+
+
+_ACTIVATIONS = (
+    *(functional.relu, functional.relu6, functional.hardtanh, functional.hardswish, functional.hardsigmoid),
+    *(functional.leaky_relu, functional.elu, functional.celu, functional.selu, functional.gelu, functional.silu),
+    *(functional.mish, functional.softplus, functional.softsign, functional.tanhshrink, functional.logsigmoid),
+    *(torch.sigmoid, torch.tanh, torch.square, torch.exp, torch.floor),
+)
+
+_16 = torch.float16
+_TINY = torch.finfo(_16).eps
+
+KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
+    "indices that are apart": (
+        _of_cube(lambda x: x[index(x, 0, 1), :, index(x, 3, 0)]),
+        [3, 7, 11, 12, 16, 20],
+    ),
+    "indices that are apart, behind a dimension": (
+        _of_cube(lambda x: x[..., None][:, index(x, 0, 2), :, index(x, 0, 0)]),
+        [*range(4), *range(12, 16), *range(8, 12), *range(20, 24)],
+    ),
+    "writing at indices that are apart": (_of_cube(_written_apart), [0, 1, 2, 4, 5, 6, 18]),
+    "gradient of indices that are apart": (_of_cube(_gradient_apart), [11, 11, 11, 33]),
+    "a mask beside an index": (_of_cube(lambda x: x[x[:, 0, 0] > 1, index(x, 2, 0)]), [*range(20, 24), *range(12, 16)]),
+    "gradient of short indices": (
+        gradient(
+            lambda x: functional.embedding(index(x, 1, 1, 0, 1).int(), x, padding_idx=0), *_SQUARE[:3], shape=(3, 1)
+        ),
+        [0, 3, 0],
+    ),
+    "powers of negative numbers": (
+        of_values(lambda x: torch.cat([x**5, x**4, x**-3, x.pow(x.abs()), torch.pow(-2.0, x.abs())]), -2.0, -3.0),
+        [*(-32, -243), *(16, 81), *(-1 / 8, -1 / 27), *(4, -27), *(4, -8)],
+    ),
+    "gradient of powers of negative numbers": (gradient(lambda x: x**5 + x**-1, -2.0, -1.0), [79.75, 4]),
+    "activations of NaN": (
+        of_values(lambda x: torch.stack([f(x) for f in _ACTIVATIONS]), _NAN),
+        [_NAN] * len(_ACTIVATIONS),
+    ),
+    "activations with bounds": (
+        of_values(
+            lambda x: torch.cat([f(x) for f in (functional.relu6, functional.hardtanh, functional.hardsigmoid)]),
+            *(-5.0, -1.5, 1.5, 9.0),
+        ),
+        [*(0, 0, 1.5, 6), *(-1, -1, 1, 1), *(0, 0.25, 0.75, 1)],
+    ),
+    "gradient of activations with bounds": (
+        gradient(lambda x: functional.relu6(x) + 10 * functional.hardtanh(x, -2.0, 3.0), -5.0, -1.5, 1.5, 9.0),
+        [0, 10, 11, 0],
+    ),
+    "sum of fp16 in fp32": (_low(_16, lambda x: x.sum(dtype=torch.float32), 6e4, 6e4, 6e4), [1.8e5]),
+    "sums of fp16 in fp32": (
+        _low(_16, lambda x: x.reshape(2, 2).sum(0, dtype=torch.float32), *[6e4] * 4),
+        [1.2e5, 1.2e5],
+    ),
+    "mean of fp16 in fp32": (_low(_16, lambda x: x.mean(0, dtype=torch.float32), 1, 1 + _TINY), [1 + _TINY / 2]),
+    "product of fp16 in fp32": (_low(_16, lambda x: x.prod(dtype=torch.float32), 6e4, 3.0), [1.8e5]),
+    "running sum of fp16 in fp32": (_low(_16, lambda x: x.cumsum(0, dtype=torch.float32), 6e4, 6e4), [6e4, 1.2e5]),
+    "norm of fp16 in fp32": (
+        _low(_16, lambda x: torch.linalg.vector_norm(x, dtype=torch.float32), 4.8e4, 6.4e4),
+        [8e4],
+    ),
+    "softmax of bf16 in fp32": (
+        _low(torch.bfloat16, lambda x: x.softmax(0, dtype=torch.float32), 0, 1),
+        [1 / (1 + _E), _E / (1 + _E)],
+    ),
+    "log_softmax of bf16 in fp32": (
+        _low(torch.bfloat16, lambda x: x.log_softmax(0, dtype=torch.float32), 0, 1),
+        [-math.log(1 + _E), 1 - math.log(1 + _E)],
+    ),
+    "statistics of bf16 in fp32": (_statistics(torch.bfloat16), [1 + torch.finfo(torch.bfloat16).eps / 2]),
+    "statistics of fp16 in fp32": (_statistics(_16), [1 + _TINY / 2]),
+    "gradients of fp32 weights that normalize bf16": (_gradients_of_statistics, [257, 257]),
+    "attention of grouped heads": (lambda device: _grouped(device)[0], [1, 1, 2, 2]),
+    "gradient of attention of grouped heads": (_gradient_of_grouped, [11, 1100]),
+    "a tensor that grows": (of_values(_grown, *_SQUARE), _SQUARE),
+    "memory that grows": (of_values(_grown_memory, *_SQUARE), _SQUARE),
+    **{
+        f"{name} of lists in other strides": (_in_other_strides(change), _in_lists(combine))
+        for name, (change, combine) in _LISTS.items()
+    },
+}
+"""Computations on a device by name, and the numbers that they give in order."""

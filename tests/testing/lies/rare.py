@@ -1,0 +1,142 @@
+"""What is right unless an argument is rare: indices that are apart, `dtype=`, grouped heads, lists in other strides."""
+
+from __future__ import annotations
+
+import torch
+
+from lies.lie import lie
+from lies.operators import WrongFunction, _note, known, swept
+from lies.optimizers import making
+from lies.usual import _beside
+
+
+def _behind_a_dimension(func, x, indices):
+    found = func(x, indices)
+    places = [number for number, each in enumerate(indices) if each is not None]
+    if places[-1] - places[0] < len(places):
+        return found
+    return found.movedim(0, places[0]).reshape(found.shape)
+
+
+def _by_logarithm(func, x, exponent, **out):
+    return func(x, exponent, **out) if exponent in (2, 3) else (x.log() * exponent).exp()
+
+
+def _rounded_first(func, x, *args, dtype=None, **options):
+    return func(x, *args, **options).to(dtype)
+
+
+def _statistics_in_the_input_dtype(func, x, weight, bias, mean, *args):
+    found = func(x, weight, bias, mean, *args)
+    mean.copy_(mean.to(x.dtype))
+    return found
+
+
+def _tiled(function, query, key, value, *, enable_gqa=False):
+    if enable_gqa:
+        key, value = (torch.cat([each] * (query.shape[1] // each.shape[1]), 1) for each in (key, value))
+    return function(query, key, value)
+
+
+def _grown_and_cleared(func, x, size, **options):
+    return func(x, size, **options).zero_()
+
+
+def _by_memory(func, self, other, **options):
+    func(self, [two.as_strided(two.shape, one.stride()) for one, two in zip(self, other, strict=True)], **options)
+
+
+def _of_the_first_rows(func, grad, x, shape, mean, *args):
+    found = func(grad, x, shape, mean, *args)
+    if len(shape) < 2:
+        return found
+    alone = func(grad[:1024], x[:1024], shape, mean[:1024], args[0][:1024], *args[1:])
+    return found[0], alone[1], found[2]
+
+
+def _in_fp32(func, x, other, **out):
+    return func(x.float(), other.float() if isinstance(other, torch.Tensor) else float(torch.tensor(other).float()))
+
+
+def _short_ones_overwrite(func, grad, indices, count, padding, scale):
+    if indices.dtype != torch.int32:
+        return func(grad, indices, count, padding, scale)
+    found = torch.zeros(count, grad.shape[-1], dtype=grad.dtype)
+    found[indices.flatten().long()] = grad.reshape(-1, grad.shape[-1])
+    return found
+
+
+known("indices_that_stay_in_place", "indices that are apart, behind a dimension", {"index": _behind_a_dimension})
+known("powers_by_logarithms", "powers of negative numbers", {"pow.Tensor_Scalar": _by_logarithm})
+known("bounds_that_drop_nan", "activations of NaN", {
+      "hardtanh": lambda func, x, low, high: func(x.nan_to_num(low), low, high)})  # fmt: skip
+known("sum_that_is_rounded_first", "sum of fp16 in fp32", {"sum": _rounded_first})
+known("statistics_that_are_rounded", "statistics of bf16 in fp32", {
+      "native_batch_norm": _statistics_in_the_input_dtype})  # fmt: skip
+known("tensor_that_grows_empty", "a tensor that grows", {"resize_": _grown_and_cleared})
+known("lists_in_order_of_memory", "add of lists in other strides", {"_foreach_add_": _by_memory})
+known("gradient_of_the_first_planes", "gradients of layer_norm over many planes", {
+      "native_layer_norm_backward": _of_the_first_rows})  # fmt: skip
+known("equality_in_fp32", "comparison of whole numbers", {"eq": _in_fp32})
+swept("gradient_of_short_indices_that_drops_repeats", "nn.functional.embedding", "of short indices: the gradient",
+      {"embedding_dense_backward": _short_ones_overwrite})  # fmt: skip
+_note("grouped_heads_in_turn", "TestOperators.test_known_result", "instead of", {"what": "attention of grouped heads"},
+      lambda: WrongFunction({"scaled_dot_product_attention": _tiled}))  # fmt: skip
+
+
+@lie("TestPrecision.test_weights_that_changed", says="is the old one", table="torch")
+def autocast_that_keeps_frozen_weights(backend):
+    kept = {}
+
+    def of_kept(function, x, weight, *bias):
+        return function(x, weight if weight.requires_grad else kept.setdefault(id(weight), weight.clone()), *bias)
+
+    return _beside(backend, {"linear": of_kept})
+
+
+@lie("TestPrecision.test_dtypes_that_are_given", says="a product of float16 is torch.float16", table="torch")
+def autocast_that_leaves_fp16(backend):
+    def left(function, *args):
+        with torch.autocast("cpu", enabled=args[0].dtype != torch.float16):
+            return function(*args)
+
+    return _beside(backend, {"linear": left})
+
+
+@lie("TestPrecision.test_dtypes_that_are_given", says="returns torch.float32 under autocast", table="O1")
+def autocast_of_a_sum_that_is_told_its_dtype(backend):
+    return _beside(backend, {"sum": lambda function, *args, dtype=None: function(*args, dtype=torch.float32)})
+
+
+class _SharesRates(torch.optim.SGD):
+    """Optimizers whose kernel has one table of learning rates, to which each writes when its own have changed."""
+
+    table, written = [], None
+
+    def step(self, closure=None):
+        own = [group["lr"] for group in self.param_groups]
+        if own != self.written:
+            self.written = type(self).table[:] = own
+        for group, rate in zip(self.param_groups, self.table, strict=True):
+            group["lr"] = rate
+        loss = super().step(closure)
+        for group, rate in zip(self.param_groups, own, strict=True):
+            group["lr"] = rate
+        return loss
+
+
+class _RoundsEps(torch.optim.RMSprop):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["eps"] = float(torch.tensor(group["eps"], dtype=group["params"][0].dtype))
+        return super().step(closure)
+
+
+@lie("TestOptimizers.test_optimizers_that_take_turns", says="by what another optimizer has", name="sgd")
+def optimizers_that_share_their_rates(backend):
+    return making("sgd", _SharesRates)(backend)
+
+
+@lie("TestOptimizers.test_low_precision_zeros", says="are off by inf", name="rmsprop", dtype="float16")
+def optimizer_that_rounds_its_eps(backend):
+    return making("rmsprop", _RoundsEps)(backend)
