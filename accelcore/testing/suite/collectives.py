@@ -109,15 +109,18 @@ class TestCollectives(DeviceTests):
 
     @pytest.mark.parametrize("dtype", EXACT)
     def test_every_digit(self, accel: Backend, dtype: str) -> None:
-        """Numbers that need every digit of their dtype arrive exactly; a dtype that is not declared may be refused."""
-        pair = [torch.tensor([value], dtype=getattr(torch, dtype)) for value in EXACT[dtype]]
+        """Numbers that need every digit of their dtype, or lie at its ends, arrive exactly.
+
+        A dtype that is not declared may be refused.
+        """
+        pair = [torch.tensor(values, dtype=getattr(torch, dtype)) for values in EXACT[dtype]]
         for rank in _job(accel):
             found = {key.split()[0]: value for key, value in rank["exact"].items() if key.split()[1] == dtype}
             for operation, value in found.items():
                 if isinstance(value, str):
                     assert dtype not in accel.capabilities.model_dtypes, f"{operation} of {dtype} is {value}"
                     continue
-                expected = _together(operation, *pair).to(pair[0].dtype).item()
+                expected = _together(operation, *pair).to(pair[0].dtype).tolist()
                 assert value == expected, f"{operation} makes {value} of {EXACT[dtype]} in {dtype}, not {expected}"
 
     @pytest.mark.parametrize("dtype", LOW_PRECISION)

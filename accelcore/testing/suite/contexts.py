@@ -274,7 +274,7 @@ class ContextTests:
             low, _, rows = _of(accel)
             known = accel.capabilities
             told = (torch.float32, low, *[torch.float64] * ("float64" in known.model_dtypes))
-            functions = functional.softmax, functional.log_softmax, torch.sum, torch.mean, torch.cumsum
+            functions: tuple[Any, ...] = (torch.softmax, torch.log_softmax, torch.sum, torch.mean, torch.cumsum)
             with accel.autocast(low, table=table):
                 for name in known.autocast_dtypes:
                     found = functional.linear(rows.to(getattr(torch, name)), rows.to(getattr(torch, name))).dtype

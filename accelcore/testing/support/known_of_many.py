@@ -62,12 +62,12 @@ def _of_planes(device: torch.device) -> Tensor:
 def _of_weights(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Compute:
     """Return a computation of the gradients of a function's weights and biases, which are 1.
 
-    They are those of the sum of squares of its results on many rows.
+    They are those of the sum of squares of its results plus 2, on many rows: no term is near 0, where rounding counts.
     """
 
     def compute(device: torch.device) -> Tensor:
         leaves = [torch.ones(shape, device=device, requires_grad=True) for shape in shapes]
-        found = torch.autograd.grad(function(_of_planes(device), *leaves).square().sum(), leaves)
+        found = torch.autograd.grad(function(_of_planes(device), *leaves).add(2).square().sum(), leaves)
         return torch.cat([each.flatten() for each in found])
 
     return compute
@@ -142,37 +142,41 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "convolution of many images": (_of(_images, lambda x: functional.conv2d(x, x[:1]).sum()), [2 * _ROWS]),
     "gradient of a convolution of many images": (_of(_images, _gradient_of_kernel), [_ROWS, _ROWS]),
     "gradients of layer_norm over many rows": (
-        _of_weights(lambda x, *affine: functional.layer_norm(x, (2,), *affine, eps=1e-12), (2,), (2,)),
-        [0, 4 * _ROWS, 0, 4 * _ROWS],
+        _of_weights(lambda x, weight, bias: functional.layer_norm(x, (2,), weight, bias, eps=1e-12), (2,), (2,)),
+        [-4 * _ROWS, 8 * _ROWS, 4 * _ROWS, 8 * _ROWS],
     ),
     "gradients of layer_norm over many planes": (
-        _of_weights(lambda x, *affine: functional.layer_norm(x[..., None], (2, 1), *affine, eps=1e-12), (2, 1), (2, 1)),
-        [0, 4 * _ROWS, 0, 4 * _ROWS],
+        _of_weights(
+            lambda x, weight, bias: functional.layer_norm(x[..., None], (2, 1), weight, bias, eps=1e-12), (2, 1), (2, 1)
+        ),
+        [-4 * _ROWS, 8 * _ROWS, 4 * _ROWS, 8 * _ROWS],
     ),
     "gradients of rms_norm over many rows": (
         _of_weights(lambda x, weight: functional.rms_norm(x, (2,), weight, eps=1e-12), (2,)),
-        [2 * _ROWS, 2 * _ROWS],
+        [-2 * _ROWS, 6 * _ROWS],
     ),
     "gradients of group_norm over many images": (
-        _of_weights(lambda x, *affine: functional.group_norm(x[:, None], 1, *affine, eps=1e-12), (1,), (1,)),
-        [4 * _ROWS, 4 * _ROWS],
+        _of_weights(lambda x, weight, bias: functional.group_norm(x[:, None], 1, weight, bias, eps=1e-12), (1,), (1,)),
+        [4 * _ROWS, 12 * _ROWS],
     ),
     "gradients of batch_norm over many rows": (
         _of_weights(
-            lambda x, *affine: functional.batch_norm(x.reshape(-1, 1), None, None, *affine, training=True, eps=1e-12),
+            lambda x, weight, bias: functional.batch_norm(
+                x.reshape(-1, 1), None, None, weight, bias, training=True, eps=1e-12
+            ),
             (1,),
             (1,),
         ),
-        [4 * _ROWS, 4 * _ROWS],
+        [4 * _ROWS, 12 * _ROWS],
     ),
     "gradients of a layer over many rows": (
         _of_weights(functional.linear, (1, 2), (1,)),
-        [-2 * _ROWS, 2 * _ROWS, 2 * _ROWS],
+        [-6 * _ROWS, 6 * _ROWS, 6 * _ROWS],
     ),
-    "gradient of prelu over many rows": (_of_weights(functional.prelu, (2,)), [2 * _ROWS, 0]),
+    "gradient of prelu over many rows": (_of_weights(functional.prelu, (2,)), [-2 * _ROWS, 0]),
     "gradient of one row of an embedding": (
         _of_weights(lambda x, weight: functional.embedding(x[:, 1].long(), weight), (2, 1)),
-        [0, 2 * _ROWS],
+        [0, 6 * _ROWS],
     ),
     "pools of many images": (_of(_images, lambda x: functional.max_pool2d(x, (1, 2)).sum()), [_ROWS]),
     "upsampling of many images": (_of(_images, lambda x: functional.interpolate(x, (1, 4)).sum()), [4 * _ROWS]),

@@ -64,10 +64,10 @@ def _statistics(dtype: torch.dtype) -> Compute:
 def _gradients_of_statistics(device: torch.device) -> Tensor:
     """Return the gradients, in fp32, of the weight and bias that normalize 514 numbers in bf16."""
     rows = torch.tensor([-1.0, 1.0], device=device, dtype=torch.bfloat16).repeat(257)[:, None]
-    affine = [torch.ones(1, device=device, requires_grad=True) for _ in range(2)]
-    output = functional.batch_norm(rows, None, None, *affine, training=True, eps=1e-6)
-    weights = torch.where(rows > 0, 1.0, 0.0).to(output.dtype)
-    return torch.stack(torch.autograd.grad(output, affine, weights))
+    weight, bias = (torch.ones(1, device=device, requires_grad=True) for _ in range(2))
+    output = functional.batch_norm(rows, None, None, weight, bias, training=True, eps=1e-6)
+    given = torch.where(rows > 0, 1.0, 0.0).to(output.dtype)
+    return torch.stack(torch.autograd.grad(output, (weight, bias), given))
 
 
 def _grouped(device: torch.device) -> tuple[Tensor, Tensor]:

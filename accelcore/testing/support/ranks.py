@@ -28,14 +28,17 @@ from accelcore.testing.support.oracles import Stateful, batches, buffers, evalua
 ROWS, STEPS = 16, 4
 _PATIENCE = 15  # seconds, of a limit of one
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
-EXACT: dict[str, tuple[float, float]] = {
-    "float64": (1 + 2.0**-50, 1 + 2.0**-51),
-    "int64": (2**53 + 1, 2**53 + 3),
-    "int32": (2**24 + 1, 2**24 + 3),
-    "uint8": (101, 103),
-    "bool": (False, True),
+_INF = float("inf")
+EXACT: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "float64": ((1 + 2.0**-50,), (1 + 2.0**-51,)),
+    "float32": ((_INF, -_INF, -_INF, 1.0), (1.0, 2.0, -_INF, -_INF)),
+    "int64": ((2**53 + 1, -(2**62), 0), (2**53 + 3, 2**62, -1)),
+    "int32": ((2**24 + 1, -(2**30), 0), (2**24 + 3, 2**30, -1)),
+    "int8": ((101, -128, 0), (3, 127, -1)),
+    "uint8": ((101, 0, 255), (103, 3, 0)),
+    "bool": ((False, True), (True, True)),
 }
-"""Numbers of both ranks, by dtype, that need every digit of it."""
+"""Numbers of both ranks, by dtype, that need every digit of it, or lie at its ends."""
 
 
 def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, Any]:
@@ -54,10 +57,10 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
         "bounds": [*job.all_reduce(tensor(-value), "max").tolist(), *job.all_reduce(tensor(value), "min").tolist()],
         "exact": {
-            f"{operation} {name}": _exact(job, operation, tensor(pair[job.rank], dtype=getattr(torch, name)))
+            f"{operation} {name}": _exact(job, operation, tensor(*pair[job.rank], dtype=getattr(torch, name)))
             for name, pair in EXACT.items()
             for operation in OPERATIONS
-            if name == "float64" or (operation != "avg" and (name, operation) != ("bool", "sum"))
+            if name in ("float64", "float32") or (operation != "avg" and (name, operation) != ("bool", "sum"))
         },
         "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
         "views": {},
@@ -118,14 +121,14 @@ def _drawn(accel: accelcore.Backend, seed: int) -> list[float]:
     return torch.cat([numbers, nn.functional.dropout(ones)]).tolist()
 
 
-def _exact(job: Any, operation: str, tensor: torch.Tensor) -> float | str:
-    """Return what an operation makes of a number, or the error with which it refuses the dtype."""
+def _exact(job: Any, operation: str, tensor: torch.Tensor) -> list[float] | str:
+    """Return what an operation makes of numbers, or the error with which it refuses the dtype."""
     try:
         found = job.broadcast(tensor, 1) if operation == "broadcast" else job.all_reduce(tensor, operation)
-        value: float = found.item()
+        values: list[float] = found.tolist()
     except (RuntimeError, accelcore.AccelError) as error:
         return f"refused: {error}"
-    return value
+    return values
 
 
 def _low(job: Any, tensor: torch.Tensor) -> list[list[float]]:

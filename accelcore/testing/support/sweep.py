@@ -91,9 +91,9 @@ def compare(
                 changed = (change(_arguments(sample)) for sample in every)
                 cases += [(each, "") for each in islice(filter(None, changed), count)]
         if name in REPEATABLE:
-            changed = [each for sample in every if (each := repeated(_arguments(sample))) is not None][:count]
-            cases += [(each, "of repeated indices") for each in changed]
-            short = (with_short_indices(each) for each in changed if dtype == torch.float32)
+            again = [each for sample in every if (each := repeated(_arguments(sample))) is not None][:count]
+            cases += [(each, "of repeated indices") for each in again]
+            short = (with_short_indices(each) for each in again if dtype == torch.float32)
             cases += [(each, "of short indices") for each in short if each is not None]
         for number, (arguments, what) in enumerate(cases):
             turn = number % 4 if name in SAMPLED else 0
