@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 from collections import Counter
@@ -259,8 +258,7 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
         if reasons:
             click.echo()
         for role, why in reasons:
-            plain = re.sub(r"^refused: ", "this backend refuses it, which is allowed: ", why)
-            click.echo(f"{click.style(outcome, fg='yellow')}  {role}: {plain}")
+            click.echo(f"{click.style(outcome, fg='yellow')}  {role}: {why}")
             for verdict in card.verdicts if outcome == "not tried" else ():
                 if (verdict.outcome, verdict.role, verdict.why) == (outcome, role, why):
                     click.echo(f"    {verdict.what}{_case(verdict)}")

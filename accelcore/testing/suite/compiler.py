@@ -30,7 +30,7 @@ class _Shifted(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(8)
-        self.factor = 1.0
+        self.factor = 1
 
     def forward(self, rows: torch.Tensor, *, shift: int = 0, count: torch.Tensor | None = None) -> torch.Tensor:
         normed: torch.Tensor = self.norm(rows.to(self.norm.weight.dtype))
@@ -81,7 +81,7 @@ class TestCompiler(DeviceTests):
                 rows = rows.to(getattr(torch, name))
                 for each in (module.train(training), reference.train(training)):
                     torch.nn.init.constant_(each.norm.weight, size + number)
-                    each.factor = 1.0 + number
+                    each.factor = 1 + number
                 with torch.set_grad_enabled(graph):
                     found = compiled.module(rows.to(accel.device), shift=2 * graph, count=counts[0])
                 expected = reference(rows, shift=2 * graph, count=counts[1])

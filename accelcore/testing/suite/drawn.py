@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accelcore import Backend
+from accelcore.testing.support.declared import refused
 from accelcore.util.text import first_line
 
 _COUNT = 100_003  # no multiple of what a kernel draws at once
@@ -94,7 +95,7 @@ def _drawn(accel: Backend, draw: str) -> Tensor:
     try:
         return _BY_PARAMETERS[draw](accel).detach().cpu().double()
     except (NotImplementedError, RuntimeError) as error:
-        pytest.skip(f"refused: {draw}: {first_line(error)}")
+        refused(f"{draw}: {first_line(error)}")
 
 
 def _correlation(one: Tensor, other: Tensor) -> float:

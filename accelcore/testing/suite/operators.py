@@ -13,6 +13,7 @@ from accelcore import Backend
 from accelcore.devices.plugins import find
 from accelcore.testing.suite.modules import ModuleTests
 from accelcore.testing.support.case import Found, is_refusal
+from accelcore.testing.support.declared import refused
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.known_rare import KNOWN_RARE
@@ -45,8 +46,9 @@ def _floating(accel: Backend) -> list[torch.dtype]:
 def _report(found: Found, name: str, record: Callable[[str, object], None]) -> None:
     assert not found.wrong, "\n".join(found.wrong)
     if not found.compared:
-        reason = found.refused[0] if found.refused else f"{name}: torch has no sample of it that runs on the CPU"
-        pytest.skip(f"refused: {reason}" if found.refused else reason)
+        if found.refused:
+            refused(found.refused[0])
+        pytest.skip(f"{name}: torch has no sample of it that runs on the CPU")
     if found.seen:
         record("known_bug", f"{name}: {'; '.join(found.seen)}")
     if found.on_host:
@@ -78,7 +80,7 @@ class TestOperators(ModuleTests, DeviceTests):
         except Exception as error:
             if not is_refusal(error):
                 raise
-            pytest.skip(f"refused: {what}: {type(error).__name__}: {error}")
+            refused(f"{what}: {type(error).__name__}: {error}")
         assert len(values) == len(expected), f"{what}: {len(values)} numbers instead of {len(expected)}"
         for value, right in zip(values, expected, strict=True):
             same = math.isnan(value) if math.isnan(right) else math.isclose(value, right, rel_tol=2e-5, abs_tol=2e-6)

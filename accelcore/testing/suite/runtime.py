@@ -14,7 +14,7 @@ from torch import Tensor
 from accelcore import Backend
 from accelcore.testing.suite.drawn import DrawnTests
 from accelcore.testing.suite.transfers import TransferTests
-from accelcore.testing.support.declared import declared
+from accelcore.testing.support.declared import declared, refused
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
 from accelcore.testing.support.usable import DeviceTests
 from accelcore.torch_features import GET_KERNEL
@@ -127,7 +127,7 @@ class TestRuntime(DrawnTests, TransferTests, DeviceTests):
             places = torch.arange(2**15, device=accel.device) % 3
             first, second = (_SUMS[name](places, values).cpu() for _ in range(2))
         except (NotImplementedError, RuntimeError) as error:
-            pytest.skip(f"refused: {name}: {first_line(error)}")
+            refused(f"{name}: {first_line(error)}")
         finally:
             torch.use_deterministic_algorithms(before)
         assert torch.equal(first, second), f"{name} adds in another order each time, despite deterministic=True"

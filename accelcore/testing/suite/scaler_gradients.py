@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from accelcore import Backend
+from accelcore.testing.support.declared import refused
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import overflow, spoil, weights
 from accelcore.util.text import first_line
@@ -139,7 +140,7 @@ class GradientsOfScaler:
                 take_step(scaler, optimizer)
                 assert weight[:, 0].tolist() == [1.0, 0.0, 0.5, 1.0], f"a sparse gradient of {factor} is not unscaled"
         except (NotImplementedError, RuntimeError) as error_:
-            pytest.skip(f"refused: sparse gradients: {first_line(error_)}")
+            refused(f"sparse gradients: {first_line(error_)}")
         assert scaler.skipped == 1
 
     def test_large_gradients_are_no_overflow(self, accel: Backend) -> None:

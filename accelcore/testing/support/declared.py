@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 
@@ -23,6 +24,11 @@ FAST_FP32 = {"tf32": (10, 10), "hf32": (10, 12), "bf16": (7, 7), "fp32": (MOST_B
 
 NOT_DECLARED = "not declared, and refused: "
 """Beginning of the skip reason if a backend refused a feature that it does not declare."""
+
+
+def refused(what: str) -> NoReturn:
+    """Skip a test of what a backend may refuse: another kernel, or another dtype; `what` says what it refuses."""
+    pytest.skip(f"this backend refuses it, which is allowed: {what}")
 
 
 @contextmanager
