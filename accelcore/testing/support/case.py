@@ -37,13 +37,16 @@ OF_GRADIENT = "of the gradient"
 
 LARGE, SMALL = "with large numbers", "with small numbers"
 """Says of a sample that its first argument was multiplied by a large factor, or a small one."""
+OTHERWISE = "of other options"
+"""Says of a sample in low precision that it has options that the usual samples do not have."""
+
 FROZEN = ("of a frozen input", "of other frozen inputs")
 """Says of a sample that its first argument needs no gradient, or that no other needs one."""
 
 INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 """Says of a sample that elements of its first argument are that."""
 
-ALONE = ("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls", *FROZEN)
+ALONE = ("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls", OTHERWISE, *FROZEN)
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was

@@ -15,6 +15,7 @@ from accelcore.testing.support.case import (
     INFINITE,
     LARGE,
     OF_GRADIENT,
+    OTHERWISE,
     SMALL,
     Case,
     Found,
@@ -102,6 +103,10 @@ def compare(
             if len(found.wrong) > 4:
                 return found
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
+            if dtype in (torch.bfloat16, torch.float16):  # each of them half of the options
+                options = list(_of_other_options(every + _not_differentiable(info, dtype), chosen))
+                for sample in options[dtype == torch.float16 :: 2]:
+                    Case(found, device, name, info, dtype, _arguments(sample), OTHERWISE, elementwise).run()
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
             small = dtype == torch.float32 and "norm" not in name  # small rows are normalized by eps, and noise
             for what, times in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):

@@ -58,6 +58,11 @@ def _in_fp32(func, x, other, **out):
     return func(x.float(), other.float() if isinstance(other, torch.Tensor) else float(torch.tensor(other).float()))
 
 
+def _ascending(func, x, *args, descending=False, **options):
+    low = x.dtype in (torch.bfloat16, torch.float16)
+    return func(x, *args, descending=descending and not low, **options)
+
+
 def _short_ones_overwrite(func, grad, indices, count, padding, scale):
     if indices.dtype != torch.int32:
         return func(grad, indices, count, padding, scale)
@@ -80,6 +85,7 @@ known("gradient_of_the_first_planes", "gradients of layer_norm over many planes"
 known("equality_in_fp32", "comparison of whole numbers", {"eq": _in_fp32})
 swept("gradient_of_short_indices_that_drops_repeats", "nn.functional.embedding", "of short indices: the gradient",
       {"embedding_dense_backward": _short_ones_overwrite})  # fmt: skip
+swept("low_precision_that_sorts_one_way", "sort", "of other options: result", {"sort": _ascending})
 _note("grouped_heads_in_turn", "TestOperators.test_known_result", "instead of", {"what": "attention of grouped heads"},
       lambda: WrongFunction({"scaled_dot_product_attention": _tiled}))  # fmt: skip
 
