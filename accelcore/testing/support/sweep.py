@@ -104,7 +104,7 @@ def compare(
                 return found
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
             if dtype in (torch.bfloat16, torch.float16):  # each of them half of the options
-                options = list(_of_other_options(every + _not_differentiable(info, dtype), chosen))
+                options = list(_of_other_options(every, chosen))
                 for sample in options[dtype == torch.float16 :: 2]:
                     Case(found, device, name, info, dtype, _arguments(sample), OTHERWISE, elementwise).run()
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
