@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import cast
 
 import libcst as cst
 from libcst import matchers
@@ -24,7 +25,10 @@ _CPU = re.compile(r"(?:torch\.device\()?[\"']cpu[\"']\)?")
 _FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?")
 """A line that chooses the CPU after all."""
 
-_Guard = cst.If | cst.IfExp
+_Test = cst.FunctionDef | cst.ClassDef
+"""What a decorator such as `pytest.mark.skipif` may skip."""
+
+_Guard = cst.If | cst.IfExp | _Test
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
 )
@@ -53,7 +57,7 @@ class Decisions(cst.CSTVisitor):
         self._was_left: list[bool] = []
         self._waiting: dict[cst.CSTNode, list[tuple[_Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._named: dict[cst.CSTNode, list[tuple[str, Rule, cst.CSTNode, Left]]] = defaultdict(list)
-        self._guarded: list[tuple[cst.CSTNode, str, int, int]] = []
+        self._guarded: list[tuple[cst.CSTNode, str, bool]] = []
         self._foreign: list[tuple[cst.CSTNode, str]] = []
         self._shut: set[cst.CSTNode] = set()
         self._left_lines: list[tuple[cst.CSTNode, set[str]]] = []
@@ -111,9 +115,10 @@ class Decisions(cst.CSTVisitor):
             opens = (some or whole) if decision.some else (some and whole)
             if decision.some and any(note.rule in _FAILS for note in self.left[left:]):
                 opens = False
-            if original_node is not guard:
-                opens = whole  # what follows an early return
-            if self._unset & _names_in(guard.body) or self._is_foreign(guard.test, guard.body):
+            if original_node is not guard or isinstance(guard, _Test):
+                opens = whole  # what follows an early return, or a test
+            foreign = any(self._is_foreign(test, guard.body) for test in _tests_of(guard))
+            if self._unset & _names_in(guard.body) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and self._corrects(guard):
                 opens = False
@@ -125,10 +130,12 @@ class Decisions(cst.CSTVisitor):
 
         if original_node in self._marks:
             _, actions, left = self._marks[original_node]
-            counts = self._done()[1] - actions, len(self.left) - left
+            actions = self._done()[1] - actions
+            lines = sum(note.rule != "replicas" for note in self.left[left:])  # DataParallel works on other devices
+            closed = lines > 0 and (isinstance(original_node, _Test) or not actions)
             for test in _tests_of(original_node):
-                self._guarded.append((self._scope_of(original_node), text_of(test), *counts))
-                if isinstance(original_node, (cst.If, cst.IfExp)) and self._is_foreign(test, original_node.body):
+                self._guarded.append((self._scope_of(original_node), text_of(test), closed))
+                if self._is_foreign(test, cast("_Guard", original_node).body):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
         for name, rule, node, decision in self._named.pop(original_node, ()):
             is_open = self._opens(name, original_node) and self._shut.isdisjoint(self._facts.parents(node))
@@ -147,14 +154,15 @@ class Decisions(cst.CSTVisitor):
         for outer in self._facts.parents(node):
             if isinstance(outer, cst.Assign):
                 return text_of(outer.targets[0].target) if len(outer.targets) == 1 else ""
-            if not isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) or isinstance(outer, cst.Call):
+            is_part = isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) and not isinstance(outer, cst.Call)
+            if not (is_part or isinstance(outer, cst.Arg) or _skips(outer)):
                 return ""
         return ""
 
     def _opens(self, name: str, scope: cst.CSTNode) -> bool:
-        """Return whether something is rewritten, or nothing left, under the conditions that ask a name in its scope.
+        """Return whether each condition that asks a name in its scope guards something rewritten, or nothing left.
 
-        A line that is left and that has the name itself keeps it as it is.
+        A test that the name skips must have nothing left. A line that is left and has the name keeps it as it is.
         """
         if not name:
             return True
@@ -164,8 +172,7 @@ class Decisions(cst.CSTVisitor):
             return False
         if any(place in places and asks.search(test) for place, test in self._foreign):
             return False
-        found = [counts for place, test, *counts in self._guarded if place in places and asks.search(test)]
-        return any(actions for actions, _ in found) or not any(left for _, left in found)
+        return not any(closed and place in places and asks.search(test) for place, test, closed in self._guarded)
 
     def _is_foreign(self, test: cst.BaseExpression, body: cst.CSTNode) -> bool:
         """Return whether what a condition guards uses a vendor's tools beside torch, such as an extension."""
@@ -192,12 +199,15 @@ class Decisions(cst.CSTVisitor):
         return count, count - asked
 
     def _guard_of(self, node: cst.CSTNode) -> _Guard | None:
-        """Return the `if`, or the choice, of whose condition a node is a part."""
+        """Return the `if`, the choice, or the test of whose condition a node is a part."""
         inner = node
         for outer in self._facts.parents(node):
             if isinstance(outer, (cst.If, cst.IfExp)):
                 return outer if inner is outer.test else None
-            if not isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation)):
+            if isinstance(outer, cst.Decorator):
+                return cast("_Test", self._facts.parent(outer))
+            is_part = isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation, cst.Arg)) or _skips(outer)
+            if not is_part:
                 return None
             inner = outer
         return None
@@ -284,20 +294,28 @@ def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     return matchers.findall(node, matchers.Comment())
 
 
+def _skips(node: cst.CSTNode) -> bool:
+    """Return whether a node is a call such as `pytest.mark.skipif(condition)`."""
+    return isinstance(node, cst.Call) and "skip" in text_of(node.func)
+
+
 def _tests_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
     """Return the conditions under which something runs: of an `if`, or the decorators that may skip a test."""
     if isinstance(node, (cst.If, cst.IfExp)):
         return [node.test]
     made = node.decorators if isinstance(node, (cst.FunctionDef, cst.ClassDef)) else ()
-    return [each.decorator for each in made if "skip" in text_of(each.decorator)]
+    names = (cst.Name, cst.Attribute)
+    return [each.decorator for each in made if "skip" in text_of(each) or isinstance(each.decorator, names)]
 
 
 def _names_in(node: cst.CSTNode) -> set[str]:
     return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(node, matchers.Name())}
 
 
-def _set_in(guard: cst.If | cst.IfExp) -> set[str]:
+def _set_in(guard: _Guard) -> set[str]:
     """Return the names that what an `if` guards assigns, and that are not set if it does not run."""
+    if isinstance(guard, _Test):
+        return set()
     return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
 
 

@@ -19,6 +19,7 @@ class Options:
         names: of all of them, as the attributes in which their values are.
         indexes: those that are a number, and None or not negative if they are not given.
         wholes: those that are a whole number, and never None.
+        texts: those that are no numbers, or whose kind is not known.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -27,6 +28,7 @@ class Options:
         self.names = set(added)
         self.indexes = {name for name, call in added.items() if _is_index(call)}
         self.wholes = {name for name, call in added.items() if _is_whole(call)}
+        self.texts = {name for name, call in added.items() if not _is_number(call)}
 
     def are_read_in(self, declared: cst.CSTNode) -> bool:
         """Return whether the process that declares an option also trains, so that a default may be its device.
@@ -38,8 +40,10 @@ class Options:
         if (tree.is_library and function is None) or tree.submits:
             return False
         reads = [call for call in tree.calls if _method(call) in _READS]
+        if function is not None and function.name.value in tree.known.taken:
+            return False  # another file calls it, such as one that hands a job to a cluster
         if function is not None and reads and any(text_of(call.func) == function.name.value for call in tree.calls):
-            return True  # the file that nobody imports calls it, and reads what it declares
+            return True  # this file calls it, and reads what it declares
         return any(function is None or tree.function_of(call) is function for call in reads)
 
 

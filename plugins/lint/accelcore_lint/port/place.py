@@ -24,7 +24,6 @@ DEFAULT = "a default is set when this module is imported, before a script choose
 _ASKS = re.compile(r"is_available\(|autocast\(|device_count\(|current_device\(|\.(cuda|npu)\(|seed|memory")
 """Words of lines that ask CUDA which devices there are."""
 
-
 _SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
 
 
@@ -134,12 +133,8 @@ class Place:
         return name if self._torch_level else f"{name}.device"
 
     def _decorators(self, site: cst.CSTNode) -> list[cst.Decorator]:
-        return [
-            made
-            for outer in self._tree.parents(site)
-            if isinstance(outer, cst.FunctionDef)
-            for made in outer.decorators
-        ]
+        functions = [outer for outer in self._tree.parents(site) if isinstance(outer, cst.FunctionDef)]
+        return [made for function in functions for made in function.decorators]
 
     def _is_new_question(self, site: cst.CSTNode) -> bool:
         """Return whether a site is evaluated on import, by a line that asks no device in the original."""
@@ -194,8 +189,11 @@ class Place:
 
     def _is_placed(self, site: cst.CSTNode) -> bool:
         """Return whether the device can be chosen after all statements that hide devices."""
-        after = (self._runs_after(self._scope(site), target) for target in self._tree.hidden_by)
-        return not self._hides(site) or all(after)
+        function = self._scope(site)
+        return not self._hides(site) or all(
+            self._runs_after(function, each) or (function is self._scope(each) and self._is_below(site, each))
+            for each in self._tree.hidden_by
+        )
 
     def _obstacle(self, site: cst.CSTNode) -> str:
         function = self._scope(site)
@@ -244,11 +242,17 @@ class Place:
         tree, function = self._tree, self._scope(site)
         for target in tree.hidden_by:
             setter = self._scope(target)
-            if setter is not None and (setter is not function or not self._tree.is_called_once(setter)):
+            if setter is not None and (setter is not function or not tree.is_called_once(setter)):
                 return True
-            if tree.line(self._first(setter.body if setter else tree.module, [site])) < tree.line(target):
+            if not self._is_below(site, target):
                 return True
         return False
+
+    def _is_below(self, site: cst.CSTNode, target: cst.CSTNode) -> bool:
+        """Return whether a site is in a statement below one that hides devices, in the same block."""
+        setter = self._scope(target)
+        first = self._first(setter.body if setter else self._tree.module, [site])
+        return self._tree.line(first) >= self._tree.line(target)
 
     def _runs_after(
         self, function: cst.FunctionDef | None, target: cst.CSTNode, callees: tuple[cst.FunctionDef, ...] = ()
@@ -361,11 +365,8 @@ class Place:
         while self._tree.is_library and inside:
             inner = inside.pop()
             returned = re.search(rf"\breturn\b.*\b{inner.name.value}\b", text_of(function.body))
-            if (
-                not returned
-                or not isinstance(inner.body, cst.IndentedBlock)
-                or inner.body not in self._tree.parents(site)
-            ):
+            is_around = isinstance(inner.body, cst.IndentedBlock) and inner.body in self._tree.parents(site)
+            if not (returned and is_around):
                 break
             function = inner
         return function

@@ -35,6 +35,10 @@ _CHOOSES = re.compile(
 )
 """Lines that make a device current or hide some, and libraries that do so."""
 
+_REPLACES = re.compile(
+    rf"\b(?:patch|setattr)\(\s*[\"'](torch\.(?:{'|'.join(DEVICES)})\.[\w.]+)[\"']"
+    rf"|\b(?:patch\.object|setattr)\(\s*(torch\.(?:{'|'.join(DEVICES)})(?:\.\w+)*),\s*[\"'](\w+)[\"']"
+)
 _WORD = re.compile(r"\w+")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _TESTS = re.compile(r"(?m)^(?:async )?def test_|^class Test\w*:|^class \w+\((?:\w+\.)*TestCase\)")
@@ -56,11 +60,13 @@ class Known:
         own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
         strange_moves: whether such a class is no module of torch: an object of an unknown class may lack `to()`.
         moves_take: whether such a `cuda()` takes arguments.
+        moves_return: whether such a `cuda()` may return something: what uses the value of one that does not is torch's.
         movers: functions that may get a storage, as those that a `map_location` calls.
         names_others: whether a file speaks of accelerators beside those that a port starts from, such as `"mps"`.
         settings: settings of cuDNN in the other files of its programs, such as `("benchmark", "True")`.
         taken: names that other files may take from it, as by `from module import name`.
         modules: the project's own modules and packages, by the first part of their names.
+        replaced: a vendor's functions of torch that a test replaces by their names.
         hiders: functions and methods of the project that hide devices by an environment variable.
         steered: whether a file that this one imports, also through others, may make a device current or hide some.
         uses: what the project needs of the original's objects; the words are those of `uses_in`.
@@ -70,11 +76,13 @@ class Known:
     own_moves: frozenset[str] = frozenset()
     strange_moves: bool = False
     moves_take: bool = False
+    moves_return: bool = False
     movers: frozenset[str] = frozenset()
     names_others: bool = False
     settings: frozenset[tuple[str, str]] = frozenset()
     taken: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
     hiders: frozenset[str] = frozenset()
     steered: bool = False
     uses: frozenset[str] = frozenset()
@@ -128,9 +136,11 @@ def read_project(paths: Iterable[Path]) -> Project:
         own_moves=_own_moves(texts.values()),
         strange_moves=any(map(_has_strange_moves, texts.values())),
         moves_take=any(map(takes_arguments, texts.values())),
+        moves_return=any(map(returns_something, texts.values())),
         movers=_movers(texts.values()),
         names_others=any(map(OTHERS.search, texts.values())),
         modules=frozenset(modules),
+        replaced=frozenset(name for text in texts.values() for name in _replaced(text)),
         hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
         uses=frozenset(word for text in texts.values() for word in uses_in(text))
         | ({"apex"} if any(drives_apex(text, modules) for text in texts.values()) else set()),
@@ -222,6 +232,12 @@ def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[P
                     break
 
 
+def _replaced(text: str) -> Iterator[str]:
+    """Yield the vendor's functions that a test replaces, as `mock.patch("torch.cuda.synchronize")` does."""
+    for name, module, attribute in _REPLACES.findall(text):
+        yield name or f"{module}.{attribute}"
+
+
 def _own_moves(texts: Collection[str]) -> frozenset[str]:
     """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects."""
     if not any(map(_MOVES.search, texts)):
@@ -256,6 +272,12 @@ def _has_strange_moves(text: str) -> bool:
 def takes_arguments(text: str) -> bool:
     """Return whether a method `cuda` that a file defines takes more than its object."""
     return _TAKES.search(text) is not None
+
+
+def returns_something(text: str) -> bool:
+    """Return whether a method `cuda` that a file defines may return something, or is not written as a plain method."""
+    plain = [body for _, name, _, body in _FUNCTION.findall(text) if name in DEVICES]
+    return len(plain) != len(_MOVES.findall(text)) or any(re.search(r"\b(return|yield)\b", body) for body in plain)
 
 
 def _movers(texts: Collection[str]) -> frozenset[str]:

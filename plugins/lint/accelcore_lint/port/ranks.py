@@ -29,6 +29,10 @@ class Ranks(Tree):
         """Return the options of the script's command line."""
         return Options(self)
 
+    def _may_be_rank(self, value: cst.BaseExpression) -> bool:
+        is_text = isinstance(value, cst.Attribute) and value.attr.value in self.options.texts
+        return super()._may_be_rank(value) and not is_text
+
     def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
         if _LOCAL_RANK.fullmatch(text):
             return True

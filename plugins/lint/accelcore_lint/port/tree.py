@@ -194,13 +194,15 @@ class Tree:
             for name in names
             if (function := self.functions.get(name)) is not None
             and function.params.params
-            and all(_RANK.fullmatch(text_of(call.args[0].value)) for call in self._direct_calls(name))
+            and all(map(self._may_be_rank, self._given_first(name)))
         }
 
-    def _direct_calls(self, name: str) -> list[cst.Call]:
-        return [
-            call for call in self.calls if isinstance(call.func, cst.Name) and call.func.value == name and call.args
-        ]
+    def _may_be_rank(self, value: cst.BaseExpression) -> bool:
+        return _RANK.fullmatch(text_of(value)) is not None
+
+    def _given_first(self, name: str) -> list[cst.BaseExpression]:
+        calls = (call for call in self.calls if isinstance(call.func, cst.Name) and call.func.value == name)
+        return [call.args[0].value for call in calls if call.args]
 
     @cached_property
     def spawns(self) -> bool:

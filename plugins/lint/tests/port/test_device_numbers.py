@@ -281,3 +281,14 @@ def test_a_rank_is_not_read_for_lines_that_are_gone(last, is_left):
     assert outcome.after == 0
     unused = "import os\nimport torch\nrank = int(os.environ['LOCAL_RANK'])\nx = torch.ones(2).cuda()\n"
     assert "LOCAL_RANK" in port_source(unused, Level.ROLES).source
+
+
+@pytest.mark.parametrize(("kind", "selects"), [("int", True), ("str", False)])
+def test_a_process_gets_no_text_for_its_rank(kind, selects):
+    source = (
+        "import argparse\nimport torch\nimport torch.multiprocessing as mp\n\nparser = argparse.ArgumentParser()\n"
+        f"parser.add_argument('--gpu', type={kind}, default=None)\nargs = parser.parse_args()\n\n\n"
+        "def work(gpu):\n    return torch.ones(2).cuda(gpu)\n\n\nif args.gpu is None:\n    mp.spawn(work, nprocs=2)\n"
+        "else:\n    work(args.gpu)\n"
+    )
+    assert ("accelcore.select(local_rank=gpu)" in port_source(source, Level.ROLES).source) is selects

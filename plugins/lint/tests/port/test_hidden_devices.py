@@ -144,3 +144,13 @@ def test_a_device_chosen_by_hand_is_asked_for_in_the_function_that_hides_others(
     head, _, body = port_source(BY_HAND, Level.ROLES).source.partition("def main")
     assert "accelerator" not in head
     assert "current_device = " in body
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_function_that_hides_devices_asks_below_that_line(first):
+    lines = "    os.environ['CUDA_VISIBLE_DEVICES'] = gpu\n", "    print(gpu)\n"
+    setup = f"def setup(gpu):\n{lines[first]}{lines[1 - first]}    return torch.ones(2).cuda()\n"
+    source = f"import os\nimport torch\n\n\n{setup}\n\nfor gpu in ('0', '1'):\n    print(setup(gpu))\n"
+    ported = port_source(source, Level.ROLES).source
+    assert ".cuda()" not in ported
+    assert ported.index("] = gpu") < ported.index("current_device = torch.accelerator")

@@ -144,3 +144,19 @@ def test_an_event_has_the_uses_of_its_own_function(other, kept):
     )
     ported = port_source(source, Level.ROLES).source
     assert (made in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("moved", "kept"),
+    [
+        ("x, y = x.cuda(), y.cuda()", False),
+        ("y = x.cuda().sum()", False),
+        ("x.cuda()", True),
+        ("return x.cuda()", True),
+    ],
+)
+@pytest.mark.parametrize("returns", [True, False])
+def test_the_value_of_a_method_that_returns_nothing_is_not_used(tmp_path, moved, kept, returns):
+    learners = LEARNER.format(base="", more="") + "        return self\n" * returns
+    source = f"import torch\n\n\ndef run(x, y):\n    {moved}\n    return x, y\n"
+    assert (".cuda()" in _ported(tmp_path, source, learners=learners)) is (kept or returns)

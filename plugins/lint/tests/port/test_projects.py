@@ -103,3 +103,39 @@ def test_apex_stays_in_a_project_that_goes_on_without_it(tmp_path, handler, stay
     for path in paths:
         ported = port_source(path.read_text(), Level.ROLES, project.known(path)).source
         assert ("from accelcore" not in ported) is stays
+
+
+@pytest.mark.parametrize(
+    ("use", "kept"),
+    [
+        ("import train as job\nparser = job.get_parser()", True),
+        ("from train import get_parser\nparser = get_parser()", True),
+        ("import train\ntrain.main()", False),
+    ],
+)
+def test_an_option_keeps_its_default_if_another_file_declares_it(tmp_path, use, kept):
+    train = (
+        "import argparse\nimport torch\n\n\ndef get_parser():\n    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--device', default='cuda')\n    return parser\n\n\ndef main(args):\n"
+        "    return torch.ones(2, device=args.device)\n\n\n"
+        "if __name__ == '__main__':\n    main(get_parser().parse_args())\n"
+    )
+    paths = written(tmp_path, {"train.py": train, "submit.py": f"import submitit\n{use}\n"})
+    ported = port_source(train, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert ("default='cuda'" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    ["@mock.patch('torch.cuda.synchronize')", "monkeypatch.setattr(torch.cuda, 'synchronize', print)", "pass"],
+)
+def test_a_function_stays_that_a_test_replaces_by_its_name(tmp_path, replaced):
+    timer = "import torch\n\n\ndef wait():\n    torch.cuda.synchronize()\n    torch.cuda.empty_cache()\n"
+    lines = replaced if replaced.startswith("@") else f"def test_a(monkeypatch):\n    {replaced}\n\n"
+    test = (
+        f"import torch\nfrom unittest import mock\nfrom timer import wait\n\n\n{lines}\ndef test_b(*args):\n    pass\n"
+    )
+    paths = written(tmp_path, {"timer.py": timer, "test_timer.py": test})
+    ported = port_source(timer, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert ("torch.cuda.synchronize()" in ported) is (replaced != "pass")
+    assert "torch.accelerator.empty_cache()" in ported

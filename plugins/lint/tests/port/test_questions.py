@@ -383,3 +383,51 @@ def test_a_device_whose_name_is_used_has_no_index_as_before(use, has_index):
     ported = port_source(source, Level.ROLES).source
     assert ("device = accel.device\n" in ported) is has_index
     assert ("device = torch.device(accel.device.type)\n" in ported) is not has_index
+
+
+OTHER = "torch.backends.mps.is_available()"
+LOAD = "state = torch.load(path, map_location={})"
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        (f"half = not torch.cuda.is_available() and {OTHER}", True),
+        (f"half = {OTHER} and not torch.cuda.is_available()", True),
+        (f"half = not torch.cuda.is_available() and not {OTHER}", False),
+        (f"half = torch.cuda.is_available() or {OTHER}", False),
+        (LOAD.format("'cpu' if not torch.cuda.is_available() else None"), True),
+        (LOAD.format("None if torch.cuda.is_available() else torch.device('cpu')"), True),
+        ("map_location = None if torch.cuda.is_available() else 'cpu'", True),
+        ("group = Group('gloo' if other else 'nccl') if torch.cuda.device_count() > 1 else None", True),
+        ("batch = 8 if torch.cuda.device_count() > 1 else 4", False),
+    ],
+)
+def test_a_question_stays_whose_answer_elsewhere_is_the_originals(line, kept):
+    source = f"import torch\n\n\ndef chosen(path, other):\n    {line}\n    return locals()\n"
+    assert ("torch.cuda." in port_source(source, Level.ROLES).source) is kept
+
+
+MARKS = {
+    "needs = pytest.mark.skipif(not torch.cuda.is_available(), reason='')": "@needs",
+    "": "@pytest.mark.skipif(not torch.cuda.is_available(), reason='')",
+    "found = torch.cuda.is_available()": "@pytest.mark.skipif(not found, reason='')",
+}
+
+
+@pytest.mark.parametrize(("made", "mark"), MARKS.items())
+@pytest.mark.parametrize(("asserted", "kept"), [("x.device.type == 'cuda'", True), ("x.sum() == 2", False)])
+def test_a_test_for_one_vendor_is_still_skipped_elsewhere(made, mark, asserted, kept):
+    source = f"import pytest\nimport torch\n\n{made}\n\n\n{mark}\ndef test_move():\n    x = torch.ones(2).cuda()\n"
+    ported = port_source(f"{source}    assert {asserted}\n", Level.ROLES).source
+    assert ("torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize(("guarded", "kept"), [("self.cuda()", True), ("self.net = torch.nn.DataParallel(net)", False)])
+def test_a_named_question_opens_no_condition_over_what_is_left(guarded, kept):
+    source = (
+        "import torch\n\nUSE = torch.cuda.is_available()\n\n\nclass Agent:\n    def __init__(self, net):\n"
+        f"        self.net = net\n        if USE:\n            {guarded}\n\n    def step(self):\n        if USE:\n"
+        "            torch.cuda.synchronize()\n\n    def cuda(self):\n        self.net.cuda()\n"
+    )
+    assert ("USE = torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept

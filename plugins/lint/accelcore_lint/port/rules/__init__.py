@@ -12,6 +12,7 @@ from accelcore_lint.port.rules.memory import MEMORY
 from accelcore_lint.port.rules.moves import MOVES
 from accelcore_lint.port.rules.optimizers import OPTIMIZERS
 from accelcore_lint.port.rules.process_group import BACKEND_NAMES, PROCESS_GROUP
+from accelcore_lint.port.rules.replaced import REPLACED
 from accelcore_lint.port.rules.replicas import ALL_DEVICES, REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
 from accelcore_lint.port.rules.seeds import SEEDS
@@ -21,8 +22,8 @@ from accelcore_lint.port.rules.switches import SWITCHES
 from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
-    SWITCHES, STREAMS, EVENTS, CONTEXTS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY, MOVES,
-    AUTOCAST, AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS, LOADS, MAPS, STRINGS,
-    BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
+    REPLACED, SWITCHES, STREAMS, EVENTS, CONTEXTS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY,
+    MOVES, AUTOCAST, AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS, LOADS, MAPS,
+    STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

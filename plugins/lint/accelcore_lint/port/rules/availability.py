@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from typing import cast
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rules.device_strings import AVAILABLE, is_current, whole
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.vendors import DEVICES, GROUPS
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
+_OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
+_LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
+_GROUP = re.compile(rf"[\"']({'|'.join(GROUPS)})[\"']")
 _SAME = {"device_count": "device_count", "current_device": "current_device_index"}
 
 _NAMES = tuple(f"torch.{device}.get_device_name" for device in DEVICES)
@@ -27,14 +34,15 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left
     if name is None or node.args:
         return None
     if name in AVAILABLE:
-        asked = _as_operand(node, facts, _available(facts, node))
-        return Left(_LEFT, node.children, retry=asked, some=True)
+        return _decide_available(node, facts, _available(facts, node))
     if name in _BF16 and facts.level is not Level.TORCH:
         backend = facts.place.backend(node)
         source = f'"bfloat16" in {backend}.capabilities.autocast_dtypes'
         if not facts.guards(node):  # CUDA's function is false on the CPU, which has bfloat16
             source = f'{backend}.device.type != "cpu" and {source}'
         return _as_operand(node, facts, source)
+    if name.endswith(".device_count") and _chooses_group(node, facts):
+        return Left(_LEFT, node.children)
     for old, new in _SAME.items():
         if name in {f"torch.{device}.{old}" for device in DEVICES}:
             source = f"{facts.torch}.accelerator.{new}()"
@@ -65,7 +73,44 @@ def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Left | None:
         return None
     source = _available(facts, node)
     source = source.replace("!=", "==") if "!=" in source else f"not {source}"
+    return _decide_available(node, facts, source)
+
+
+def _decide_available(node: cst.Call | cst.UnaryOperation, facts: Facts, source: str) -> Left:
+    """Ask for any accelerator if what the question guards allows that."""
+    whole_test, holder = cast("cst.CSTNode", node), facts.parent(node)
+    while isinstance(holder, (cst.BooleanOperation, cst.UnaryOperation)):
+        whole_test, holder = holder, facts.parent(holder)
+    if isinstance(holder, cst.IfExp) and holder.test is whole_test and _is_location(holder, facts):
+        return Left(_LOADS, node.children, harmless=True)
+    if isinstance(node, cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
+        return Left(_OTHER, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, source), some=True)
+
+
+def _operands(test: cst.CSTNode) -> list[cst.CSTNode]:
+    if isinstance(test, cst.BooleanOperation):
+        return _operands(test.left) + _operands(test.right)
+    return [test]
+
+
+def _asks_for_other(test: cst.CSTNode) -> bool:
+    """Return whether a condition is true on another accelerator, as `torch.backends.mps.is_available()`."""
+    return not isinstance(test, cst.UnaryOperation) and OTHERS.search(text_of(test)) is not None
+
+
+def _is_location(choice: cst.IfExp, facts: Facts) -> bool:
+    """Return whether a choice is a `map_location` that is None, the device of what was saved, or the CPU's."""
+    holder = facts.parent(choice)
+    keyword = holder.keyword.value if isinstance(holder, cst.Arg) and holder.keyword else ""
+    name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else keyword
+    return name.endswith("map_location") and "None" in (text_of(choice.body), text_of(choice.orelse))
+
+
+def _chooses_group(node: cst.Call, facts: Facts) -> bool:
+    """Return whether a number of devices decides about an expression that names a backend of process groups."""
+    choices = (outer for outer in facts.parents(node) if isinstance(outer, cst.IfExp))
+    return any(outer.test in facts.parents(node) and _GROUP.search(text_of(outer.body)) for outer in choices)
 
 
 def _as_operand(node: cst.BaseExpression, facts: Facts, source: str) -> Rewrite:

@@ -10,7 +10,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.project import takes_arguments
+from accelcore_lint.port.project import returns_something, takes_arguments
 from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, is_current, is_device_name
 from accelcore_lint.port.syntax import argument, arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
@@ -107,7 +107,18 @@ def _is_torchs(move: cst.Call, facts: Facts) -> bool:
     """Return whether what is moved is certainly a tensor or a module, and not of a class that defines `cuda`."""
     moved = cst.ensure_type(move.func, cst.Attribute).value
     takes = facts.known.moves_take or takes_arguments(facts.code)
-    return (bool(move.args) and not takes) or _is_of_torch(moved, facts)
+    returns = facts.known.moves_return or returns_something(facts.code)
+    return (bool(move.args) and not takes) or (not returns and _is_used(move, facts)) or _is_of_torch(moved, facts)
+
+
+def _is_used(move: cst.Call, facts: Facts) -> bool:
+    """Return whether the value of a move is assigned, or is an operand: a method without `return` has none."""
+    inner, outer = cast("cst.CSTNode", move), facts.parent(move)
+    while isinstance(outer, (cst.Tuple, cst.Element)):
+        inner, outer = outer, facts.parent(outer)
+    return isinstance(outer, (cst.Assign, cst.Arg, cst.Attribute, cst.BinaryOperation, cst.Subscript)) and not (
+        isinstance(outer, cst.Subscript) and inner is not outer.value
+    )
 
 
 def _is_of_torch(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
