@@ -55,10 +55,8 @@ class KnownFault:
     @property
     def applies(self) -> bool:
         """Whether the installed version is affected."""
-        from packaging.specifiers import SpecifierSet  # imported late: it takes longer than this module
-
         installed = self.installed
-        return installed is not None and SpecifierSet(self.versions).contains(installed, prereleases=True)
+        return installed is not None and _is_among(installed, self.versions)
 
     def __str__(self) -> str:
         return f"{self.what} ({self.package} {self.versions}: {self.reference})"
@@ -68,6 +66,13 @@ class KnownFault:
 def _version(package: str) -> str:
     # Each backend asks for the same packages, and `version` parses all of their metadata.
     return version(package)
+
+
+@cache
+def _is_among(installed: str, versions: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # imported late: it takes longer than this module
+
+    return SpecifierSet(versions).contains(installed, prereleases=True)
 
 
 FP16_EPSILON = KnownFault(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import partial, update_wrapper
+from collections.abc import Callable, Collection, Iterable
+from functools import cache, partial, update_wrapper
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
             `foreach` is taken only by name.
     """
     for name, kind in _CLASSES.items():
-        switches = inspect.signature(kind).parameters
+        switches = _options_of(kind)
         memory: Memory = "any" if name in _BY_ELEMENT else "tensors"
         add = partial(registry.register, name, memory=memory)
         # Where launches cost most, kernels for many tensors have one for all, wherever the tensors are.
@@ -63,6 +63,12 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
         if name in _EPSILON:
             for route in ("loop", "foreach"):
                 registry.distrust(name, route, FP16_EPSILON, when=_loses_epsilon)
+
+
+@cache
+def _options_of(kind: Callable[..., torch.optim.Optimizer]) -> Collection[str]:
+    """Return the names of a class's options; to look them up takes longer than all else that makes a backend."""
+    return inspect.signature(kind).parameters.keys()
 
 
 def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
