@@ -80,7 +80,10 @@ class Facts(Ranks):
             if call.args
         )
         elsewhere = "rank" in self.options.names or launched or self._is_set_up_elsewhere
-        return bool(unknown) or contexts or self.engine is not None or (not self.spawns and elsewhere)
+        # The number of an option may be another device than the one that accelcore selects.
+        numbered = {name for name in self._indexing if name.partition(".")[2] in self.options.names}
+        numbered = {name for name in numbered if "local_rank" not in name and not (chosen or self.spawns)}
+        return bool(unknown or numbered) or contexts or self.engine is not None or (not self.spawns and elsewhere)
 
     @cached_property
     def _is_set_up_elsewhere(self) -> bool:

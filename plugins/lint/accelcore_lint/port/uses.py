@@ -11,7 +11,7 @@ from accelcore_lint.port.vendors import DEVICES
 _DEVICES = "|".join(DEVICES)
 _USES = {
     "scaler": re.compile(
-        r"scaler\w*\.(?:get_\w+|set_growth_\w+|set_backoff_\w+|is_enabled|_\w+)\b|scaler\w*\.update\([^)]"
+        r"scaler\w*\.(?:get_(?!scale\b)\w+|set_growth_\w+|set_backoff_\w+|_\w+)\b|scaler\w*\.update\([^)]"
         r"|scaler\w*\.state_dict\(\)\[|scaler\w*\.scale\(\[|isinstance\([^()]*GradScaler"
     ),
     "optimizer": re.compile(

@@ -64,7 +64,7 @@ def test_an_option_that_may_choose_no_device_or_several_chooses_no_backend(old, 
     assert old in BY_OPTION
     outcome = port_source(BY_OPTION.replace(old, new), Level.ROLES)
     assert "local_rank" not in outcome.source
-    assert outcome.left
+    assert outcome.left or "accelcore" not in outcome.source
 
 
 def test_an_option_that_is_read_in_another_place_than_used_chooses_the_backend():
@@ -292,3 +292,32 @@ def test_a_process_gets_no_text_for_its_rank(kind, selects):
         "else:\n    work(args.gpu)\n"
     )
     assert ("accelcore.select(local_rank=gpu)" in port_source(source, Level.ROLES).source) is selects
+
+
+def test_an_option_for_another_device_keeps_its_number_and_torchs_optimizer():
+    source = (
+        "import argparse\nimport torch\n\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--cuda', type=int, default=0)\nargs = parser.parse_args()\n"
+        "if args.cuda != -1:\n    device = torch.device('cuda:' + str(args.cuda))\n"
+        "else:\n    device = torch.device('cpu')\nmodel = torch.nn.Linear(2, 2).to(device)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+    )
+    ported = port_source(source, Level.ROLES)
+    assert (ported.after, ported.left) == (0, [])
+    assert "torch.device(current_device.type, args.cuda)" in ported.source
+    assert "torch.optim.SGD(" in ported.source
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "kept"),
+    [
+        ("nn.Linear(2, 2)", "", False),
+        ("nn.DataParallel(nn.Linear(2, 2))", "", True),
+        ("nn.DataParallel(nn.Linear(2, 2))", "torch.cuda.manual_seed(seed)\n", True),
+        ("nn.DataParallel(nn.Linear(2, 2))", "torch.manual_seed(seed)\n", False),
+    ],
+)
+def test_a_seed_of_all_devices_seeds_all_of_them(model, before, kept):
+    source = f"import torch\nfrom torch import nn\n\nseed = 3\n{before}"
+    source += f"torch.cuda.manual_seed_all(seed)\nmodel = {model}.cuda()\n"
+    assert ("torch.cuda.manual_seed_all(seed)" in port_source(source, Level.ROLES).source) is kept

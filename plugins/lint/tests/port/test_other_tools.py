@@ -164,3 +164,29 @@ def test_a_module_keeps_an_index_as_it_is_given(made):
     names: dict[str, Any] = {}
     exec(outcome.source.replace(asked, 'torch.device("meta")'), names)
     assert names["place"](3, {"a": 3}) == torch.device("meta", 3)
+
+
+SCALED = "import torch\n\nscaler = torch.cuda.amp.GradScaler()\nmodel = torch.nn.Linear(2, 2).cuda()\n{}\n"
+
+
+@pytest.mark.parametrize(
+    ("use", "made"),
+    [
+        ("before = scaler.get_scale(), scaler.is_enabled()", "accel.scaler.create()"),
+        ("scaler.set_growth_interval(9)", "torch.amp.GradScaler(accel.device.type)"),
+        ("print(isinstance(scaler, torch.cuda.amp.GradScaler))", "torch.amp.GradScaler(accel.device.type)"),
+    ],
+)
+def test_a_scaler_is_ours_if_it_has_what_the_script_asks(use, made):
+    ported = port_source(SCALED.format(use), Level.ROLES).source
+    assert f"scaler = {made}\n" in ported
+    assert "cuda" not in ported  # an instance of torch's class is none of its subclass torch.cuda.amp.GradScaler
+
+
+def test_the_state_of_a_devices_generator_is_read_where_there_is_a_device():
+    source = (
+        "import torch\n\nstate = torch.cuda.get_rng_state() if torch.cuda.is_available() else None\n"
+        "if state is not None:\n    torch.cuda.set_rng_state(state)\n"
+    )
+    assert port_source(source, Level.TORCH).after == port_source(source, Level.ROLES).after == 0
+    assert port_source("import torch\nstate = torch.cuda.get_rng_state()\n", Level.ROLES).after == 1

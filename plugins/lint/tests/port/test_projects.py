@@ -22,7 +22,7 @@ def test_private_parts_of_apex_keep_the_whole_project_at_apex(tmp_path, use):
 
 
 ELSEWHERE = {
-    "scaler.get_scale()": "GradScaler(",
+    "scaler.get_growth_factor()": "GradScaler(",
     "scaler.update(2.0)": "GradScaler(",
     "scaler.state_dict()['scale']": "GradScaler(",
     "isinstance(scaler, torch.cuda.amp.GradScaler)": "GradScaler(",

@@ -15,15 +15,15 @@ from accelcore_lint.port.rules.process_group import BACKEND_NAMES, PROCESS_GROUP
 from accelcore_lint.port.rules.replaced import REPLACED
 from accelcore_lint.port.rules.replicas import ALL_DEVICES, REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
-from accelcore_lint.port.rules.seeds import SEEDS
+from accelcore_lint.port.rules.seeds import SEEDS, STATES
 from accelcore_lint.port.rules.statements import ALONE, WAIT
 from accelcore_lint.port.rules.streams import EVENTS, STREAMS
 from accelcore_lint.port.rules.switches import SWITCHES
 from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
-    REPLACED, SWITCHES, STREAMS, EVENTS, CONTEXTS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES, AVAILABILITY,
-    MOVES, AUTOCAST, AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS, LOADS, MAPS,
-    STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
+    REPLACED, SWITCHES, STREAMS, EVENTS, CONTEXTS, TYPED, ALONE, WAIT, SEEDS, STATES, PROCESS_GROUP, CHOICES,
+    AVAILABILITY, MOVES, AUTOCAST, AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS,
+    LOADS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

@@ -39,13 +39,19 @@ _SCALERS = tuple(f"torch.{device}.amp.GradScaler" for device in DEVICES)
 
 
 def _decide_class(node: cst.Attribute, facts: Facts) -> Rewrite | None:
-    """Write the error by the name that torch has for it on all devices; it is the same class. Annotations likewise."""
+    """Write the error by the name that torch has for it on all devices; it is the same class. Scalers likewise."""
     name = facts.name(node)
     if name in _ERRORS:
         return whole(node, f"{facts.torch}.OutOfMemoryError", facts.needs_torch)
-    if name in _SCALERS and any(isinstance(outer, cst.Annotation) for outer in facts.parents(node)):
+    if name in _SCALERS and any(map(_names_class, facts.parents(node))):
         return whole(node, f"{facts.torch}.amp.GradScaler", facts.needs_torch)
     return None
+
+
+def _names_class(outer: cst.CSTNode) -> bool:
+    """Return whether a node takes the class of an object: as an annotation, or to ask for it."""
+    is_question = isinstance(outer, cst.Call) and text_of(outer.func) == "isinstance"
+    return is_question or isinstance(outer, cst.Annotation)
 
 
 def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:

@@ -23,8 +23,8 @@ _SETTINGS = {
     "growth_interval": "interval",
 }
 _ONLY_TORCHS = {
-    "get_scale", "is_enabled", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "set_growth_factor",
-    "set_backoff_factor", "set_growth_interval", "_scale", "_enabled", "_per_optimizer_states", "_check_inf_per_device",
+    "get_growth_factor", "get_backoff_factor", "get_growth_interval", "set_growth_factor", "set_backoff_factor",
+    "set_growth_interval", "_scale", "_enabled", "_per_optimizer_states", "_check_inf_per_device",
 }  # fmt: skip
 _STRANGE = re.compile(r"(Native|Grad|Loss|Amp|Sharded)\w*Scaler\w*", re.IGNORECASE)
 

@@ -9,8 +9,10 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
+from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.rules.statements import called
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.vendors import DEVICES
 
 _HARMLESS = re.compile(
     r"\s*($|#|[\w.]*(seed(_all)?|cudnn\.\w+|use_deterministic_algorithms|print|info)\b *[(=]|os\.environ\["
@@ -19,13 +21,21 @@ _HARMLESS = re.compile(
 )
 """Lines that draw no numbers on a device."""
 
+_STATES = {"set_rng_state": 1, "seed": 0}
+"""Other functions that the modules of all devices have, with their arguments."""
+
+_READS = tuple(f"torch.{device}.get_rng_state" for device in DEVICES)
+
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
     """Remove a seed of the device that `torch.manual_seed` gives it anyway, or seed the device alone."""
     found = called(node, facts)
-    if found is None or found[0] not in ("manual_seed", "manual_seed_all"):
+    if found is None or found[0] not in ("manual_seed", "manual_seed_all", *_STATES):
         return None
     call = found[1]
+    if found[0] in _STATES:
+        known = len(call.args) == _STATES[found[0]] and not any(arg.star for arg in call.args)
+        return _of_device(facts, node, call, found[0]) if known else None
     if len(call.args) != 1 or call.args[0].star:
         return Left("arguments of manual_seed that are not known")
     seed = text_of(call.args[0].value)
@@ -40,7 +50,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         for other in facts.seeds
     ):
         return Rewrite(removed, node.body)
-    if fixed and _is_repeated(facts, node, seed):
+    if fixed and _is_repeated(facts, node, seed) and not (found[0] == "manual_seed_all" and _has_several(facts, node)):
         return Rewrite(removed, node.body)
     return _seeded_alone(facts, node, call, found[0])
 
@@ -56,13 +66,24 @@ def _is_repeated(facts: Facts, node: cst.SimpleStatementLine, seed: str) -> bool
     )
 
 
+def _has_several(facts: Facts, node: cst.CSTNode) -> bool:
+    """Return whether the process may use other devices than the one that is current at a line."""
+    is_replicated = bool({"DataParallel", "data_parallel"} & (facts.identifiers | facts.attributes))
+    return is_replicated or not facts.place.can_choose(node)
+
+
 def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, function: str) -> Rewrite | Left:
     """Seed the device, and not the CPU, by the module that torch has for the device."""
-    if function == "manual_seed_all" and facts.level is Level.TORCH:
+    if function == "manual_seed_all" and _has_several(facts, node):
         return Left("a seed of all devices alone: torch.manual_seed(seed) seeds them, and the CPU")
+    return _of_device(facts, node, call, "manual_seed")
+
+
+def _of_device(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, function: str) -> Rewrite:
+    """Call a function of the module that torch has for the device, where there is one."""
     of = "" if facts.level is Level.TORCH else facts.place.device(node)
     test = f'{of}.type != "cpu"' if of else f"{facts.torch}.accelerator.is_available()"
-    func = cst.parse_expression(f"{facts.torch}.get_device_module({of}).manual_seed")
+    func = cst.parse_expression(f"{facts.torch}.get_device_module({of}).{function}")
 
     def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
         seeds = cst.Expr(
@@ -74,6 +95,14 @@ def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, f
         return cst.If(cst.parse_expression(test), cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
 
     return Rewrite(build, [call.func], facts.needs_torch)
+
+
+def _decide_state(node: cst.Call, facts: Facts) -> Rewrite | None:
+    """Read the state of the device's generator where there is a device."""
+    if facts.name(node.func) not in _READS or node.args or not facts.guards(node):
+        return None
+    of = "" if facts.level is Level.TORCH else facts.place.device(node)
+    return whole(node, f"{facts.torch}.get_device_module({of}).get_rng_state()", facts.needs_torch)
 
 
 def _runs_before(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
@@ -122,6 +151,20 @@ SEEDS = Rule(
             Level.TORCH,
             "torch.cuda.manual_seed_all(seed)\nnumpy.random.seed(seed)\ntorch.manual_seed(seed)",
             "numpy.random.seed(seed)\ntorch.manual_seed(seed)",
+        ),
+    ),
+)
+
+STATES = Rule(
+    "random state",
+    "the state of the device's generator, where there is a device",
+    (cst.Call,),
+    _decide_state,
+    (
+        Example(
+            Level.ROLES,
+            "if torch.cuda.is_available():\n    state = torch.cuda.get_rng_state()",
+            'if accel.device.type != "cpu":\n    state = torch.get_device_module(accel.device).get_rng_state()',
         ),
     ),
 )
