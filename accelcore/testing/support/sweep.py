@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice, permutations, product
 from typing import Any
 
@@ -47,6 +48,9 @@ from accelcore.testing.support.layouts import (
 from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, UNIQUE_INDICES, samples
 
 _MOST_RESULTS = 10  # of an enlarged sample
+_ANY_NUMBERS = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
+"""torch's kinds of operators that take infinities and NaN: a decomposition of a matrix may not end."""
+
 _REPORTED = ("Error", "CppFunction")  # torch's nodes that raise or warn if a backward pass is differentiated
 _MOST_ELEMENTS = 2**17  # of its results
 
@@ -68,8 +72,9 @@ def compare(
         faults: the device's known bugs.
     """
     found, known = Found([fault for fault in faults if fault.applies]), info.supported_dtypes("cpu")
-    binary = type(info).__name__ == "BinaryUfuncInfo"
-    elementwise = binary or type(info).__name__ == "UnaryUfuncInfo"
+    kind = type(info).__name__
+    binary = kind == "BinaryUfuncInfo"
+    elementwise = binary or kind == "UnaryUfuncInfo"
     if name in ROUGH:
         dtypes = [dtype for dtype in dtypes if dtype == torch.float32]
     for dtype in [dtype for dtype in dtypes if dtype in known] or sorted(known, key=str)[:1]:
@@ -120,13 +125,8 @@ def compare(
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
                 given = _arguments(max(every, key=_weight))  # the first of the best
                 Case(found, device, name, _Between(info), dtype, given, "between other calls", elementwise).run()
-                for change, what in ((with_nan, "with NaN"), *([(with_whole_numbers, "with whole numbers")] * binary)):
-                    if (changed := change(given)) is not None:
-                        Case(found, device, name, info, dtype, changed, what, elementwise).run()
-                plane = _arguments(max(every, key=_is_plane))
-                for what, infinity in INFINITE.items() if name not in ROUGH else ():
-                    if (changed := with_infinity(plane, infinity)) is not None:
-                        Case(found, device, name, info, dtype, changed, what, elementwise).run()
+                if binary and (changed := with_whole_numbers(given)) is not None:
+                    Case(found, device, name, info, dtype, changed, "with whole numbers", elementwise).run()
                 given = _arguments(max(every, key=lambda sample: len(tensors(_arguments(sample)))))
                 if len([each for each in tensors(given) if each.requires_grad]) > 1:
                     for others, what in enumerate(FROZEN):
@@ -134,6 +134,13 @@ def compare(
                 if info.supports_gradgrad:
                     given = _arguments(every[0])
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
+            if name not in ROUGH and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
+                plane = _arguments(max(every, key=_is_plane))
+                changes = {what: partial(with_infinity, plane, infinity) for what, infinity in INFINITE.items()}
+                changes["with NaN"] = partial(with_nan, _arguments(max(every, key=_weight)))
+                for what, change in changes.items():
+                    if (changed := change()) is not None:
+                        Case(found, device, name, info, dtype, changed, what, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
     if binary:

@@ -86,6 +86,8 @@ known("equality_in_fp32", "comparison of whole numbers", {"eq": _in_fp32})
 swept("gradient_of_short_indices_that_drops_repeats", "nn.functional.embedding", "of short indices: the gradient",
       {"embedding_dense_backward": _short_ones_overwrite})  # fmt: skip
 swept("low_precision_that_sorts_one_way", "sort", "of other options: result", {"sort": _ascending})
+swept("celu_that_drops_nan", "nn.functional.celu", "with NaN", {
+      "celu": lambda func, x, *args: func(x.nan_to_num(0), *args)})  # fmt: skip
 _note("grouped_heads_in_turn", "TestOperators.test_known_result", "instead of", {"what": "attention of grouped heads"},
       lambda: WrongFunction({"scaled_dot_product_attention": _tiled}))  # fmt: skip
 
