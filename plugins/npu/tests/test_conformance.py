@@ -13,6 +13,7 @@ from accelcore.testing import *  # noqa: F403
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # torch_npu's deepcopy
+    pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format:UserWarning"),  # conv1d's backward
     pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning:UserWarning"),  # npugraph_ex
 ]
 
