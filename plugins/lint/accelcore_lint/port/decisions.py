@@ -110,9 +110,9 @@ class Decisions(cst.CSTVisitor):
         for guard, rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, actions, left = self._marks[guard]
             done = self._done()
-            some = (done[1] > actions if decision.some else done[0] > rewritten) or self._is_portable(guard)
             whole = len(self.left) == left
-            opens = (some or whole) if decision.some else (some and whole)
+            some = done[0] > rewritten or self._is_portable(guard)
+            opens = (done[1] > actions or whole) if decision.some else (some and whole)
             if decision.some and any(note.rule in _FAILS for note in self.left[left:]):
                 opens = False
             if original_node is not guard or isinstance(guard, _Test):

@@ -431,3 +431,10 @@ def test_a_named_question_opens_no_condition_over_what_is_left(guarded, kept):
         "            torch.cuda.synchronize()\n\n    def cuda(self):\n        self.net.cuda()\n"
     )
     assert ("USE = torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(("index", "kept"), [("args.gpu, ", True), ("", False)])
+def test_a_condition_over_a_copy_that_is_left_stays(index, kept):
+    move = f"x = x.cuda({index}non_blocking=True)"
+    source = f"import torch\n\n\ndef step(x, args):\n    if torch.cuda.is_available():\n        {move}\n    return x\n"
+    assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is kept
