@@ -1,7 +1,7 @@
 """Build every distribution as sdist and wheel, check what is in them, and use the wheels in an empty environment.
 
-The wheels are built from the sdists, as an installer would. They are built again from a copy of the sources, and must
-be the same to the byte. Run by `tox run -e package`, and before a release (docs/releasing.md).
+The wheels are built from the sdists, as an installer would. They are built again from a copy of the sources, beside a
+module that an earlier build has left, and must be the same to the byte. Run by `tox run -e package`, and before a release (docs/releasing.md).
 """
 
 from __future__ import annotations
@@ -82,11 +82,14 @@ def check(name: str, folder: Path, dist: Path) -> None:
         require(any(entry.endswith("/LICENSE") for entry in archive.getnames()), f"the sdist of {name} has no LICENSE")
 
 
-def build_again(folder: Path, dist: Path, scratch: Path) -> None:
-    """Build a wheel from a copy of the sources, whose files have other times, and compare it."""
+def build_again(name: str, folder: Path, dist: Path, scratch: Path) -> None:
+    """Build a wheel from a copy of the sources, with other times and an older build beside them, and compare it."""
     copy = scratch / "sources"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "outputs", "plugins", "*.egg-info", "__pycache__")
     shutil.copytree(folder, copy, ignore=ignored, copy_function=shutil.copy)
+    deleted = copy / "build" / "lib" / name / "deleted.py"  # since then, by a `git pull`
+    deleted.parent.mkdir(parents=True)
+    deleted.touch()
     build("wheel", copy, scratch)
     shutil.rmtree(copy)
     (again,) = scratch.glob("*.whl")
@@ -120,7 +123,7 @@ def main() -> None:
             build("wheel", Path(scratch, sdist.name.removesuffix(".tar.gz")), dist)
         check(name, folder, dist)
         with tempfile.TemporaryDirectory() as scratch:
-            build_again(folder, dist, Path(scratch))
+            build_again(name, folder, dist, Path(scratch))
     run("-m", "twine", "check", "--strict", *sorted(dist.iterdir()))
     use(dist)
 
