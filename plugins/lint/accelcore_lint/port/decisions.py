@@ -11,6 +11,7 @@ import libcst as cst
 from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.model import Left, Note, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rules import RULES
@@ -214,17 +215,9 @@ class Decisions(cst.CSTVisitor):
 
     def _rewrite(self, rule: Rule, node: cst.CSTNode, decision: Rewrite) -> None:
         self.rewrites[node] = decision
-        self.imports.update(line for line in decision.imports if line != "import torch" or not self._has_torch(node))
+        late = {"import torch"} if imports_torch(self._facts, node) else set()
+        self.imports.update(set(decision.imports) - late)
         self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
-
-    def _has_torch(self, node: cst.CSTNode) -> bool:
-        """Return whether a function around a node imports torch itself above it, as a script does to import it late."""
-        around = [outer for outer in self._facts.parents(node) if isinstance(outer, cst.FunctionDef)]
-        lines = [made for made in self._facts.imports if text_of(made) == "import torch"]
-        return any(
-            self._facts.line(made) < self._facts.line(node) and not set(around).isdisjoint(self._facts.parents(made))
-            for made in lines
-        )
 
     def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
         self._facts.place.forget(node)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.tree import Tree, is_guard
@@ -94,7 +95,8 @@ class Place:
         Raises:
             UnplacedError: the device cannot be chosen before this expression.
         """
-        if any(_SCRIPTED.search(text_of(made)) for made in self._decorators(site)):
+        functions = [outer for outer in self._tree.parents(site) if isinstance(outer, cst.FunctionDef)]
+        if any(_SCRIPTED.search(text_of(made)) for each in functions for made in each.decorators):
             raise UnplacedError("a function that torch.jit compiles, which asks for no device")
         if self._in_context(site):
             raise UnplacedError("the device of the context around this line, which is one vendor's")
@@ -131,10 +133,6 @@ class Place:
             return self.current
         name = self.backend(site)
         return name if self._torch_level else f"{name}.device"
-
-    def _decorators(self, site: cst.CSTNode) -> list[cst.Decorator]:
-        functions = [outer for outer in self._tree.parents(site) if isinstance(outer, cst.FunctionDef)]
-        return [made for function in functions for made in function.decorators]
 
     def _is_new_question(self, site: cst.CSTNode) -> bool:
         """Return whether a site is evaluated on import, by a line that asks no device in the original."""
@@ -341,7 +339,9 @@ class Place:
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
-        needed = {"import torch"} if self._current_sites or self._asking or self.current in local else set()
+        late = all(imports_torch(self._tree, site) for sites in self._local.values() for site in sites)
+        asks = self._current_sites or self._asking or (self.current in local and not late)
+        needed = {"import torch"} if asks else set()
         if self._sites or self.name in local or (self._read is not None and self._has_sites()):
             needed.add("import torch" if self._torch_level else "import accelcore")
         return needed

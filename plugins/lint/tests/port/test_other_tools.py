@@ -190,3 +190,13 @@ def test_the_state_of_a_devices_generator_is_read_where_there_is_a_device():
     )
     assert port_source(source, Level.TORCH).after == port_source(source, Level.ROLES).after == 0
     assert port_source("import torch\nstate = torch.cuda.get_rng_state()\n", Level.ROLES).after == 1
+
+
+def test_a_function_that_imports_torch_late_needs_no_import_at_the_top():
+    source = (
+        "import click\n\n\n@click.command()\ndef run(model):\n    import torch\n\n"
+        "    if torch.cuda.is_available():\n        model.cuda()\n\n\nif __name__ == '__main__':\n    run()\n"
+    )
+    ported = port_source(source, Level.ROLES, Known(steered=True)).source  # by a file that chooses the device
+    assert ported.count("import torch\n") == 1
+    assert "current_device = torch.accelerator" in ported
