@@ -8,6 +8,7 @@ from functools import cached_property
 import libcst as cst
 from libcst import metadata
 
+from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.imports import extensions_in, is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Level
@@ -38,10 +39,6 @@ _OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']")
 _DEVICE_CALLS = (*DEVICES, "to", "device", "set_device", "load")
 """Calls whose device is certainly used; that of others, such as `os.getenv("DEVICE", "cuda:1")`, may be a default."""
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
-
-_ENGINES = (
-    "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai|horovod|byteps"
-)
 
 
 class Facts(Ranks):
@@ -294,7 +291,7 @@ class Facts(Ranks):
     @cached_property
     def engine(self) -> tuple[str, int] | None:
         """Return the library by which the script trains, which wraps optimizers in its own way, and the line."""
-        found = ((re.search(rf"\b({_ENGINES})\b", text_of(node)), node) for node in self.imports)
+        found = ((re.search(rf"\b({ENGINES})\b", text_of(node)), node) for node in self.imports)
         return next(((match[1], self.line(node)) for match, node in found if match), None)
 
     def is_local_rank(self, node: cst.BaseExpression) -> bool:

@@ -92,7 +92,9 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
             ("loop", "cyan", outcome.loops),
         ):
             for note in notes:
-                console.print(Text(f"  {title} {ported.path}:{note.line}: {_sentence(note)}", style))
+                by_hand = note.rule == "engine"
+                place = f"  {'by hand' if by_hand else title} {ported.path}:{note.line}"
+                console.print(Text(f"{place}: {_sentence(note)}", "yellow" if by_hand else style))
     before, after = _lines(files)
     errors = sum(ported.outcome is None for ported in files)
     left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
@@ -100,7 +102,11 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
     settings = f" (other devices ignore {ignored} of them)" if ignored else ""
     number = f"{len(files)} file{'' if len(files) == 1 else 's'}"
     text = f"level {level.value}: {number}, vendor lines {before} -> {after}{settings}, {left} left for you"
-    console.print(Text(text + (f", {errors} not ported" if errors else "")))
+    text += f", {errors} not ported" if errors else ""
+    engines = sum(note.rule == "engine" for ported in files if ported.outcome for note in ported.outcome.harmless)
+    if engines:
+        text += f"; {engines} file{' is' if engines == 1 else 's are'} trained by another library (see `by hand` above)"
+    console.print(Text(text))
 
 
 def _sentence(note: Note) -> str:

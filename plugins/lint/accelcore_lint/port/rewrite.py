@@ -11,6 +11,7 @@ import libcst as cst
 from libcst import metadata
 
 from accelcore_lint.port.decisions import Decisions
+from accelcore_lint.port.engines import engine_in, engine_note
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.model import TODO, Level, Note
@@ -22,12 +23,6 @@ from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.vendors import builds_extensions, may_concern, vendor_lines
 
 _BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
-_ENGINE = (
-    "{} chooses the device, moves what it prepares and wraps the optimizer: this stays. Lines beside it that name a "
-    "vendor take torch's current device; docs/moving.md says how to move such a script by hand"
-)
-
-
 _IGNORED = re.compile(r"[ \t]*torch\.backends\.(cudnn|cuda)\.[\w.]+[ \t]*=[^=]")
 
 
@@ -75,7 +70,8 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
         UnfaithfulError: libcst does not reproduce this source to the last byte.
     """
     if not may_concern(source.encode("utf-8", "surrogatepass")):
-        return Outcome(source)
+        engine = engine_in(source)
+        return Outcome(source, harmless=[engine_note(*engine)] if engine else [])
     module = cst.parse_module(source)
     if module.code != source:
         raise UnfaithfulError
@@ -89,7 +85,8 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     decisions = Decisions(facts)
     module.visit(decisions)
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=before)
-    outcome.harmless += _engine_notes(facts)
+    if engine := facts.engine or engine_in(module.code):
+        outcome.harmless.append(engine_note(*engine))
     rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(
         level,
@@ -117,14 +114,6 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     outcome.after = len(left)
     outcome.ignored = sum(_IGNORED.match(lines[number - 1]) is not None for number in left)
     return outcome
-
-
-def _engine_notes(facts: Facts) -> list[Note]:
-    """Return what to know of the library by which a script trains: it chooses the device, and port does not."""
-    if facts.engine is None:
-        return []
-    name, line = facts.engine
-    return [Note(line, "engine", _ENGINE.format(name))]
 
 
 class _Apply(cst.CSTTransformer):

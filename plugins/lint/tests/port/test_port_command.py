@@ -161,3 +161,10 @@ def test_the_summary_counts_settings_that_other_devices_ignore(tmp_path):
     assert "vendor lines 2 -> 1 (other devices ignore 1 of them), 0 left" in run(tmp_path).output
     (tmp_path / "one.py").write_text(made + "print(torch.backends.cudnn.benchmark == True)\n")
     assert "vendor lines 2 -> 1, 0 left" in run(tmp_path).output
+
+
+def test_a_script_that_another_library_trains_does_not_read_as_done(script):
+    script.write_text("from accelerate import Accelerator\naccelerator = Accelerator()\n")
+    result = run(script)
+    assert f"by hand {script}:1: accelerate trains this script" in result.output
+    assert "1 file is trained by another library" in result.output

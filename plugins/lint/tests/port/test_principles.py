@@ -315,6 +315,35 @@ def test_a_script_that_another_library_trains_is_told_so():
     assert note.text.startswith("accelerate ")
 
 
+@pytest.mark.parametrize(
+    ("lines", "name", "page"),
+    [
+        ("from accelerate import Accelerator\na = Accelerator()", "accelerate", "moving/accelerate.md"),
+        ("from lightning_fabric import Fabric\nf = Fabric()", "lightning_fabric", "moving/fabric.md"),
+        (
+            "from transformers import (\n    AutoModel,\n    Trainer,\n)\nTrainer(m).train()",
+            "transformers",
+            "moving.md",
+        ),
+        ("import transformers\ntransformers.Trainer(m).train()", "transformers", "moving.md"),
+    ],
+)
+def test_a_library_that_trains_is_named_in_a_script_without_a_vendor_too(lines, name, page):
+    source = f"import torch\n{lines}\n"
+    outcome = port_source(source, Level.ROLES)
+    (note,) = outcome.harmless
+    assert outcome.source == source
+    assert (note.rule, note.text.split()[0]) == ("engine", name)
+    assert f"docs/{page}" in note.text
+
+
+def test_a_library_that_only_helps_is_not_named():
+    helped = "from transformers import AutoModel\nfrom own import Trainer\nfrom accelerate.utils import tqdm\n"
+    assert port_source(helped, Level.ROLES).harmless == []
+    own = "from transformers import AutoModel\nfrom own import Trainer\nTrainer(AutoModel).train()\n"
+    assert port_source(own, Level.ROLES).harmless == []
+
+
 BUILDS = [
     "from setuptools import find_packages, setup",
     "from torch.utils.cpp_extension import load",

@@ -1,0 +1,44 @@
+"""Libraries that train a script themselves, such as accelerate: what the report says of them."""
+
+from __future__ import annotations
+
+import re
+
+from accelcore_lint.port.model import Note
+
+ENGINES = (
+    "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai|horovod|byteps"
+)
+"""Packages that choose the device and wrap the optimizer."""
+
+_TRAINERS = r"\w*Trainer"
+_IMPORTED = re.compile(
+    rf"(?m)^[ \t]*(?:import|from)[ \t]+(?:({ENGINES})\b"
+    rf"|(transformers|trl)\b(?:\.\w+)*[ \t]+import[ \t]+(?:\([^()]*\b{_TRAINERS}\b|[^\n#(]*\b{_TRAINERS}\b)"
+    rf"|(transformers|trl)[ \t]*(?:$|#|,|as\b)(?=[\s\S]*\b\3\.{_TRAINERS}\())"
+)
+_STARTED = re.compile(rf"\b(?:Accelerator|Fabric|{_TRAINERS}|Runner|Booster|\w*[lL]earner|\w*_trainer|initialize)\(")
+_PAGES = {
+    "accelerate": "moving/accelerate.md",
+    "mmengine": "moving/mmengine.md",
+    "lightning_fabric": "moving/fabric.md",
+}
+_TEXT = (
+    "{} trains this script: it chooses the device and wraps the model and the optimizer. port leaves that as it is, so "
+    "the script runs on the devices that {} supports. To train with accelcore, change it by hand: docs/{}{}"
+)
+
+
+def engine_in(source: str) -> tuple[str, int] | None:
+    """Return the library that a source imports and starts to train with, and the line of the import."""
+    found = _IMPORTED.search(source)
+    if found is None or _STARTED.search(source) is None:
+        return None
+    return found[1] or found[2] or found[3], source.count("\n", 0, found.end(found.lastindex or 0)) + 1
+
+
+def engine_note(name: str, line: int) -> Note:
+    """Return what to know of the library by which a script trains."""
+    page = _PAGES.get(name)
+    text = _TEXT.format(name, name, page or "moving.md", " shows such a script before and after" if page else "")
+    return Note(line, "engine", text)
