@@ -32,11 +32,13 @@ _SUBJECTS = Path(__file__).parent / "subjects"
 _WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
 
 # Of the suite, with `full`: all optimizers but some of each kind (adamw and sgd, which torch_npu and torch fuse, and
-# lamb, whose formula runs on flat memory), though the numbers of each are compared in every run; and most pairs of an
-# optimizer and the position of an overflow.
-_OTHERS = ("adadelta", "adagrad", "adam", "adamax", "adamp", "asgd", "bertadam", "nadam", "radam", "rmsprop")
-_OF_OTHERS = tuple(f"[{name}]" for name in (*_OTHERS, "rmsproptf", "rprop"))
+# lamb, whose formula runs on flat memory), though the numbers of each with a kernel for the NPU are compared in every
+# run; and most pairs of an optimizer and the position of an overflow.
+_OTHERS = ("adadelta", "adam", "adamp", "bertadam", "rmsprop", "rmsproptf")
+_OF_TORCH = ("adagrad", "adamax", "asgd", "nadam", "radam", "rprop")
+_OF_OTHERS = tuple(f"[{name}]" for name in (*_OTHERS, *_OF_TORCH))
 _OF_EACH = ("test_numerics[", "test_native[", "test_every_optimizer[")
+_NUMBERS_OF_TORCH = {f"test_numerics[{name}]" for name in _OF_TORCH}
 _IN_FULL = {
     *(f"test_overflow_in_any_tensor[{position}-plain]" for position in (31, 255)),
     *(f"test_overflow_in_any_tensor[{position}-sgd]" for position in (0, 64, 255)),
@@ -70,6 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is long and proves nearly nothing that others do not."""
     for item in items:
         of_others = item.name.endswith(_OF_OTHERS) and not item.name.startswith(_OF_EACH)
+        of_others |= item.name in _NUMBERS_OF_TORCH
         if (of_others or item.name in _IN_FULL) and item.path.name == "test_conformance.py":
             item.add_marker("full")
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def runner():
     sys.path.pop(0)
 
 
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="the same without torch_npu, as in `tox run -e tests`")
 def test_every_test_gets_its_verdict_and_no_process_is_left(runner, tmp_path):
     run_file, table = runner
     (tmp_path / "test_it.py").write_text(SUITE)
