@@ -1,7 +1,8 @@
 """Build every distribution as sdist and wheel, check what is in them, and use the wheels in an empty environment.
 
 The wheels are built from the sdists, as an installer would. They are built again from a copy of the sources, beside a
-module that an earlier build has left, and must be the same to the byte. Run by `tox run -e package`, and before a release (docs/releasing.md).
+module that an earlier build has left, and must be the same to the byte. Run by `tox run -e package`, and before a
+release (docs/releasing.md).
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class Step:
         self._updated = next(updated, torch.empty(0))  # any of what the optimizer updates; a group may be empty
         self._version: int | None = None  # its version when a window's first backward began, until that is compared
         self._updated_by = ""  # "trainer(batch)" or "trainer.update()" if that was the trainer's last call
+        self._added = False  # whether a backward pass was added that no micro-batch has counted
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
@@ -76,7 +77,7 @@ class Step:
 
     def note_update(self, call: str) -> None:
         """Note the call that updates the parameters, or "" when a backward pass was added, for what errors advise."""
-        self._updated_by = call
+        self._updated_by, self._added = call, not call
         if self._binding is not None:
             self._binding.updated_by = call
 
@@ -153,8 +154,7 @@ class Step:
         if weight is None and self._weight is not None:
             raise TrainingError(
                 "a loss has no weight, and this trainer was made with weight=",
-                remedy="let that function return a number; with a loss of your own call trainer.backward(loss, "
-                "weight=...)",
+                remedy="let that function return a number, or call trainer.backward(loss, weight=...)",
             )
         self._strategy.before_backward()
         share = self._window.share(weight)
@@ -229,24 +229,27 @@ class Step:
         self.finite.check(self._window.steps)
 
     def check_update(self) -> None:
-        """Raise TrainingError if `trainer.update()` follows `trainer(batch)`, which has counted the micro-batch."""
+        """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
         if self._updated_by == "trainer(batch)":
             raise TrainingError(
                 "trainer.update() was called after trainer(batch)",
                 why="trainer(batch) updates the parameters by itself, at the end of each window",
                 remedy="remove the call of trainer.update()",
             )
+        if not self._added:
+            error = TrainingError(
+                "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
+                why="gradients of loss.backward() are neither scaled, weighted nor averaged over ranks",
+                remedy="call trainer.backward(loss) in place of loss.backward(), and trainer.update() once after it; "
+                "to skip a batch, call neither",
+            )
+            self.drop(error)
+            raise error
 
     def update_parameters(self, *, full: bool = True) -> None:
         """Update the parameters: the work of the device at the end of a window, which a graph captures."""
         gradients = self._gradients
         self._check_binding()
-        if not self._shared.is_open:
-            raise TrainingError(
-                "trainer.update() was called, and trainer.backward(loss) was not in this window",
-                why="gradients of loss.backward() are neither scaled, weighted nor averaged over ranks",
-                remedy="call trainer.backward(loss) in place of loss.backward(), and trainer.update() once after it",
-            )
         gradients.collect()
         self._strategy.reduce(gradients, full=full)
         self._check_received()
@@ -315,7 +318,7 @@ class Step:
 
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
-        self._shared.is_open = opened
+        self._shared.is_open = self._added = opened
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
@@ -377,13 +380,10 @@ class Step:
 
     def discard(self, why: str) -> None:
         """Drop the window and its gradients."""
-        if self._window.accumulate > 1:
-            logger.warning(
-                "%s, and the window is dropped: it had %d of %d micro-batches",
-                why,
-                min(self._window.micro, self._window.accumulate),
-                self._window.accumulate,
-            )
+        accumulate = self._window.accumulate
+        if accumulate > 1:
+            micro = min(self._window.micro, accumulate)
+            logger.warning("%s, and the window is dropped: it had %d of %d micro-batches", why, micro, accumulate)
         self._strategy.reset()
         self._shared.acquire()
         self._gradients.clear()

@@ -48,13 +48,33 @@ def test_slow_low_precision_is_said_once(accel, caplog):
 def test_a_window_without_any_gradient_is_refused_and_the_next_one_is_right(accel):
     model = net()
     trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, accumulate=2)
-    trainer.update()
     with pytest.raises(accelcore.TrainingError, match=r"trainer\.backward\(loss\) was not"):
-        trainer.flush()
+        trainer.update()
     assert trainer.steps == 0
     for batch in data(2):
         trainer(batch)
     assert trainer.steps == 1
+
+
+def test_a_micro_batch_without_a_gradient_is_refused_and_the_next_window_is_right(accel):
+    """Counted, it would halve the gradient of a window of two."""
+    models = [net(), net()]
+    models[1].load_state_dict(models[0].state_dict())
+    odd, even = (
+        accel.trainer(each, accel.optimizers.create("sgd", each.parameters(), lr=0.1), accumulate=2) for each in models
+    )
+    first, second, third = data(3)
+    odd.backward(loss_of(odd.forward, first))
+    odd.update()
+    with pytest.raises(accelcore.TrainingError, match=r"since the last update(.|\n)*skip a batch"):
+        odd.update()
+    for trainer in (odd, even):
+        for batch in (second, third):
+            trainer.backward(loss_of(trainer.forward, batch))
+            trainer.update()
+        assert trainer.steps == 1
+    for ours, expected in zip(*(each.parameters() for each in models), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
