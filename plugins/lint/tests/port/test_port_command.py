@@ -2,6 +2,11 @@
 
 import codecs
 import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelcore_lint.port.port_command import port
@@ -9,6 +14,10 @@ from click.testing import CliRunner
 
 SCRIPT = 'import torch\nx = torch.zeros(2, device="cuda")\n'
 PORTED = "import torch\nimport accelcore\n\n"
+
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "tests"))  # also for the forks, which import it by its name
+fork = import_module("forks").fork
 
 
 def run(*arguments):
@@ -112,10 +121,20 @@ def test_check_compares_the_losses_of_the_script_and_its_port(script):
     assert result.return_value == 0
 
 
-def test_check_compares_a_trainer_with_a_scaler_that_torch_disables_here(script):
+def test_check_compares_a_trainer_with_a_scaler_that_torch_disables_here(script, fork, monkeypatch):
+    """In forks that have imported torch; with `full`, above, in processes."""
     pytest.importorskip("accelcore")
+    monkeypatch.setattr(
+        "accelcore_lint.port.check.subprocess",
+        SimpleNamespace(
+            run=lambda command, *, env, timeout, **_: fork(*command[1:], **env).finish(timeout),
+            DEVNULL=None, PIPE=None, TimeoutExpired=subprocess.TimeoutExpired,
+        ),
+    )  # fmt: skip
     script.write_text(
+        "import warnings\n"
         "import torch\n"
+        "warnings.simplefilter('ignore')\n"
         'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
         "model = torch.nn.Linear(2, 1).to(device)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.001)\n"
