@@ -18,7 +18,7 @@ def _check(script: Script) -> Iterator[Mark]:
     samplers = [call for call, _ in script.calls(lambda name: name in _CLASSES) if _shuffles(call)]
     evaluates = [call for call in samplers if _evaluates(script, call)]
     for call in samplers:
-        if call not in evaluates:
+        if call not in evaluates and not _has_own_data(script, call):
             yield Mark(
                 call,
                 "Nothing in this script calls set_epoch: each epoch has the same order, and each rank the same share.",
@@ -37,6 +37,19 @@ def _trains_epochs(loop: ast.For) -> bool:
 
 def _calls_backward(loop: ast.For) -> bool:
     return any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in ast.walk(loop))
+
+
+def _has_own_data(script: Script, call: ast.Call) -> bool:
+    """Return whether each epoch makes a dataset of its own, which its sampler shuffles once."""
+    data = argument(call, "dataset", 0)
+    loops = [above for above in script.names.ancestors(call) if isinstance(above, ast.For)]
+    made = [line for loop in loops for line in loop.body if isinstance(line, ast.Assign)]
+    counters = {ast.unparse(loop.target) for loop in loops}
+    return isinstance(data, ast.Name) and any(
+        [ast.unparse(target) for target in line.targets] == [data.id]
+        and counters & {ast.unparse(node) for node in ast.walk(line.value)}
+        for line in made
+    )
 
 
 def _shuffles(call: ast.Call) -> bool:
@@ -97,6 +110,14 @@ RULE = Rule(
 
         def sampler(data):
             return DistributedSampler(data)
+        """,
+        """
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        def main(parts, train):
+            for epoch in range(3):
+                data = parts.made(epoch=epoch)
+                train(DataLoader(data, sampler=DistributedSampler(data)))
         """,
     ),
 )
