@@ -139,18 +139,20 @@ def main(argv: list[str] | None = None) -> list[float]:
             return job.gather(losses).mean().item()
 
         while True:
-            if trainer.steps % args.eval_every == 0:
-                history.append(evaluate())
-                job.print(f"step {trainer.steps}: validation loss {history[-1]:.4f}")
-                if trainer.steps and history[-1] < trainer.extra.get("best", math.inf):
-                    trainer.save(args.out, keep=1, extra={"best": history[-1]})
-            if trainer.steps >= args.steps:
+            history.append(evaluate())
+            job.print(f"step {trainer.steps}: validation loss {history[-1]:.4f}")
+            if trainer.steps and history[-1] < trainer.extra.get("best", math.inf):
+                trainer.save(args.out, keep=1, extra={"best": history[-1]})
+            updates = min(args.eval_every, args.steps - trainer.steps)
+            if updates <= 0:
                 return history
-            for _ in range(trainer.accumulate):
-                loss = trainer(accel.runtime.to_device(get_batch(training, args.block_size, args.batch_size)))
-            if trainer.steps % args.log_every == 0:
-                history.append(job.mean(loss).item())  # waits for the device, and so not in every step
-                job.print(f"step {trainer.steps}: loss {history[-1]:.4f}")
+            crops = (get_batch(training, args.block_size, args.batch_size) for _ in range(updates * trainer.accumulate))
+            # An epoch is what lies between two evaluations. Each rank draws crops of its own, so nothing is divided.
+            for number, batch in enumerate(trainer.batches(crops, shard=False), 1):
+                loss = trainer(batch)
+                if number % trainer.accumulate == 0 and trainer.steps % args.log_every == 0:
+                    history.append(job.mean(loss).item())  # waits for the device, and so not in every step
+                    job.print(f"step {trainer.steps}: loss {history[-1]:.4f}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

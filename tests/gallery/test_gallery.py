@@ -43,8 +43,9 @@ def test_the_script_has_no_line_for_a_device(name):
 
 
 @pytest.mark.parametrize("name", twins.NAMES)
-def test_alone_it_gives_the_losses_of_plain_torch(name, run):
+def test_alone_it_gives_the_losses_of_plain_torch(name, run, caplog):
     assert_alike(run("ours", name), run("twins", name))
+    assert "trainer.batches" not in caplog.text, "an example reads its data as the documentation says"
 
 
 def test_two_ranks_give_the_losses_of_plain_torch_with_ddp(fork_ranks, tmp_path):

@@ -134,11 +134,10 @@ class DataStream:
             return
         self._warned = True
         if self._collectives.rank == 0:
+            same = ", and ranks train on the same data" if self._collectives.world_size > 1 else ""
             logger.warning(
                 "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
-                "data, and in a job each rank trains on all of the data, unless the script divides it. Write `for "
-                "batch in trainer.batches(loader):`, with shard=False if the loader divides the data itself; or "
-                "set trainer.epoch yourself"
+                f"data{same}. Write `for batch in trainer.batches(loader):`, or set trainer.epoch yourself"
             )
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
