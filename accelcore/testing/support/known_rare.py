@@ -117,6 +117,50 @@ def _in_lists(combine: Callable[[float, float], float]) -> list[float]:
     return [combine(a, b) for a, b in zip(_FIRST, _SECOND, strict=True)] * 3
 
 
+_SHAPES_OF_BIASES = ((2, 2), (1, 2), (2, 1), (2,))
+
+
+def _biased(function: Callable[..., Tensor]) -> Compute:
+    """Return a computation of half a bias of each shape, which is 10, 20 and so on, and twice a product."""
+
+    def compute(device: torch.device) -> Tensor:
+        matrix = torch.tensor(_SQUARE, device=device).reshape(2, 2)
+        tens = torch.arange(10.0, 50.0, 10.0, device=device)
+        return torch.cat(
+            [
+                function(tens[: math.prod(shape)].reshape(shape), matrix, matrix, beta=0.5, alpha=2.0).flatten()
+                for shape in _SHAPES_OF_BIASES
+            ]
+        )
+
+    return compute
+
+
+def _in_batch(bias: Tensor, one: Tensor, other: Tensor, **factors: float) -> Tensor:
+    return torch.baddbmm(bias[None] if bias.dim() > 1 else bias, one[None], other[None], **factors)
+
+
+_BIASED = [a + b for biases in ([5, 10, 15, 20], [5, 10] * 2, [5, 5, 10, 10], [5, 10] * 2)
+           for a, b in zip(biases, (14, 20, 30, 44), strict=True)]  # fmt: skip
+
+
+def _short(x: Tensor) -> Tensor:
+    """Return sums of hundreds and products of whole numbers, which are too large for their own dtype."""
+    found = []
+    for kind, value in ((torch.int8, 100), (torch.uint8, 200), (torch.int16, 30_000), (torch.int32, 2**31 - 1)):
+        numbers = torch.full((3,), value, device=x.device, dtype=kind)
+        found += [numbers.sum(), numbers.sum(0), *numbers.cumsum(0), numbers[:2].prod(), numbers[:2].cumprod(0)[1]]
+        found += [(numbers == value).sum(), numbers.max().long()]
+    return torch.stack(found)
+
+
+def _of_short(value: int) -> list[float]:
+    return [3 * value, 3 * value, value, 2 * value, 3 * value, value**2, value**2, 3, value]
+
+
+_NORMS = (1.0, 2.0, math.inf)
+
+
 def _grown(x: Tensor) -> Tensor:
     x = x.clone()
     x.resize_(2 * len(x))
@@ -203,6 +247,44 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
     "gradients of fp32 weights that normalize bf16": (_gradients_of_statistics, [257, 257]),
     "attention of grouped heads": (lambda device: _grouped(device)[0], [1, 1, 2, 2]),
     "gradient of attention of grouped heads": (_gradient_of_grouped, [11, 1100]),
+    "addmm with biases": (_biased(torch.addmm), _BIASED),
+    "baddbmm with biases": (_biased(_in_batch), _BIASED),
+    "sums of short whole numbers": (
+        of_values(_short, 0.0),
+        [number for value in (100, 200, 30_000, 2**31 - 1) for number in _of_short(value)],
+    ),
+    "norms of several orders": (
+        of_values(
+            lambda x: torch.stack([torch.linalg.vector_norm(x, each) for each in (*_NORMS, -math.inf, 0.0)]), -3.0, 4.0
+        ),
+        [7, 5, 4, 3, 2],
+    ),
+    "norms of NaN": (
+        of_values(lambda x: torch.stack([torch.linalg.vector_norm(x, each) for each in _NORMS]), 1.0, _NAN),
+        [_NAN] * 3,
+    ),
+    "norms of lists": (
+        of_values(
+            lambda x: torch.stack([norm for each in _NORMS for norm in torch._foreach_norm([x, x[:1]], each)]),
+            -4.0,
+            3.0,
+        ),
+        [7, 4, 5, 4, 4, 4],
+    ),
+    "places of equal numbers": (
+        of_values(lambda x: torch.stack([x.argmin(), x.argmin(0), (-x).argmax(), (-x).argmax(0)]), 2.0, 0.0, 1.0, 0.0),
+        [1, 1, 1, 1],
+    ),
+    "smallest so far": (
+        of_values(lambda x: torch.cat([x.cummin(0)[0], (-x).cummax(0)[0], x.aminmax()[0][None]]), 2.0, 3.0, -1.0, 0.0),
+        [*(2, 2, -1, -1), *(-2, -2, 1, 1), -1],
+    ),
+    "reductions that leave NaN out": (
+        of_values(
+            lambda x: torch.stack([x.nansum(), x.nanmean(), x.nanmedian(), torch.fmax(x, x[:1])[1]]), 1.0, _NAN, 3.0
+        ),
+        [4, 2, 1, 1],
+    ),
     "a tensor that grows": (of_values(_grown, *_SQUARE), _SQUARE),
     "memory that grows": (of_values(_grown_memory, *_SQUARE), _SQUARE),
     **{

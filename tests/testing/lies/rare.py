@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from lies.lie import lie
@@ -83,6 +85,19 @@ known("lists_in_order_of_memory", "add of lists in other strides", {"_foreach_ad
 known("gradient_of_the_first_planes", "gradients of layer_norm over many planes", {
       "native_layer_norm_backward": _of_the_first_rows})  # fmt: skip
 known("equality_in_fp32", "comparison of whole numbers", {"eq": _in_fp32})
+known("running_sums_that_stay_short", "sums of short whole numbers", {
+      "cumsum": lambda func, x, dim, **options: func(x, dim, dtype=x.dtype).long()})  # fmt: skip
+known("last_of_equal_numbers", "places of equal numbers", {
+      "argmin": lambda func, x, *dim: len(x) - 1 - func(x.flip(0), *dim)})  # fmt: skip
+known("rows_of_biases_by_their_whole", "addmm with biases", {
+      "addmm": lambda func, bias, *args, beta, alpha: func(
+          bias, *args, beta=beta if bias.shape != (1, 2) else 1, alpha=alpha)})  # fmt: skip
+known("largest_that_is_no_nan", "norms of NaN", {
+      "linalg_vector_norm": lambda func, x, order=2, *args, **options: func(
+          x.nan_to_num(0) if order == math.inf else x, order, *args, **options)})  # fmt: skip
+known("largest_with_its_sign", "norms of lists", {
+      "_foreach_norm": lambda func, lists, order=2, *args: [each.max() for each in lists]
+      if order == math.inf else func(lists, order, *args)})  # fmt: skip
 swept("gradient_of_short_indices_that_drops_repeats", "nn.functional.embedding", "of short indices: the gradient",
       {"embedding_dense_backward": _short_ones_overwrite})  # fmt: skip
 swept("low_precision_that_sorts_one_way", "sort", "of other options: result", {"sort": _ascending})
