@@ -136,12 +136,16 @@ def _biased(function: Callable[..., Tensor]) -> Compute:
     return compute
 
 
-def _in_batch(bias: Tensor, one: Tensor, other: Tensor, **factors: float) -> Tensor:
-    return torch.baddbmm(bias[None] if bias.dim() > 1 else bias, one[None], other[None], **factors)
+def _in_batch(bias: Tensor, one: Tensor, other: Tensor, *, beta: float, alpha: float) -> Tensor:
+    return torch.baddbmm(bias[None] if bias.dim() > 1 else bias, one[None], other[None], beta=beta, alpha=alpha)
 
 
-_BIASED = [a + b for biases in ([5, 10, 15, 20], [5, 10] * 2, [5, 5, 10, 10], [5, 10] * 2)
-           for a, b in zip(biases, (14, 20, 30, 44), strict=True)]  # fmt: skip
+_BIASED: list[float] = [
+    *(5 + 14, 10 + 20, 15 + 30, 20 + 44),
+    *(5 + 14, 10 + 20, 5 + 30, 10 + 44),
+    *(5 + 14, 5 + 20, 10 + 30, 10 + 44),
+    *(5 + 14, 10 + 20, 5 + 30, 10 + 44),
+]
 
 
 def _short(x: Tensor) -> Tensor:
