@@ -63,7 +63,7 @@ def test_scripts_run_on_the_cpu_and_say_why_and_npu_is_refused_with_what_to_do(r
     lines = result.stdout.splitlines()
     assert lines[0].startswith("cpu [")
     assert "'npu'" in lines[0]
-    assert "npu: there is no Ascend NPU" in result.stderr
+    assert "npu does not work: there is no Ascend NPU" in result.stderr
     assert "npu' cannot be used here" in result.stdout
     assert "why: there is no Ascend NPU (no /dev/davinci*)" in result.stdout
     assert "npu-smi" in result.stdout
