@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import cache, partial
 
 import torch
+import torch.distributed as dist
 
 from accelcore.backend import Capabilities
 from accelcore.precision.o1.table import Treatment
@@ -63,7 +64,7 @@ def _replace_kernels(install: Callable[[], None]) -> None:
 
 @cache
 def _warn_of_slow_kernels() -> None:
-    logger.warning(
+    _warn(
         "torch %s has no %s: attention and fp16 products use torch's own kernels, which are right and slower",
         torch.__version__, GET_KERNEL,
     )  # fmt: skip
@@ -71,10 +72,16 @@ def _warn_of_slow_kernels() -> None:
 
 @cache
 def warn_without_units(dtype: torch.dtype) -> None:
-    """Warn, once, that the CPU has no instructions for a dtype."""
+    """Warn, once in a job, that the CPU has no instructions for a dtype."""
     if dtype is torch.bfloat16:
         effect = 'matrix products are correct but slower than in fp32; use precision="fp32" where speed matters'
     else:
         effect = "products are computed in fp32 and rounded, which is right, and no faster than fp32"
         effect += '; this CPU has instructions for "bf16"' if processor.has_units(torch.bfloat16) else ""
-    logger.warning("this CPU has no instructions for %s: %s", str(dtype).removeprefix("torch."), effect)
+    _warn("this CPU has no instructions for %s: %s", str(dtype).removeprefix("torch."), effect)
+
+
+def _warn(message: str, *values: object) -> None:
+    """Log a warning; in a job, on its first rank only."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        logger.warning(message, *values)

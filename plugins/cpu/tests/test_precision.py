@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelcore_cpu import precision, processor, rounded_products
 from toys import precision_watch
@@ -247,3 +248,14 @@ def test_a_cpu_without_units_warns_once_for_each_dtype(accel, monkeypatch, caplo
     assert "no instructions for bfloat16" in bf16
     assert 'precision="fp32"' in bf16
     assert "computed in fp32 and rounded" in fp16
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_a_job_only_the_first_rank_warns_that_it_has_no_units(accel, monkeypatch, caplog, rank):
+    monkeypatch.setattr(processor, "has_units", lambda dtype: False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    precision.warn_without_units.cache_clear()
+    accel.autocast(torch.bfloat16)
+    precision.warn_without_units.cache_clear()
+    assert ("no instructions for bfloat16" in caplog.text) is (rank == 0)
