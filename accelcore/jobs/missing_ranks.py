@@ -284,7 +284,7 @@ class _Note:
             f"step {step}" + (f", micro-batch {micro}" if micro > 1 else "") for step, micro in self.steps
         )
         parts = [
-            f"is in {steps}" if steps else "has begun no step",
+            f"has begun {steps}" if steps else "has begun no step",
             f"its last collective is {self.collective}" if self.collective else "",
             f"it is at {self.line}" if self.line else "",
             "it is done with the job" if self.done else "",

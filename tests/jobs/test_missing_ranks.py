@@ -61,9 +61,9 @@ def test_who_did_not_come_in_time_is_named_with_step_collective_and_line(run):
     assert codes == [1, -signal.SIGKILL]
     said = final(first)
     assert said.startswith("rank 1 of this job did not join a collective that others wait in\n")
-    assert re.search(f"rank 1 is in step 2, {COLLECTIVE}", said)
+    assert re.search(f"rank 1 has begun step 2, {COLLECTIVE}", said)
     assert re.search(
-        r"it is at lost_ranks\.py:\d+ in loads \(threading\.Event\(\)\.wait\(\)\); rank 0 is in step 3, it",
+        r"it is at lost_ranks\.py:\d+ in loads \(threading\.Event\(\)\.wait\(\)\); rank 0 has begun step 3, it",
         said,
     )
     assert "5000ms" in said, "what torch says of the timeout"
@@ -82,8 +82,8 @@ def test_a_rank_that_was_killed_is_named_in_seconds(run):
     assert codes == [1, -signal.SIGKILL]
     said = final(first)
     assert said.startswith("rank 1 of this job does not answer: its process has ended, or is stopped\n")
-    assert re.search(r"rank 1 (has begun no step|is in step [12])", said), "as of its last note"
-    assert "rank 0 is in step 3" in said
+    assert re.search(r"rank 1 has begun (no step|step [12])", said), "as of its last note"
+    assert "rank 0 has begun step 3" in said
 
 
 @pytest.mark.parametrize("way", ["fails", "fails, and that is wrapped"])
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_is_logged_where_no_collective_raises(run):
     (first, _), codes = run("fails, and rank 0 is not in a collective")
     assert codes == [1, 1]
     (logged,) = re.findall("^a rank of this job failed: (.*)$", first, re.MULTILINE)
-    assert logged.startswith("rank 1 is in step 2")
+    assert logged.startswith("rank 1 has begun step 2")
     assert logged.endswith("it failed: ValueError: a row is bad")
 
 
@@ -122,7 +122,7 @@ def test_a_rank_whose_device_waits_for_one_that_failed_raises_before_it_uses_wha
     assert second.rstrip().endswith("ValueError: a row is bad")
     said = final(first)
     assert said.startswith("rank 1 of this job failed, and the others cannot go on without it\n")
-    assert "rank 0 is in step 2" in said
+    assert "rank 0 has begun step 2" in said
     assert "it failed: ValueError: a row is bad" in said
     assert "wrong values" not in first
 
@@ -132,8 +132,8 @@ def test_a_rank_whose_loop_ends_early_says_so_and_is_named(run):
     assert codes == [1, 1]
     said = final(second)
     assert said.startswith("rank 1 has ended its loop, and rank 0 of its job did not\n")
-    assert "rank 1 is in step 2" in said
-    assert "rank 0 is in step 3" in said
+    assert "rank 1 has begun step 2" in said
+    assert "rank 0 has begun step 3" in said
     assert "rank 1 has ended its loop" in final(first)
 
 
@@ -143,8 +143,8 @@ def test_a_rank_whose_loop_ends_within_a_window_says_so_before_the_timeout(run, 
     assert codes == [1, 1]
     said = final(second)
     assert said.startswith("rank 1 has ended its loop, and rank 0 of its job did not\n")
-    assert "rank 1 is in step 2, it" in said
-    assert "rank 0 is in step 2, micro-batch 3" in said
+    assert "rank 1 has begun step 2, it" in said
+    assert "rank 0 has begun step 2, micro-batch 3" in said
     assert "5000ms" not in first, "it was noticed at the timeout only"
     assert final(first).startswith("rank 1 of this job failed")
 
@@ -154,7 +154,7 @@ def test_a_rank_that_saves_within_the_window_of_the_others_says_so_before_the_ti
     assert codes == [1, 1]
     said = final(second)
     assert said.startswith("not every rank of the job came to trainer.save()\n")
-    assert re.search(r"rank 0 is in step 2, micro-batch 3, .*; rank 1 is in step 2, it", said)
+    assert re.search(r"rank 0 has begun step 2, micro-batch 3, .*; rank 1 has begun step 2, it", said)
     assert "5000ms" not in first + second, "it was noticed at the timeout only"
     assert final(first).startswith("rank 1 of this job failed")
 
