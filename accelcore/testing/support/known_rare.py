@@ -72,8 +72,8 @@ def _gradients_of_statistics(device: torch.device) -> Tensor:
 
 def _grouped(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return attention of four heads to two heads of keys and values, which are 1 and 2, and the values."""
-    queries, keys = torch.zeros(1, 4, 1, 8, device=device), torch.zeros(1, 2, 3, 8, device=device)
-    values = torch.tensor([1.0, 2.0], device=device)[None, :, None, None].repeat(1, 1, 3, 8).requires_grad_()
+    queries, keys = torch.zeros(1, 4, 1, 8, device=device), torch.zeros(1, 2, 2, 8, device=device)
+    values = torch.tensor([1.0, 2.0], device=device)[None, :, None, None].repeat(1, 1, 2, 8).requires_grad_()
     return functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)[0, :, 0, 0], values
 
 
