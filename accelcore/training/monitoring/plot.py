@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 
 from accelcore.errors import ConfigurationError
 from accelcore.training.monitoring.records import Record, columns
+from accelcore.util.html import write_page
 from accelcore.util.text import replace_file
 
 _BYTES, _FILE = "memory_peak", "plot.png"
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title><style>svg {{ max-width: 100%; height: auto }}</style>
-<svg{svg}
-</html>
-"""
 
 
 def check_matplotlib() -> None:
@@ -82,10 +76,12 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
         content = BytesIO()
         try:
             figure.savefig(content, format="svg" if kind == "html" else kind, dpi=100)
-            path.parent.mkdir(parents=True, exist_ok=True)
             if kind == "html":
-                page = _PAGE.format(title=escape(", ".join(runs)), svg=content.getvalue().decode().partition("<svg")[2])
-            replace_file(path, page.encode() if kind == "html" else content.getvalue())
+                svg = content.getvalue().decode()
+                write_page(path, ", ".join(runs), [svg[svg.index("<svg") :]])
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content.getvalue())
         except ValueError as error:
             raise ConfigurationError(
                 f"a plot cannot be written to {path}", why=str(error), available=".png, .svg, .pdf, .html"
