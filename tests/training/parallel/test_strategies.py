@@ -19,10 +19,17 @@ FULL = ("combine", "zero1", "ddp flat")
 TOLERANCE = {"combine bf16": {"rtol": 0.05, "atol": 0.02}}
 
 
+@pytest.fixture(scope="module")
+def lonely(fork_ranks, tmp_path_factory):
+    """A job whose ranks wait for seconds, beside all others: its folder and its ranks."""
+    folder = tmp_path_factory.mktemp("lonely")
+    return folder, fork_ranks(RANKS, "lonely", folder)
+
+
 @pytest.fixture(
     scope="module", params=[pytest.param(case, marks=pytest.mark.full if case in FULL else ()) for case in CASES]
 )
-def job(request, fork_ranks, tmp_path_factory):
+def job(request, fork_ranks, tmp_path_factory, lonely):
     """What both ranks found, and how near to the oracle they have to be."""
     folder = tmp_path_factory.mktemp("job")
     ended = [rank.finish() for rank in fork_ranks(RANKS, request.param, folder)]
@@ -242,9 +249,10 @@ def test_an_observer_of_one_rank_changes_no_parameter(job):
     assert first["observed"]["state"] == second["observed"]["state"]
 
 
-def test_a_save_that_only_one_rank_begins_says_so(fork_ranks, tmp_path):
-    for rank in fork_ranks(RANKS, "lonely", tmp_path):
+def test_a_save_that_only_one_rank_begins_says_so(lonely):
+    folder, ranks = lonely
+    for rank in ranks:
         rank.finish()
-    said = json.loads((tmp_path / "lonely-0.json").read_text())
+    said = json.loads((folder / "lonely-0.json").read_text())
     assert "not every rank of the job came to trainer.save()" in said
     assert "if job.is_main" in said
