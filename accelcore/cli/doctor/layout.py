@@ -73,12 +73,11 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         for note in diagnosis.import_torch.notes:
             for line in note.splitlines():
                 yield 2, line, _MEDIUM
-    yield from _headed("environment")
     values = {name: value for name, value in diagnosis.environment.items() if value is not None}
+    if values or diagnosis.unknown_variables:
+        yield from _headed("environment")
     for name, value in values.items():
         yield 2, f"{name}={shown(value, 200)}", ""
-    unset = len(diagnosis.environment) - len(values)
-    yield 2, f"{unset} {'other ' if values else ''}variables are not set (--json lists them)", ""
     for name, near in diagnosis.unknown_variables.items():
         yield 2, f"{name} is set, and nothing installed reads it" + (f": did you mean {near}?" if near else ""), _MEDIUM
     if diagnosis.autoload:
@@ -86,10 +85,10 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         for autoload in diagnosis.autoload:
             yield 2, str(autoload), ""
     if diagnosis.faults:
-        yield from _headed("known kernel bugs in the installed versions")
-        count = len(diagnosis.faults)
         left = sum(str(fault["instead"]).startswith(CANNOT_AVOID) for fault in diagnosis.faults)
-        yield 2, f"{count}: {count - left} avoided by accelcore, {left} need care (--json lists them)", ""
+        avoided = f"accelcore avoids {len(diagnosis.faults) - left}"
+        yield 0, "", ""
+        yield 0, f"known kernel bugs: {avoided}, and {left} concern rare calls (--json lists them)", ""
     yield from _headed("select()")
     yield from _selection(diagnosis.selection)
     yield 0, "", ""
