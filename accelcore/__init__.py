@@ -116,7 +116,7 @@ _INSTEAD = {
     **dict.fromkeys(("device", "autocast", "trainer", "optimizers"), "accel = accelcore.select(), which has it"),
     **dict.fromkeys(("is_available", "device_count"), "accelcore.installed()"),
     **dict.fromkeys(("prepare", "fit", "train"), "accelcore.select().trainer(model, optimizer, ...)"),
-    **dict.fromkeys(("distributed", "rank", "world_size", "is_main"), "job = accelcore.select().join()"),
+    **dict.fromkeys(("distributed", "join", "rank", "world_size", "is_main"), "job = accelcore.select().join()"),
     **dict.fromkeys(("run", "launch"), "accelcore run --nproc 2 train.py in a shell"),
     "GradScaler": "accel.scaler.create()",
 }

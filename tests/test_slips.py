@@ -110,7 +110,8 @@ def test_the_factory_of_scalers_says_how_one_is_made(accel):
 @pytest.mark.parametrize(
     ("precision", "remedy"),
     [("auto", '"best"'), (True, '"bf16"'), ("tf32", 'fp32="fast"'), (None, "remove precision"),
-     ("BF16", "did you mean 'bf16'"), ("mixed_bfloat16", "did you mean 'bf16'")],
+     ("BF16", "did you mean 'bf16'"), ("mixed_bfloat16", "did you mean 'bf16'"), ("float8", "8 bits"),
+     (torch.float8_e4m3fn, 'choose "bf16"'), (torch.float64, r"train model\.double")],
 )  # fmt: skip
 def test_a_precision_that_is_none_says_what_to_write(accel, precision, remedy):
     model = torch.nn.Linear(2, 1)

@@ -321,7 +321,9 @@ def _listed(params: Parameters) -> list[dict[str, Any]]:
     if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
         raise TypeError(f"a {type(params).__name__} is a module")
     groups = list(params)
-    if groups and not isinstance(groups[0], dict):
+    if not groups:
+        raise TypeError("there are none: the model has no parameters, or a generator was read before")
+    if not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     for group in groups:
         if "params" not in group:

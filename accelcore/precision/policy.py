@@ -150,6 +150,7 @@ _MEANT = {
     **dict.fromkeys(("auto", "true"), 'write "bf16", or "best" for the fastest'),
     "tf32": 'write fp32="fast", for fp32 products only',
     "none": "remove precision for fp32",
+    **dict.fromkeys(("float64", "fp64", "64", "64-true", "double"), "remove precision, and train model.double()"),
 }
 
 
@@ -224,11 +225,13 @@ def _fastest(backend: Backend) -> torch.dtype | None:
 
 
 def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
-    near = nearest(str(precision), (*known, *_ALIASES))
+    word = str(precision).lower().removeprefix("torch.")
+    near = nearest(word, (*known, *_ALIASES))
+    meant = 'choose "bf16": there is no training in 8 bits here' if "8" in word else _MEANT.get(word)
     return ConfigurationError(
         f"there is no precision {precision!r}",
         available=", ".join(known),
         remedy="name its parts: Policy(**options)"
         if isinstance(precision, Mapping)
-        else _MEANT.get(str(precision).lower()) or (f"did you mean {_canonical(near)!r}?" if near else ""),
+        else meant or (f"did you mean {_canonical(near)!r}?" if near else ""),
     )

@@ -257,7 +257,7 @@ def check_values(options: TrainerOptions) -> None:
         (nonfinite_fits, f"on_nonfinite={nonfinite!r} is unknown", 'give "raise", "skip" or None'),
         (updates_fit, f"total_steps={updates!r} is not a number of updates", "give 1 or more, or None"),
         # It is read more than once.
-        (isinstance(observers, Sequence), f"observers={observers!r} is not a list", "pass observers=[...]"),
+        (isinstance(observers, Sequence), f"observers is {kind_of(observers)}, not a list", "pass observers=[...]"),
     ):
         if not fits:
             raise ConfigurationError(wrong, remedy=remedy)

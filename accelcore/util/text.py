@@ -32,7 +32,8 @@ def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> NoRetu
         object.__getattribute__(owner, name)
     label = f"module {owner.__name__!r}" if isinstance(owner, ModuleType) else type(owner).__name__
     if name in instead:
-        raise AttributeError(f"{label} has no attribute {name!r}; write {instead[name]}")
+        # Without the owner: Python would add a similar name to this, also a private one.
+        raise AttributeError(f"{label} has no attribute {name!r}; write {instead[name]}", name=name, obj=None)
     raise AttributeError(f"{label} has no attribute {name!r}", name=name, obj=owner)  # Python adds a similar name
 
 

@@ -68,6 +68,8 @@ def test_classes_and_mistaken_names(accel):
     assert accel.optimizers.explain(torch.optim.SGD)
     with pytest.raises(accelcore.UnsupportedError, match="did you mean 'adamw'"):
         accel.optimizers.create("adaw", model.parameters())
+    with pytest.raises(accelcore.ConfigurationError, match=r"generator was read before(.|\n)*give model\.parameters"):
+        accel.optimizers.create("adamw", [])
     for strange in (nn.Linear, 3, torch.optim.SGD(model.parameters())):
         with pytest.raises(accelcore.ConfigurationError, match="neither the name of an optimizer"):
             accel.optimizers.create(strange, model.parameters())

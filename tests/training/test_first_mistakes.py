@@ -150,6 +150,7 @@ def test_a_backend_lives_in_a_config(accel):
         ({"parallel": nn.parallel.DistributedDataParallel}, "did you mean parallel='ddp'"),
         ({"precision": "amp"}, "did you mean precision='fp16'"),
         ({"precision": "BF16"}, "did you mean 'bf16'"),
+        ({"observers": accelcore.Progress()}, r"observers is a Progress, not a list(.|\n)*observers=\[\.\.\.\]"),
     ],
 )
 def test_words_of_other_libraries(accel, options, says):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import traceback
 
 import pytest
 import torch
@@ -136,8 +137,10 @@ def test_names_of_other_libraries_name_ours(accel):
         (accel, "num_processes", r"job\.world_size"),
         (job, "ranks", r"job\.world_size"),
         (accelcore, "launch", "accelcore run"),
+        (accelcore, "join", r"accelcore\.select\(\)\.join"),
         (accel, "nothing_of_that_name", "has no attribute 'nothing_of_that_name'$"),
     ):
         assert not hasattr(owner, name)
-        with pytest.raises(AttributeError, match=ours):
+        with pytest.raises(AttributeError, match=ours) as caught:
             getattr(owner, name)
+        assert "Did you mean" not in "".join(traceback.format_exception_only(caught.value)), "a private name"
