@@ -186,7 +186,7 @@ _ACTIVATIONS = (
 )
 
 _16 = torch.float16
-_TINY = torch.finfo(_16).eps
+_TINY = 2.0**-10  # the gap after 1 in fp16, as a number: the documentation imports this file without torch
 
 KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
     "indices that are apart": (
@@ -246,7 +246,7 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
         _low(torch.bfloat16, lambda x: x.log_softmax(0, dtype=torch.float32), 0, 1),
         [-math.log(1 + _E), 1 - math.log(1 + _E)],
     ),
-    "statistics of bf16 in fp32": (_statistics(torch.bfloat16), [1 + torch.finfo(torch.bfloat16).eps / 2]),
+    "statistics of bf16 in fp32": (_statistics(torch.bfloat16), [1 + 2.0**-8]),
     "statistics of fp16 in fp32": (_statistics(_16), [1 + _TINY / 2]),
     "gradients of fp32 weights that normalize bf16": (_gradients_of_statistics, [257, 257]),
     "attention of grouped heads": (lambda device: _grouped(device)[0], [1, 1, 2, 2]),
