@@ -28,7 +28,9 @@ try:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 except ImportError as error:
-    sys.exit(f'train_digits.py needs {error.name}, which is not installed: pip install "accelcore[examples]"')
+    sys.exit(
+        f'train_digits.py needs {error.name}, which is not installed: pip install ".[examples]" in a clone of accelcore'
+    )
 
 GOAL = 0.98
 

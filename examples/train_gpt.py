@@ -40,7 +40,9 @@ try:
     from matplotlib.figure import Figure
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 except ImportError as error:
-    sys.exit(f'train_gpt.py needs {error.name}, which is not installed: pip install "accelcore[examples]"')
+    sys.exit(
+        f'train_gpt.py needs {error.name}, which is not installed: pip install ".[examples]" in a clone of accelcore'
+    )
 
 VOCABULARY = 256  # a token is a byte
 HEAD_WIDTH = 32

@@ -83,7 +83,7 @@ def _load(name: str) -> click.Command:
         raise ConfigurationError(
             f"the command {name!r} is not installed",
             why=f"accelcore-{extra} brings it",
-            remedy=f"in a clone of accelcore: pip install ./plugins/{extra}",
+            remedy=f"pip install ./plugins/{extra} in a clone of accelcore",
         )
     if len(offers) > 1:
         raise PluginError(f"two distributions bring the command {name!r}: {labels}", remedy="uninstall one of them")
@@ -160,7 +160,7 @@ def plot(folders: tuple[str, ...], output: str | None) -> None:
     """Plot the logs of runs side by side.
 
     FOLDERS are folders of accelcore.Log. The plots show loss, learning rate, and other values. An HTML page holds
-    everything in one file. Needs matplotlib: pip install 'accelcore[plot]'.
+    everything in one file. Needs matplotlib: pip install '.[plot]' in a clone of accelcore.
 
     \b
     Examples:

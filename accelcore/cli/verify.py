@@ -142,7 +142,7 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, 
     """Run the conformance suite on the backend NAME.
 
     Declared features are tested; other features must be refused with UnsupportedError. A test that crashes or hangs has
-    failed, and the other tests still run. Needs pytest: pip install 'accelcore[testing]'.
+    failed, and the other tests still run. Needs pytest: pip install '.[testing]' in a clone of accelcore.
 
     \b
     Exit code:
@@ -175,7 +175,7 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: 
         if find_spec(package) is None:
             raise ConfigurationError(
                 f"the conformance suite needs {package}, which is not installed",
-                remedy="pip install 'accelcore[testing]'",
+                remedy="pip install '.[testing]' in a clone of accelcore",
             )
     wanted = roles or ROLES
     shares = [[role for role in wanted if (role == "operators") == alone] for alone in (False, True)]

@@ -67,7 +67,7 @@ def test_missing_package_is_one_line_that_says_what_to_install(script, package, 
     done = run(shutil.copy(EXAMPLES / script, tmp_path), code=1)
     assert done.stderr.count("\n") == 1
     assert package in done.stderr
-    assert 'pip install "accelcore[examples]"' in done.stderr
+    assert 'pip install ".[examples]" in a clone' in done.stderr
 
 
 def test_gpt_learns_and_a_killed_run_resumes_exactly(run, tmp_path):

@@ -125,7 +125,9 @@ def operators() -> dict[str, Any]:
             warnings.simplefilter("ignore")  # of torch, at itself
             from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
-        pytest.skip(f"torch's operator samples need more packages ({error}): pip install 'accelcore[testing]'")
+        pytest.skip(
+            f"torch's operator samples need more packages ({error}): pip install '.[testing]' in a clone of accelcore"
+        )
     return {".".join(filter(None, (info.name, info.variant_test_name))): info for info in op_db}
 
 

@@ -19,7 +19,7 @@ def check_matplotlib() -> None:
     """Raise ConfigurationError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigurationError(
-            "a plot needs matplotlib, which is not installed", remedy="pip install 'accelcore[plot]'"
+            "a plot needs matplotlib, which is not installed", remedy="pip install '.[plot]' in a clone of accelcore"
         )
 
 

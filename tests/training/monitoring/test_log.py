@@ -140,7 +140,7 @@ def test_without_matplotlib_there_is_a_log_and_a_plot_that_was_asked_for_is_refu
     train(make(accel, log))
     log.close()
     assert len(lines(tmp_path)) == 10
-    assert "pip install 'accelcore[plot]'" in caplog.text
+    assert "pip install '.[plot]' in a clone of accelcore" in caplog.text
     for options, remedy in (({"plot": True}, "plot"), ({"tensorboard": True}, "tensorb"), ({"wandb": {}}, "wandb")):
         if options != {"wandb": {}}:
             with pytest.raises(accelcore.ConfigurationError, match=f"pip install .*{remedy}"):
