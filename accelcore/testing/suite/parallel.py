@@ -106,7 +106,7 @@ class TestParallel(DeviceTests):
             assert held == [whole, whole]
 
     def test_gradients_stay_on_their_rank_within_a_window(self, accel: Backend, strategy: str) -> None:
-        """Before the last micro-batch of a window nothing is exchanged, but by what has to: gradients of shards are."""
+        """Ranks exchange no gradients before the last micro-batch of a window, except those of shards."""
         if strategy in SHARDED:
             pytest.skip("gradients of shards are reduced in every backward pass")
         left, right = (rank["gradients"] for rank in found_by(accel, strategy, "accumulated"))

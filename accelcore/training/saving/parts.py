@@ -218,10 +218,11 @@ class RandomPart(Part):
 
         def commit() -> None:
             if left := self._runtime.set_rng_state(states):
-                text = "the checkpoint's random states of %s are not restored: this run does not use it"
+                text = "the checkpoint's random states of %s are not restored: this run has no generator for them"
                 logger.warning(text, ", ".join(left))
             if missing := sorted(before.keys() - states.keys()):
-                logger.warning("the checkpoint has no random state for %s: they keep theirs", ", ".join(missing))
+                text = "the checkpoint has no random state for %s: random numbers differ there from the saved run's"
+                logger.warning(text, ", ".join(missing))
 
         return commit
 
