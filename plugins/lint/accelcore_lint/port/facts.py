@@ -16,8 +16,7 @@ from accelcore_lint.port.options import returns_options
 from accelcore_lint.port.place import Place
 from accelcore_lint.port.project import OTHERS, Known
 from accelcore_lint.port.ranks import Ranks
-from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.tree import is_guard
+from accelcore_lint.port.syntax import argument, is_guard, text_of
 from accelcore_lint.port.uses import drives_apex, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 

@@ -10,8 +10,8 @@ import libcst as cst
 
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.model import Level
-from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.tree import Tree, is_guard
+from accelcore_lint.port.syntax import is_guard, text_of
+from accelcore_lint.port.tree import Tree
 
 _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),

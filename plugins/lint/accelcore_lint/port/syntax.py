@@ -59,3 +59,13 @@ def is_import(node: cst.CSTNode) -> bool:
     return isinstance(node, cst.SimpleStatementLine) and all(
         isinstance(part, (cst.Import, cst.ImportFrom)) for part in node.body
     )
+
+
+def is_guard(node: cst.CSTNode) -> bool:
+    """Return whether a statement of the module is `if __name__ == "__main__":`."""
+    return (
+        isinstance(node, cst.If)
+        and isinstance(node.test, cst.Comparison)
+        and text_of(node.test.left) == "__name__"
+        and isinstance(node.body, cst.IndentedBlock)
+    )

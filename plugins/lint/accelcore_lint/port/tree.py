@@ -13,7 +13,7 @@ from libcst import matchers, metadata
 from accelcore_lint.port.model import Level
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.survey import Survey
-from accelcore_lint.port.syntax import argument, dotted, text_of
+from accelcore_lint.port.syntax import argument, dotted, is_guard, text_of
 from accelcore_lint.port.vendors import STAR_IMPORT
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
@@ -380,16 +380,6 @@ class Tree:
 
 def _is_apart(node: cst.CSTNode) -> bool:
     return isinstance(node, (cst.FunctionDef, cst.ClassDef)) or is_guard(node)
-
-
-def is_guard(node: cst.CSTNode) -> bool:
-    """Return whether a statement of the module is `if __name__ == "__main__":`."""
-    return (
-        isinstance(node, cst.If)
-        and isinstance(node.test, cst.Comparison)
-        and text_of(node.test.left) == "__name__"
-        and isinstance(node.body, cst.IndentedBlock)
-    )
 
 
 def _lines(block: cst.CSTNode) -> Iterator[cst.CSTNode]:
