@@ -111,6 +111,7 @@ def test_the_factory_of_scalers_says_how_one_is_made(accel):
     ("precision", "remedy"),
     [("auto", '"best"'), (True, '"bf16"'), ("tf32", 'fp32="fast"'), (None, "remove precision"),
      ("BF16", "did you mean 'bf16'"), ("mixed_bfloat16", "did you mean 'bf16'"), ("float8", "8 bits"),
+     ("fp128", "did you mean 'fp32'"),
      (torch.float8_e4m3fn, 'choose "bf16"'), (torch.float64, r"train model\.double")],
 )  # fmt: skip
 def test_a_precision_that_is_none_says_what_to_write(accel, precision, remedy):

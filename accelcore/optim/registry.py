@@ -144,7 +144,7 @@ class Optimizers:
 
         The tuple prints as a line for each route.
         """
-        return self._explain(Request(_name(name), options))
+        return self._explain(Request(self._known(name), options))
 
     def create(
         self,
@@ -171,7 +171,7 @@ class Optimizers:
             UnsupportedError: the optimizer is unknown, or no route supports the request; the message gives each reason.
             ConfigurationError: a hyperparameter is unknown or out of range.
         """
-        name = _name(name)
+        name = self._known(name)
         try:
             groups = _listed(params)
         except TypeError as error:
@@ -179,7 +179,7 @@ class Optimizers:
                 f"optimizer {name!r} cannot be made of these parameters",
                 why=str(error),
                 remedy="give model.parameters(), or groups: [{'params': model.parameters(), 'lr': 0.1}]",
-            ) from error
+            ) from None
         if lr is not _DEFAULT_LR:
             options["lr"] = lr
         for key, value in chain(options.items(), *(group.items() for group in groups)):
@@ -233,16 +233,24 @@ class Optimizers:
             remedy="change the options named above" + ("" if request.route == "auto" else ", or use route='auto'"),
         )
 
+    def _known(self, asked: str | type[torch.optim.Optimizer]) -> str:
+        """Return the name of an optimizer that has routes here; raise an error for anything else."""
+        name = name_of(asked) if isinstance(asked, type) else asked.lower() if isinstance(asked, str) else None
+        if name is None:
+            raise ConfigurationError(
+                f"{asked!r} is neither the name of an optimizer nor one of torch's classes",
+                remedy='use a name such as "adamw"; give an optimizer of another class to accel.trainer as it is',
+            )
+        if name not in self._routes:
+            raise UnsupportedError(
+                f"there is no optimizer {name if isinstance(asked, type) else asked!r} here",
+                available=", ".join(self.names()),
+                remedy=did_you_mean(name, self._routes, "choose one of those, or install a package that registers it"),
+            )
+        return name
+
     def _explain(self, request: Request) -> tuple[ExplainedRoute, ...]:
         """Return every route, best first, and whether it is chosen for this request. At most one is."""
-        if request.name not in self._routes:
-            raise UnsupportedError(
-                f"there is no optimizer {request.name!r} here",
-                available=", ".join(self.names()),
-                remedy=did_you_mean(
-                    request.name, self._routes, "choose one of those, or install a package that registers it"
-                ),
-            )
         switch = next((switch for switch in ("fused", "foreach") if switch in request.options), None)
         if switch is not None:
             raise UnsupportedError(
@@ -306,23 +314,13 @@ def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]],
     return [chosen(group) for group in optimizer.param_groups], chosen(optimizer.defaults)
 
 
-def _name(asked: str | type[torch.optim.Optimizer]) -> str:
-    name = name_of(asked) if isinstance(asked, type) else asked.lower() if isinstance(asked, str) else None
-    if name is None:
-        raise ConfigurationError(
-            f"{asked!r} is neither the name of an optimizer nor one of torch's classes",
-            remedy='use a name such as "adamw"; give an optimizer of another class to accel.trainer as it is',
-        )
-    return name
-
-
 def _listed(params: Parameters) -> list[dict[str, Any]]:
     """Return parameter groups whose parameters are lists, because reading a generator exhausts it."""
     if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
         raise TypeError(f"a {type(params).__name__} is a module")
     groups = list(params)
     if not groups:
-        raise TypeError("there are none: the model has no parameters, or a generator was read before")
+        raise TypeError("there are no parameters: the model has none, or a generator was read before")
     if not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     for group in groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -227,7 +228,8 @@ def _fastest(backend: Backend) -> torch.dtype | None:
 def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
     word = str(precision).lower().removeprefix("torch.")
     near = nearest(word, (*known, *_ALIASES))
-    meant = 'choose "bf16": there is no training in 8 bits here' if "8" in word else _MEANT.get(word)
+    is_8_bit = re.search(r"(?<!\d)8(?!\d)", word) is not None
+    meant = 'choose "bf16": there is no training in 8 bits here' if is_8_bit else _MEANT.get(word)
     return ConfigurationError(
         f"there is no precision {precision!r}",
         available=", ".join(known),

@@ -74,7 +74,7 @@ class CapturedStep:
                 "a batch holds a value that is neither a tensor nor hashable",
                 why=f"a graph bakes such values in, and is looked up by them: {error}",
                 remedy="put tensors, numbers and strings into the batch, or remove graph=True",
-            ) from error
+            ) from None
         if graph is None:
             if not self._warm or key not in self._kinds:
                 return self._train_eagerly(batch, key, forward_backward, close, last=last)

@@ -85,8 +85,8 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
         except ValueError as error:
             raise ConfigurationError(
                 f"a plot cannot be written to {path}", why=str(error), available=".png, .svg, .pdf, .html"
-            ) from error
+            ) from None
         except OSError as error:
             raise ConfigurationError(
                 f"a plot cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
-            ) from error
+            ) from None

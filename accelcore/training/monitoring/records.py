@@ -32,7 +32,7 @@ def read_records(folder: Path) -> list[Record]:
             why=error.strerror or str(error),
             available=", ".join(logs[:5]),
             remedy="give the folder that accelcore.Log(folder) was given",
-        ) from error
+        ) from None
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -42,7 +42,7 @@ def read_records(folder: Path) -> list[Record]:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigurationError(
                 f"line {number} of {path} is damaged", why=repr(error), remedy="delete that line"
-            ) from error
+            ) from None
         records.append(record)
     return records
 
