@@ -1,8 +1,8 @@
-"""A training loop of one's own, with two optimizers and without the trainer: the roles of a backend, nothing else.
+"""Your own training loop, with two optimizers and without a trainer: only the roles of a backend.
 
     python examples/own_loop.py --precision fp16
 
-It needs torch and accelcore only, and takes some ten seconds. The script makes its own data: pictures of 8 x 8 pixels,
+It needs only torch and accelcore, and takes some ten seconds. The script makes its own data: pictures of 8 x 8 pixels,
 of ten kinds, with noise. An autoencoder learns to squeeze each into 16 numbers. Beside it a linear classifier learns to
 tell the kind from these numbers. It has its own optimizer and sends no gradient back to the encoder, so its accuracy
 shows how well the numbers alone tell the kinds apart. The last line printed is that accuracy on pictures that neither
@@ -43,7 +43,7 @@ def make_pictures() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def run(args: argparse.Namespace) -> int:
     accel = accelcore.select()
     with accel.distributed() as job:
-        accel.runtime.seed(args.seed)  # alike on every rank, which makes weights and order of the data alike
+        accel.runtime.seed(args.seed)  # the same on every rank, so that all have the same weights and order of data
         images, held_out, labels, held_out_labels = make_pictures()
         encoder = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 16)).to(accel.device)
         decoder = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 64)).to(accel.device)
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
                 # Averaged while still scaled: an overflow on one rank reaches all, and all skip the same update.
                 for parameter in (*autoencoder_parameters, *classifier_parameters):
                     accel.collectives.all_reduce(parameter.grad, "avg")
-                # Clipping needs the true size of the gradients. An optimizer whose own gradients overflowed is skipped;
-                # the scale is chosen anew once, after both.
+                # Clipping needs the true size of the gradients. An optimizer whose own gradients overflowed is skipped.
+                # The scale is chosen once, after both.
                 scaler.unscale_(autoencoder_optimizer)
                 scaler.unscale_(classifier_optimizer)
                 nn.utils.clip_grad_norm_(autoencoder_parameters, 1.0)
@@ -89,22 +89,21 @@ def run(args: argparse.Namespace) -> int:
             # Read once an epoch, because the host waits for the device here.
             coded, classified = (job.all_reduce(totals, "avg") / len(batches)).tolist()
             metrics.append({"epoch": epoch, "reconstruction_loss": coded, "classification_loss": classified})
-            if job.rank == 0:
-                losses = f"loss of reconstruction {coded:.4f}, of classification {classified:.4f}"
-                print(f"epoch {epoch}/{args.epochs}: {losses}")
+            losses = f"reconstruction loss {coded:.4f}, classification loss {classified:.4f}"
+            job.print(f"epoch {epoch}/{args.epochs}: {losses}")
 
         x, y = accel.runtime.to_device((held_out, held_out_labels))
         with torch.no_grad(), accel.autocast(dtype, enabled=dtype is not None):
             code = encoder(x)
             explained = 1 - (decoder(code).float() - x).square().mean().item() / x.var(dim=0).mean().item()
             accuracy = (classifier(code).argmax(dim=1) == y).float().mean().item()
-        if job.rank == 0:
+        if job.is_main:
             summary = {"accuracy": accuracy, "explained_variance": explained, "skipped": scaler.skipped}
             args.output.mkdir(parents=True, exist_ok=True)
             with (args.output / "metrics.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(entry) + "\n" for entry in (*metrics, {"summary": summary}))
-            print(f"{scaler.skipped} updates skipped; {explained:.1%} of the held-out pictures' variance reconstructed")
-            print(f"accuracy on held-out pictures {accuracy:.4f}")
+            print(f"updates skipped: {scaler.skipped}; reconstructed variance of held-out pictures: {explained:.1%}")
+            print(f"accuracy on held-out pictures: {accuracy:.4f}")
             if accuracy < GOAL:
                 print(f"It is below the goal of {GOAL}: train longer, with --epochs.")
     return 0

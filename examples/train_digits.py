@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             with (args.output / "metrics.jsonl").open("w", encoding="utf-8") as file:
                 for entry in (*metrics, {"summary": {"eval_accuracy": reached, "seed": args.seed}}):
                     file.write(json.dumps(entry) + "\n")
-            print(f"accuracy on held-out images {reached:.4f}")
+            print(f"accuracy on held-out images: {reached:.4f}")
             if reached < GOAL:
                 print(f"It is below the goal of {GOAL}: train longer, with --epochs.")
     return 0

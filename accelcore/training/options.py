@@ -103,8 +103,8 @@ class TrainerOptions(TypedDict, total=False):
             `fast_fp32` declares. `"fast if possible"`: fast if the backend declares it. None: torch's own setting.
         accumulate: micro-batches of a window; their losses are averaged. Default: `1`.
         weight: `weight(batch)` returns over how many examples or tokens a micro-batch's loss is a mean, as a number or
-            a scalar tensor. The gradients of a window are then those of the mean over all examples, on all ranks. None:
-            every micro-batch counts alike.
+            a scalar tensor. The gradients of a window are then those of the mean over all examples, on all ranks. They
+            are 0 if all weights are 0. None: every micro-batch counts alike.
         clip_norm: largest 2-norm of all gradients together, as in torch's `clip_grad_norm_`; None clips nothing.
         clip: `clip(parameters)` clips gradients in place in another way, such as
             `torch.nn.utils.clip_grad_value_(parameters, 1.0)`. It gets the parameters that have a gradient, reduced

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/gallery/nanogpt.py --precision bf16
 
 The script makes its text itself: sentences of three words each, as bytes. The model learns letters, then words, then
-which word follows which. Its validation loss falls from 5.6 to below 0.3 nats a byte. With --resume, it continues from
-the best checkpoint.
+which word follows which. Its validation loss falls from 5.6 to below 0.3 nats per byte. With --resume, training
+continues from the best checkpoint.
 """
 
 from __future__ import annotations

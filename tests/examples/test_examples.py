@@ -164,7 +164,7 @@ def test_digits_are_read(run, tmp_path):
     done = run("train_digits.py", "--epochs", 6, "--output", tmp_path)
     entries, summary = metrics(tmp_path)
     assert summary["eval_accuracy"] >= 0.98
-    assert done.stdout.splitlines()[-1] == f"accuracy on held-out images {summary['eval_accuracy']:.4f}"
+    assert done.stdout.splitlines()[-1] == f"accuracy on held-out images: {summary['eval_accuracy']:.4f}"
     assert entries[-1]["train_loss"] < entries[0]["train_loss"] / 10
     assert entries[-1]["eval_accuracy"] == summary["eval_accuracy"]
 
@@ -176,7 +176,7 @@ def test_own_loop_in_each_precision(precision, run, tmp_path):
     _, summary = metrics(tmp_path)
     assert summary["accuracy"] >= 0.9
     assert summary["explained_variance"] > 0.8
-    assert done.stdout.splitlines()[-1] == f"accuracy on held-out pictures {summary['accuracy']:.4f}"
+    assert done.stdout.splitlines()[-1] == f"accuracy on held-out pictures: {summary['accuracy']:.4f}"
 
 
 def test_own_loop_on_two_ranks_is_the_same_training(run, fork_ranks, tmp_path):
@@ -198,6 +198,6 @@ def test_fsdp_divides_the_model_and_one_rank_resumes_what_two_saved(run, fork_ra
     assert "Warning" not in ended[0].stderr
     done = run("train_fsdp.py", *small, "--epochs", 2, "--resume")
     assert "rank 0 of 1 holds 100% of them" in done.stdout
-    first, second = (re.findall(r"held-out text (\S+) nats", text) for text in (ended[0].stdout, done.stdout))
+    first, second = (re.findall(r"held-out loss (\S+) nats", text) for text in (ended[0].stdout, done.stdout))
     assert len(first) == len(second) == 1
     assert float(second[0]) < float(first[0]) - 0.1 < math.log(256)

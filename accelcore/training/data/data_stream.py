@@ -97,8 +97,8 @@ class DataStream:
         self._total_epochs = total
         if 0 < total <= self.epoch and self._collectives.rank == 0:
             logger.warning(
-                "this training is finished: %d epochs are done, and %d wanted; to continue, ask for more; to start "
-                "over, save to another folder, or delete this one",
+                "this training is finished: %d epochs are done, and the script asks for %d; to continue, ask for "
+                "more; to start over, delete the checkpoints, or save to another folder",
                 self.epoch,
                 total,
             )

@@ -307,11 +307,11 @@ def read_saved(
         within = as_dict(own.get("window"), "window", "micro")["micro"]
         if within or as_dict(own.get("data"), "position in the data", "taken")["taken"]:
             raise CheckpointError(
-                f"the checkpoint was saved within an epoch by a job of {saved_by}, this is a job of {world_size}",
-                remedy=f"resume in a job of {saved_by}, or from a checkpoint saved at the end of an epoch",
+                f"the checkpoint was saved within an epoch by a job of size {saved_by}, and this has size {world_size}",
+                remedy=f"resume in a job of size {saved_by}, or from a checkpoint saved at the end of an epoch",
             )
         if rank == 0:
-            text = "the checkpoint was saved by a job of %d, this is a job of %d: random states are not restored"
+            text = "the checkpoint was saved by a job of size %d, and this has size %d: random states are not restored"
             logger.warning(text, saved_by, world_size)
     weights = f'trainer.load("{checkpoint.path / file_of(trainer, MODEL)}.safetensors")'
     if checkpoint.manifest["pieces"].get(file_of(trainer, MODEL)):  # every rank has saved a part of the model

@@ -74,9 +74,9 @@ def _warn_of_slow_kernels() -> None:
 def warn_without_units(dtype: torch.dtype) -> None:
     """Warn, once in a job, that the CPU has no instructions for a dtype."""
     if dtype is torch.bfloat16:
-        effect = 'matrix products are correct but slower than in fp32; use precision="fp32" where speed matters'
+        effect = 'matrix products are correct but slower than in fp32; use precision="fp32" if speed matters'
     else:
-        effect = "products are computed in fp32 and rounded, which is right, and no faster than fp32"
+        effect = "products are computed in fp32 and rounded: the results are right, but not faster than in fp32"
         effect += '; this CPU has instructions for "bf16"' if processor.has_units(torch.bfloat16) else ""
     _warn("this CPU has no instructions for %s: %s", str(dtype).removeprefix("torch."), effect)
 
