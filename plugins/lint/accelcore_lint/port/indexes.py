@@ -12,6 +12,15 @@ from accelcore_lint.port.vendors import DEVICES, device_text
 _PREFIX = tuple(f"{name}:" for name in DEVICES)
 _FORM = re.compile(rf"({'|'.join(DEVICES)}):{{0?(:d)?}}")
 
+_NAME = re.compile(
+    r"(.*[._])?(device|dev|device_type|device_name|default_device|map_location|map_loc|loc)", re.IGNORECASE
+)
+
+
+def is_device_name(text: str) -> bool:
+    """Return whether a name, an attribute or an option is called a device."""
+    return _NAME.fullmatch(text) is not None
+
 
 def with_type(device: cst.Call, kind: str, index: str) -> str:
     """Return the arguments of a `torch.device` with another type and the index as it is given, whatever that is.

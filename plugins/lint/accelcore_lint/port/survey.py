@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import libcst as cst
 
+from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.syntax import argument, dotted, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -43,9 +44,8 @@ class Survey(cst.CSTVisitor):
         self.hidden_by: list[cst.CSTNode] = []
         self.made_current: list[cst.BaseExpression] = []
         self.calls: list[cst.Call] = []
-        self.indexes: set[str] = set()
-        self.numbered: list[cst.CSTNode] = []
-        self.moved_to: list[cst.Name] = []
+        self.numbered: dict[cst.CSTNode, str] = {}
+        self.moved_to: list[cst.BaseExpression] = []
         self.seeds: list[cst.Call] = []
         self.functions: dict[str, cst.FunctionDef] = {}
         self.helpers: dict[str, cst.Name] = {}
@@ -76,8 +76,18 @@ class Survey(cst.CSTVisitor):
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if match := re.fullmatch(r"(?:cuda|npu):(\d+)", str(node.raw_value)):
-            self.indexes.add(match[1])
-            self.numbered.append(node)
+            self.numbered[node] = match[1]
+
+    def visit_FormattedString(self, node: cst.FormattedString) -> None:
+        self._add_index(node)
+
+    def visit_BinaryOperation(self, node: cst.BinaryOperation) -> None:
+        self._add_index(node)
+
+    def _add_index(self, node: cst.BaseExpression) -> None:
+        index = index_of(node)[1]
+        if index is not None:
+            self.moved_to.append(index)
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         if self._depth:
@@ -98,16 +108,18 @@ class Survey(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> None:
         self.calls.append(node)
         name = self._name(node.func) or ""
-        if name == "torch.device" and isinstance(index := argument(node, "index", 1), cst.Integer):
-            self.indexes.add(index.value)
-            self.numbered.append(node)
+        index = argument(node, "index", 1) if name == "torch.device" else None
+        if isinstance(index, cst.Integer):
+            self.numbered[node] = index.value
+        elif index is not None:
+            self.moved_to.append(index)
         if isinstance(node.func, cst.Attribute) and node.func.attr.value in DEVICES:
             moved = argument(node, "device", 0)
             if isinstance(moved, cst.Integer):
-                self.indexes.add(moved.value)
-                self.numbered.append(node)
-            elif isinstance(moved, cst.Name):
+                self.numbered[node] = moved.value
+            elif moved is not None and not index_of(moved)[0] and not isinstance(moved, (cst.Call, cst.SimpleString)):
                 self.moved_to.append(moved)
+        self._add_index(node)
         if name == "torch.manual_seed":
             self.seeds.append(node)
         is_setting = text_of(node.func).endswith("environ.setdefault")

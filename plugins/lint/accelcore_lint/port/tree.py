@@ -71,8 +71,8 @@ class Tree:
         hidden_by: assignments to the environment variables that hide devices, and calls of functions that do so.
         made_current: expressions of the devices that it makes current.
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
-        numbered: those names and moves.
-        moved_to: the names in moves such as `x.cuda(i)`.
+        numbered: those names and moves, with the number of each.
+        moved_to: what numbers devices in moves such as `x.cuda(i)`, and in names such as `f"cuda:{i}"`.
         torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
         imports_torch: whether it imports torch, or a part of it, outside of functions; a star may do so, too.
     """
@@ -101,8 +101,8 @@ class Tree:
         self.helpers = survey.helpers
         self.backends = survey.backends
         self.made_current = survey.made_current
-        self.indexes = survey.indexes
         self.numbered = survey.numbered
+        self.indexes = set(survey.numbered.values())
         self.moved_to = survey.moved_to
         self.imports = survey.imports
         self.torch = survey.torch or "torch"

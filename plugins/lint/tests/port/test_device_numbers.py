@@ -11,7 +11,9 @@ def test_a_parameter_is_a_local_rank_if_every_call_passes_one(other):
         "def setup(gpu):\n    return torch.zeros(1).cuda(gpu)\n\n\n"
         f"def work(rank):\n    setup(rank)\n\n\n{other}mp.spawn(work, nprocs=2)\n"
     )
-    assert port_source(source, Level.ROLES).after == (1 if other else 0)
+    outcome = port_source(source, Level.ROLES)
+    assert outcome.after == 0
+    assert (".to(gpu if gpu is not None else current_device)" in outcome.source) is bool(other)
 
 
 BY_OPTION = """import argparse
@@ -139,10 +141,10 @@ def test_a_rank_of_the_launcher_chooses_no_device_by_hand():
     assert "torch.ones(2).to(accel.device)" in outcome.source
 
 
-@pytest.mark.parametrize(("value", "after"), [("0", 0), ("1", 2)])
-def test_a_name_of_the_first_device_is_the_only_one(value, after):
+@pytest.mark.parametrize(("value", "device"), [("0", "accel.device"), ("1", "torch.device(current_device.type, gpu)")])
+def test_a_name_of_the_first_device_is_the_only_one(value, device):
     source = f"import torch\ngpu = {value}\nx = torch.ones(2).cuda(gpu)\ny = x.cuda(gpu)\n"
-    assert port_source(source, Level.ROLES).after == after
+    assert port_source(source, Level.ROLES).source.count(f".to({device})") == 2
 
 
 def test_the_number_of_a_rank_is_a_device_also_as_a_keyword():
@@ -156,13 +158,33 @@ def test_the_number_of_a_rank_is_a_device_also_as_a_keyword():
     assert "device=device" not in ported
 
 
-@pytest.mark.parametrize(("index", "left"), [("1", 2), ("i", 2), ("0", 0)])
-def test_the_first_device_of_several_is_left(index, left):
+@pytest.mark.parametrize(
+    ("index", "device"),
+    [
+        ("1", "torch.device(current_device.type, 1)"),
+        ("i", "i if i is not None else current_device"),
+        ("i % 2", "i % 2"),
+        ("'cuda:%s' % i", 'f"{current_device.type}:{i}"'),
+        ("ids[0]", "ids[0] if ids[0] is not None else current_device"),
+        ("0", "accel.device"),
+    ],
+)
+def test_the_first_device_of_several_keeps_its_number(index, device):
     source = (
-        "import torch\nnets = []\nfor i in range(2):\n"
-        f"    nets.append(torch.nn.Linear(2, 2).cuda({index}))\nx = torch.ones(2).cuda(0)\n"
+        f"import torch\nids = find()\nnets = []\nfor i in ids:\n    nets.append(torch.nn.Linear(2, 2).cuda({index}))\n"
     )
-    assert len(port_source(source, Level.ROLES).left) == left
+    outcome = port_source(f"{source}x = torch.ones(2).cuda(0)\noptimizer = torch.optim.SGD(nets, 0.1)\n", Level.ROLES)
+    first = "accel.device" if index == "0" else "torch.device(current_device.type, 0)"
+    assert f"Linear(2, 2).to({device})" in outcome.source
+    assert f"torch.ones(2).to({first})" in outcome.source
+    assert ("torch.optim.SGD(" in outcome.source) is (index != "0")
+    assert not outcome.left
+
+
+@pytest.mark.parametrize("index", ["pick(i)", "i or j", "ids[pick()]", "'cuda' + i"])
+def test_an_index_that_may_have_effects_or_be_none_is_left(index):
+    source = f"import torch\n\n\ndef move(x, i, j, ids):\n    return x.cuda({index})\n"
+    assert f"x.cuda({index})" in port_source(source, Level.ROLES).source
 
 
 def test_horovod_chooses_the_device_and_wraps_the_optimizer():
@@ -210,7 +232,8 @@ main()
 def test_a_function_that_reads_the_options_gives_the_one_that_chooses_the_device(line, returned, is_certain):
     outcome = port_source(READER.format(set=line, returned=returned), Level.ROLES)
     assert ("    accel = accelcore.select(local_rank=args.gpu)\n" in outcome.source) is is_certain
-    assert (outcome.after == 0) is is_certain
+    assert outcome.after == 0
+    assert ("accelcore" in outcome.source) is is_certain
     assert port_source(outcome.source, Level.ROLES).source == outcome.source
 
 

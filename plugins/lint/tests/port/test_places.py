@@ -23,7 +23,7 @@ def test_a_process_whose_function_is_also_called_with_no_rank_selects_by_none(gi
     outcome = port_source(STARTED.format(given), Level.ROLES)
     assert ("accelcore.select" in outcome.source) is (rank is not None)
     assert rank is None or f"    accel = accelcore.select(local_rank={rank})\n" in outcome.source
-    assert len(outcome.left) == (rank is None)
+    assert ("torch.ones(2).to(gpu if gpu is not None else current_device)" in outcome.source) is (rank is None)
 
 
 def test_a_rank_that_is_compared_with_0_may_be_minus_one():

@@ -11,7 +11,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
-from accelcore_lint.port.rules.device_strings import AVAILABLE, is_current, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS
 
@@ -55,7 +55,7 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left
 def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
     """Ask the module that torch has for the device; the CPU has no names."""
     device = facts.place.device(node)
-    given = ", ".join(text_of(arg) for arg in node.args if not is_current(facts, arg.value))
+    given = ", ".join(text_of(arg) for arg in node.args if not facts.is_current(arg.value))
     if any(f"{device}." in given or f"{device}:" in given for device in DEVICES):
         return None
     source = f"{facts.torch}.get_device_module({device}).get_device_name({given})"

@@ -6,7 +6,7 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import index_source, own_device, whole
+from accelcore_lint.port.rules.device_strings import index_source, whole
 from accelcore_lint.port.rules.statements import is_vendors
 from accelcore_lint.port.syntax import text_of
 
@@ -18,7 +18,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     source, available = index_source(index), f"{facts.torch}.accelerator.is_available()"
     if is_vendors(index):
         return None
-    if facts.level is not Level.TORCH and not facts.place.by_hand and own_device(facts, index):
+    if facts.level is not Level.TORCH and not facts.place.by_hand and facts.is_own(index):
         device = facts.place.device(node)
         source, available = f"{device}.index", f'{device}.type != "cpu"'
     elif not facts.counts(index) and not _is_checked(node, source, facts):

@@ -8,14 +8,11 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import has_form, index_of, with_type
+from accelcore_lint.port.indexes import has_form, index_of, is_device_name, with_type
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-_NAME = re.compile(
-    r"(.*[._])?(device|dev|device_type|device_name|default_device|map_location|map_loc|loc)", re.IGNORECASE
-)
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
@@ -28,11 +25,6 @@ SETTINGS = re.compile(
 DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
 
 
-def is_device_name(text: str) -> bool:
-    """Return whether a name, an attribute or an option is called a device."""
-    return _NAME.fullmatch(text) is not None
-
-
 def whole(node: cst.BaseExpression, text: str, imports: Sequence[str] = ()) -> Rewrite:
     """Return the decision to replace an expression by another source; the parts are gone."""
     new = cst.parse_expression(text)
@@ -41,36 +33,6 @@ def whole(node: cst.BaseExpression, text: str, imports: Sequence[str] = ()) -> R
         return new.with_changes(lpar=updated.lpar, rpar=updated.rpar) if updated.lpar else new
 
     return Rewrite(build, node.children, imports)
-
-
-def own_device(facts: Facts, index: cst.BaseExpression | None) -> bool:
-    """Return whether an index is that of the process's only device."""
-    if index is None or text_of(index) == "None" or is_current(facts, index):
-        return True
-    if facts.is_library:  # its current device may be another
-        return False
-    if facts.is_local_rank(index):
-        return True
-    one = facts.indexes <= {"0"} and all(made is None or text_of(made) == "0" for made in facts.made_indexes)
-    return one and _is_zero(facts, index) and not any(_is_other(facts, moved) for moved in facts.moved_to)
-
-
-def is_current(facts: Facts, index: cst.BaseExpression) -> bool:
-    """Return whether an index is `torch.cuda.current_device()`."""
-    name = facts.name(index.func) if isinstance(index, cst.Call) else None
-    return name is not None and name.endswith(".current_device")
-
-
-def _is_zero(facts: Facts, index: cst.BaseExpression) -> bool:
-    """Return whether an index is 0, or a name to which the file only assigns 0."""
-    values = facts.values(index)
-    return text_of(index) == "0" or (bool(values) and all(text_of(value) == "0" for value in values))
-
-
-def _is_other(facts: Facts, name: cst.Name) -> bool:
-    """Return whether a name in `x.cuda(name)` may be the index of another device, such as that of a loop."""
-    is_device = is_device_name(name.value) and not facts.is_whole(name)
-    return not (name.value == "None" or is_device or facts.is_local_rank(name) or _is_zero(facts, name))
 
 
 def names_option(facts: Facts, node: cst.CSTNode) -> bool:
@@ -82,7 +44,7 @@ def names_option(facts: Facts, node: cst.CSTNode) -> bool:
 def _has_indexes(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression) -> bool:
     """Return whether the port names a device by its index, as the script does; not if it is only a default."""
     is_default = text_of(index) != "0" and facts.in_default(site) is not None
-    return not is_default and (facts.level is Level.TORCH or facts.place.by_hand)
+    return not is_default and (facts.level is Level.TORCH or facts.place.is_apart(site))
 
 
 def _refused(index: cst.BaseExpression) -> Left:
@@ -112,7 +74,7 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
     named = index is not None and facts.level is not Level.TORCH and facts.place.by_hand and _needs_index(facts, site)
     is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
-    if own_device(facts, index) and is_own and not named:
+    if facts.is_own(index) and is_own and not named:
         return facts.device(site) if index is None else facts.place.device(site)
     assert index is not None, "the device without an index is the process's own"
     if not _has_indexes(facts, site, index):
@@ -125,12 +87,16 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
         return facts.place.device(site)
     if facts.in_default(site) is None and isinstance(site, cst.Call) and facts.name(site.func) == "torch.device":
         return f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
+    if (
+        isinstance(site, cst.BaseExpression) and index_of(site)[1] is index
+    ):  # in the name of a device it may also be a text
+        return kind_source(facts, site, index)
     return Left(f"device index {text_of(index)}: it is not certain that this is a whole number")
 
 
 def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
     """Return the source of the device's name as a string, or the reason why it is not certain."""
-    own = own_device(facts, index)
+    own = facts.is_own(index)
     if index is None or (own and text_of(index) == "0"):
         return facts.place.kind(site)
     if _has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
@@ -170,7 +136,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
             return source if isinstance(source, Left) else whole(node, source)
         if len(node.args) != 1:
             return None
-        if is_current(facts, choice):
+        if facts.is_current(choice):
             source = _as_device(facts, device_source(facts, node, choice))
             return source if isinstance(source, Left) else whole(node, source)
     elif isinstance(facts.parent(node), cst.IfExp):
@@ -187,11 +153,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     if isinstance(node, cst.Call):
         source = device_source(facts, node, index) if not isinstance(choice, cst.IfExp) else _inline(facts, node, index)
         source = _as_device(facts, source)
-    elif (
-        index is not None
-        and _has_indexes(facts, node, index)
-        and not (text_of(index) == "0" and own_device(facts, index))
-    ):
+    elif index is not None and _has_indexes(facts, node, index) and not (text_of(index) == "0" and facts.is_own(index)):
         return None  # the string is rewritten, and the choice stays
     else:
         source = _inline(facts, node, index)
@@ -256,7 +218,7 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return None
     if isinstance(wanted, Left):
         return wanted
-    plain = index is None or (text_of(index) == "0" and own_device(facts, index))
+    plain = index is None or (text_of(index) == "0" and facts.is_own(index))
     if wanted == "location" and index is not None and _has_indexes(facts, node, index) and not plain:
         source = facts.place.device(node) if facts.sets_device(index) else kind_source(facts, node, index)
         if isinstance(source, str) and source.startswith('f"'):  # torch.load refuses "cpu:0"

@@ -8,10 +8,10 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of
+from accelcore_lint.port.indexes import index_of, is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.project import returns_something, takes_arguments
-from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, is_current, is_device_name
+from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, index_source, kind_source
 from accelcore_lint.port.syntax import argument, arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -27,6 +27,9 @@ _TENSORS = (
     *("clone", "detach", "to", "cpu"),
 )
 """Methods of tensors that return one."""
+
+_PLAIN = re.compile(r"[\w.]+(\[[\w.-]+\])*")
+"""An expression that may be written twice."""
 
 _DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
 
@@ -54,8 +57,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left(f"arguments of {method}() that are not known")
     index = given.pop("device").value if "device" in given else None
-    if index is not None and index_of(index)[0]:  # `x.cuda(f"cuda:{rank}")`
-        index = index_of(index)[1]
+    name = index if index is not None and index_of(index)[0] else None
+    if name is not None:  # `x.cuda(f"cuda:{rank}")`
+        index = index_of(name)[1]
     if index is not None and _is_tensors(index, facts):
         source: str | Left = text_of(index)
     elif index is not None and _is_device(index, facts):
@@ -68,6 +72,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         source = f"{tensor[1]}.device"
     else:
         source = device_source(facts, node, index)
+    if isinstance(source, Left) and index is not None and facts.place.is_apart(node):
+        source = _as_given(node, index, name, facts) or source
     if isinstance(source, Left):
         return source
     device = cst.parse_expression(source)
@@ -81,6 +87,22 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return updated.with_changes(func=receiver.with_changes(attr=cst.Name("to")), args=[first, *kept])
 
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
+
+
+def _as_given(
+    node: cst.Call, index: cst.BaseExpression, name: cst.BaseExpression | None, facts: Facts
+) -> str | Left | None:
+    """Return the source of a device that is a number, a name or None, as it is given: `to` takes them as `cuda` does.
+
+    A number is that of an accelerator in both.
+    """
+    if name is not None:
+        return kind_source(facts, node, index)
+    source = index_source(index)
+    if _PLAIN.fullmatch(source):
+        return f"{source} if {source} is not None else {facts.place.device(node)}"
+    is_number = isinstance(index, cst.BinaryOperation) and "'" not in source and '"' not in source
+    return source if is_number else None
 
 
 def _is_tensors(device: cst.BaseExpression, facts: Facts) -> bool:
@@ -198,7 +220,7 @@ def _device_argument(node: cst.Call, facts: Facts) -> cst.Arg | None:
     for arg in node.args if is_to or is_torchs else ():
         keyword = arg.keyword.value if arg.keyword else None
         is_first = is_to and arg is node.args[0] and keyword is None and not arg.star
-        if (is_first or keyword == "device") and (facts.is_local_rank(arg.value) or is_current(facts, arg.value)):
+        if (is_first or keyword == "device") and (facts.is_local_rank(arg.value) or facts.is_current(arg.value)):
             return arg
     return None
 

@@ -7,9 +7,8 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of
+from accelcore_lint.port.indexes import index_of, is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import is_device_name
 from accelcore_lint.port.syntax import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 

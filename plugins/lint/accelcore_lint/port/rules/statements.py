@@ -10,7 +10,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.rules.device_strings import index_source, own_device, whole
+from accelcore_lint.port.rules.device_strings import index_source, whole
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -143,7 +143,7 @@ def _set_device(facts: Facts, node: cst.SimpleStatementLine, device: cst.BaseExp
 def _is_chosen(facts: Facts, device: cst.BaseExpression) -> bool:
     """Return whether an expression is a `torch.device`, or the name of one, that the backend has."""
     made = facts.indexes_of(device)
-    return made != [device] and all(index is None or own_device(facts, index) for index in made)
+    return made != [device] and all(index is None or facts.is_own(index) for index in made)
 
 
 ALONE = Rule(
