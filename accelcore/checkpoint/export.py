@@ -48,7 +48,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         raise CheckpointError(
             f"there is no checkpoint in {folder}",
             available=store.beneath(folder),
-            remedy="give the folder given to trainer.save",
+            remedy="give the folder that trainer.save(folder) was given",
         )
     names = list(found.manifest["trainers"])
     if (trainer or "") not in names:

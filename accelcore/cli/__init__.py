@@ -13,8 +13,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from accelcore.errors import AccelError
+
+if TYPE_CHECKING:
+    import click
 
 USAGE = 64
 """Exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.debug:
             traceback.print_exc()
         elif isinstance(error, click.ClickException):
-            error.show()
+            _show(error)
         else:
             print(f"accelcore: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
@@ -55,3 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return int(code or 0)
+
+
+def _show(error: click.ClickException) -> None:
+    """Print an error of click in the form of accelcore's own errors."""
+    text = error.format_message()
+    context: click.Context | None = getattr(error, "ctx", None)
+    if context is not None and not text.startswith("Usage:"):  # the help of a group that was called without a command
+        text = "\n".join(
+            (
+                f"accelcore: {text[:1].lower()}{text[1:].removesuffix('.')}",
+                f"  usage: {context.get_usage().removeprefix('Usage: ')}",
+                f"  what to do: see {context.command_path} --help",
+            )
+        )
+    print(text, file=sys.stderr)  # noqa: T201

@@ -55,7 +55,8 @@ class Commands(click.Group):
             known = {name: name for name in self.list_commands(ctx)}
             known |= {"version": "--version", "help": "--help", "train": "run", "launch": "run", "env": "doctor"}
             near = nearest(args[0], known)
-            hint = f" Did you mean 'accelcore {known[near]}'?" if near else ""
+            meant = f"run {args[0]}" if args[0].endswith(".py") else known[near] if near else ""
+            hint = f" Did you mean 'accelcore {meant}'?" if meant else ""
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error
 
 
@@ -111,7 +112,7 @@ def app() -> None:
       accelcore verify backend cpu              whether a backend does what it declares
       accelcore new-backend mychip              a package to start your own backend from
       accelcore precision --backend cpu         which operator runs in which dtype
-      accelcore export outputs/a model.safetensors  the model of a checkpoint, in one file
+      accelcore export outputs/a a.safetensors  the model of a checkpoint, in one file
       accelcore plot outputs/a outputs/b        the logs of two runs side by side
       accelcore record --out ref train.py       record a run, to compare others with it
       accelcore replay ref train.py             the first difference between a run here and the recorded one

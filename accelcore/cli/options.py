@@ -69,5 +69,5 @@ def check_script(script: str) -> None:
         raise ConfigurationError(
             f"there is no script {shown(script, 200)}",
             why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",
-            remedy="correct the path; accelcore run, record, replay and advise take a module with -m",
+            remedy="correct the path, or give a module with -m",
         )

@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
             loss = job.mean(torch.stack(losses).mean()).item()
             top1, top5 = validate(job, trainer, val_loader)
             history.append([loss, top1, top5])
-            job.print(f"epoch {epoch}: loss {loss:.4f}  top-1 {top1:.1f}%  top-5 {top5:.1f}%")
+            job.print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}  top-1 {top1:.1f}%  top-5 {top5:.1f}%")
             best = trainer.extra.get("best", 0.0)
             trainer.save(f"{args.out}/last", keep=1, extra={"best": max(best, top1)})
             if top1 > best:

@@ -44,11 +44,21 @@ def test_help_of_doctor_tells_the_exit_codes(capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("version", "--version"), ("doktor", "doctor"), ("rum", "run"), ("trian", "run")]
+    ("word", "meant"), [("version", "--version"), ("doktor", "doctor"), ("rum", "run"), ("trian", "run"), ("a/b.py", "run a/b.py")]
 )
 def test_an_unknown_command_suggests_one(capsys, word, meant):
     assert main([word]) == 64
     assert f"Did you mean 'accelcore {meant}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "verify backend", "lint --selct", "port"])
+def test_a_wrong_call_is_one_message_with_the_usage_and_what_to_do(capsys, command):
+    assert main(command.split()) in (2, 64)
+    what, usage, remedy = capsys.readouterr().err.splitlines()
+    command = command.partition(" --")[0]
+    assert what.startswith("accelcore: ")
+    assert usage.startswith(f"  usage: accelcore {command} ")
+    assert remedy == f"  what to do: see accelcore {command} --help"
 
 
 def test_verify_shows_that_a_backend_follows_the_word_backend(capsys):

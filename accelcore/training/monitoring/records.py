@@ -22,7 +22,7 @@ def read_records(folder: Path) -> list[Record]:
     Raises:
         ConfigurationError: there is no log, or a line is damaged.
     """
-    path = folder if folder.is_file() else folder / FILE
+    path = folder if folder.is_file() and folder.suffix == ".jsonl" else folder / FILE
     try:
         *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:

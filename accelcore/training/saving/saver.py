@@ -62,6 +62,7 @@ class Checkpoints(ABC):
         self._run = uuid4().hex  # identifies the checkpoints of this run
         self.extra: dict[str, Any] = {}
         self._spared: Path | None = None
+        self._shared: set[Path] = set()  # folders of which a warning was logged
 
     @abstractmethod
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
@@ -135,8 +136,11 @@ class Checkpoints(ABC):
         path: Path = folder / gather_objects(backend.collectives, saved)[0]
         if rank == 0 and keep is not None:
             try:
-                if others := store.keep_newest(path, keep, self._spared):
-                    logger.warning("%s also has checkpoints of another run, such as %s", folder, others[-1].name)
+                others = store.keep_newest(path, keep, self._spared)
+                if others and folder not in self._shared:
+                    text = "%s also has checkpoints of another run, such as %s, which are kept"
+                    logger.warning(text, folder, others[-1].name)
+                    self._shared.add(folder)
             except OSError as error:  # the new checkpoint is saved
                 logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
         self.extra = new

@@ -35,12 +35,25 @@ class Command(click.Command):
         except click.ClickException as error:
             if ctx.resilient_parsing:
                 raise
-            error.show()
+            _show(error, ctx)
             ctx.exit(ERROR)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            error.show()
+            _show(error, ctx)
             ctx.exit(ERROR)
+
+
+def _show(error: click.ClickException, ctx: click.Context) -> None:
+    """Print an error in the form of accelcore's own errors."""
+    text = error.format_message()
+    lines = [f"{ctx.find_root().info_name}: {text}"]
+    if isinstance(error, click.UsageError):
+        lines = [
+            f"{ctx.find_root().info_name}: {text[:1].lower()}{text[1:].removesuffix('.')}",
+            f"  usage: {ctx.get_usage().removeprefix('Usage: ')}",
+            f"  what to do: see {ctx.command_path} --help",
+        ]
+    click.echo("\n".join(lines), err=True)

@@ -103,7 +103,8 @@ def lint(
         click.echo(line, err=True)
     if form == "text":
         files = len({finding.path for finding in findings})
-        click.echo(f"{_number(findings, 'finding')} in {files} of {_number(results, 'file')}", err=True)
+        found = f"{_number(findings, 'finding')} in {files} of" if findings else "no findings in"
+        click.echo(f"{found} {_number(results, 'file')}", err=True)
     return FINDINGS if (findings or problems) and not exit_zero else 0
 
 

@@ -33,11 +33,16 @@ class _PortCommand(Command):
         return super().parse_args(ctx, args)
 
 
-@click.command(cls=_PortCommand)
+@click.command(cls=_PortCommand, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.argument("paths", nargs=-1, required=True, type=PathArgument())
 @click.option("--check", is_flag=True, help="Run one script and its port on the CPU, and compare their losses.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Losses that --check compares."
+    "--steps",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="How many losses --check compares.",
 )
 @click.option(
     "--level",
@@ -62,11 +67,14 @@ def port(
 ) -> int:
     """Rewrite training scripts for one vendor's device so that they run on every device.
 
-    Only what is certain is rewritten. A line that is not gets a comment `# TODO(accelcore): ...` above it, and stands
-    in the summary with its number. Without --write no file is changed.
+    It changes only lines that it is certain of. The others get a comment `# TODO(accelcore): ...`, and the summary
+    lists them with their numbers. Without --write no file is changed.
 
-    The exit code is 0 if nothing is left to do by hand, 1 if something is, 2 if a file could not be ported. With
-    --check it is 0 if the losses are the same, 1 if they could not be compared, 2 if they differ.
+    \b
+    Exit code:
+      0  nothing is left to do by hand; with --check, the losses are the same
+      1  something is left; with --check, there was nothing to compare
+      2  the request is invalid, or a file could not be ported; with --check, the losses differ
 
     \b
     Examples:

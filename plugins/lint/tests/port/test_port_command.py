@@ -94,7 +94,7 @@ def test_a_link_out_of_the_folder_is_refused(script, tmp_path):
     assert script.read_text() == SCRIPT
 
 
-@pytest.mark.parametrize(("path", "words"), [("none.py", "does not exist"), ("", "empty")])
+@pytest.mark.parametrize(("path", "words"), [("none.py", "no such file"), ("", "empty")])
 def test_a_path_that_does_not_exist_or_is_empty_is_an_error(path, words):
     result = CliRunner().invoke(port, [path])
     assert result.exit_code == 2
