@@ -44,7 +44,8 @@ def test_help_of_doctor_tells_the_exit_codes(capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"), [("version", "--version"), ("doktor", "doctor"), ("rum", "run"), ("trian", "run"), ("a/b.py", "run a/b.py")]
+    ("word", "meant"),
+    [("version", "--version"), ("doktor", "doctor"), ("rum", "run"), ("trian", "run"), ("a/b.py", "run a/b.py")],
 )
 def test_an_unknown_command_suggests_one(capsys, word, meant):
     assert main([word]) == 64

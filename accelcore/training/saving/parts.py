@@ -310,9 +310,6 @@ def read_saved(
                 f"the checkpoint was saved within an epoch by a job of size {saved_by}, and this has size {world_size}",
                 remedy=f"resume in a job of size {saved_by}, or from a checkpoint saved at the end of an epoch",
             )
-        if rank == 0:
-            text = "the checkpoint was saved by a job of size %d, and this has size %d: random states are not restored"
-            logger.warning(text, saved_by, world_size)
     weights = f'trainer.load("{checkpoint.path / file_of(trainer, MODEL)}.safetensors")'
     if checkpoint.manifest["pieces"].get(file_of(trainer, MODEL)):  # every rank has saved a part of the model
         option = f" --trainer {trainer}" if trainer else ""

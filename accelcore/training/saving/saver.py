@@ -190,6 +190,9 @@ class Checkpoints(ABC):
         if checkpoint is not None:
             _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
             if rank == 0:
+                if (saved_by := checkpoint.manifest["world_size"]) != world_size:
+                    text = "random states are not restored: a job of size %d saved the checkpoint, and this has size %d"
+                    logger.warning(text, saved_by, world_size)
                 savers = [(name, training.saver) for name, training in trainings.items()]
                 at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
                 logger.warning("resumed from %s: %s", checkpoint.path, at)
