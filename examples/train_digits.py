@@ -61,24 +61,13 @@ def classification_loss(model: Any, batch: list[Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(images), targets)
 
 
-@torch.no_grad()
-def accuracy(accel: accelcore.Backend, trainer: accelcore.Trainer, dataset: TensorDataset) -> Tensor:
-    """The share of images that are read correctly, normalised by the averages that training has gathered."""
-    images, targets = accel.runtime.to_device(dataset.tensors)
-    trainer.model.eval()
-    with trainer.autocast():
-        answers = trainer.model(images).argmax(dim=1)
-    trainer.model.train()
-    return (answers == targets).float().mean()
-
-
 def run(args: argparse.Namespace) -> int:
     accel = accelcore.select()
-    with accel.distributed():
-        first_rank = accel.collectives.rank == 0
+    with accel.distributed() as job:
         accel.runtime.seed(args.seed)
         training, held_out = read_digits()
         loader = DataLoader(training, batch_size=64, shuffle=True, drop_last=True)
+        held_out_loader = DataLoader(held_out, batch_size=450)
         model = create_model(args.dropout)
         optimizer = accel.optimizers.create("adamw", model.parameters(), lr=3e-3, weight_decay=0.05)
         scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
@@ -87,16 +76,14 @@ def run(args: argparse.Namespace) -> int:
         for epoch in range(1, args.epochs + 1):
             losses = [trainer(batch) for batch in trainer.batches(loader)]
             scheduler.step()  # here, because the trainer would step it after each update
-            figures = torch.stack([torch.stack(losses).mean(), accuracy(accel, trainer, held_out)])
-            loss, reached = accel.collectives.all_reduce(figures, "avg").tolist()
+            loss = job.mean(torch.stack(losses).mean()).item()
+            # The share of images that are read correctly, with the running averages of batch normalisation.
+            reached = trainer.evaluate(held_out_loader).mean(lambda batch: model(batch[0]).argmax(dim=1) == batch[1])
             metrics.append({"epoch": epoch, "train_loss": loss, "eval_accuracy": reached})
-            if first_rank:
-                print(
-                    f"epoch {epoch}/{args.epochs}: training loss {loss:.4f}, accuracy on held-out images {reached:.4f}",
-                    flush=True,
-                )
+            text = f"training loss {loss:.4f}, accuracy on held-out images {reached:.4f}"
+            job.print(f"epoch {epoch}/{args.epochs}: {text}", flush=True)
 
-        if first_rank:
+        if job.is_main:
             args.output.mkdir(parents=True, exist_ok=True)
             with (args.output / "metrics.jsonl").open("w", encoding="utf-8") as file:
                 for entry in (*metrics, {"summary": {"eval_accuracy": reached, "seed": args.seed}}):

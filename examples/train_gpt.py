@@ -1,10 +1,10 @@
 """Train a byte-level GPT on the Python standard library: one script for every device.
 
-    python examples/train_gpt.py                       # well under two minutes on two cores
+    python examples/train_gpt.py                       # less than two minutes on two cores
     python examples/train_gpt.py --resume              # continue from the newest checkpoint
     torchrun --nproc-per-node 2 examples/train_gpt.py  # the same on two devices
 
-The text is the source code that every Python brings along, so nothing is downloaded. Whole files are held out for
+The text is the source code of Python's own library, so nothing is downloaded. Whole files are held out for
 validation, and the loss on them is shown beside that of a bigram model of the training text. The output folder gets
 checkpoints, `metrics.jsonl` (one line for each logged step, then a summary) and `loss.png`.
 
@@ -111,7 +111,7 @@ def next_byte_loss(model: Any, windows: Tensor) -> Tensor:
 
 
 def bigram_loss(text: Tensor, windows: Tensor, smoothing: float = 0.1) -> float:
-    """The same for a model that knows how often each byte follows each other one in `text`, and no more."""
+    """Return the same for a model that only knows how often each byte follows each other byte in `text`."""
     pairs = torch.bincount(text[:-1].long() * VOCABULARY + text[1:].long(), minlength=VOCABULARY**2)
     counts = pairs.view(VOCABULARY, VOCABULARY) + smoothing
     log_probability = (counts / counts.sum(dim=1, keepdim=True)).log()
@@ -146,7 +146,7 @@ def generate(accel: accelcore.Backend, trainer: accelcore.Trainer, prompt: bytes
 
 
 class Report:
-    """What rank 0 shows and writes: progress (a bar on a terminal, else lines), metrics, the curve of the loss."""
+    """Show and write what rank 0 reports: progress (a bar on a terminal, else lines), metrics, and the loss curve."""
 
     def __init__(self, folder: Path, first: int, total: int, bigram: float) -> None:
         self.folder, self.first, self.total, self.bigram = folder, first, total, bigram
@@ -205,7 +205,7 @@ class Report:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Makes the first Ctrl-C set an event: a checkpoint saved at the point where it strikes could hold half a step."""
+    """Let the first Ctrl-C set an event: a checkpoint that is saved at once could hold half a step."""
     asked = threading.Event()
 
     def note(*_: object) -> None:
@@ -227,7 +227,7 @@ def train(
     args: argparse.Namespace,
     report: Report | None,
 ) -> bool:
-    """Train up to `args.steps`, and save; False where Ctrl-C ended it before."""
+    """Train up to `args.steps`, and save. Return False if Ctrl-C ended the training before."""
     losses: list[Tensor] = []
     logged = saved = trainer.steps
     clock = time.perf_counter()
@@ -239,7 +239,7 @@ def train(
                 # Reading a loss makes the host wait for the device, so all that follows is done every few steps only.
                 if trainer.steps - logged < args.log_every and not finished:
                     continue
-                # Ranks must stop at the same step, so the wish to stop is averaged with the loss.
+                # Ranks must stop at the same step, so the request to stop is averaged with the loss.
                 wish = torch.tensor(float(asked.is_set()), device=accel.device)
                 figures = torch.stack([torch.stack(losses).mean(), wish])
                 loss, stop = accel.collectives.all_reduce(figures, "avg").tolist()
@@ -323,13 +323,13 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=count, default=400, help="optimizer steps")
     add("--batch-size", type=count, default=32, help="windows of text in a micro-batch, on each rank")
-    add("--accumulate", type=count, default=1, help="micro-batches an optimizer step")
+    add("--accumulate", type=count, default=1, help="micro-batches for each optimizer step")
     add("--context", type=count, default=64, help="bytes the model sees")
     add("--width", type=count, default=128, help=f"width of the residual stream, a multiple of {HEAD_WIDTH}")
     add("--layers", type=count, default=2, help="transformer blocks")
     add("--lr", type=float, default=5e-3, help="highest learning rate, after a warm-up and before a cosine's fall")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the forward pass")
-    add("--compile", action="store_true", help="compile the model: pays off in runs of many minutes")
+    add("--compile", action="store_true", help="compile the model, which pays off in runs of many minutes")
     add("--seed", type=int, default=0, help="seed of the weights, the order of the data and the sample")
     add("--log-every", type=count, default=10, help="steps between two lines of metrics")
     add("--checkpoint-every", type=count, default=100, help="steps between two checkpoints, each with a validation")

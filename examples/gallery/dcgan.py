@@ -6,7 +6,7 @@
 The script draws the real pictures itself: soft discs of random size and place. Each network has its own trainer. The
 generator's loss runs through the discriminator and leaves gradients there. They have no effect, because each trainer
 uses only the gradients of its own windows. Both networks are saved together after each epoch. --resume continues from
-there; a run that was killed ends like one that was not.
+there: a run that was killed then ends like an undisturbed one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def is_fake(answers: Tensor) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> list[list[float]]:
-    """Train; both losses, and what the discriminator thinks of real pictures, for each line that was printed."""
+    """Train, and return both losses and D(x), the answer to real pictures, of each line that was printed."""
     args = parse(argv)
     accel = accelcore.select()
     with accel.distributed() as job:
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
         loader = DataLoader(Discs(args.size), args.batch_size // job.world_size, shuffle=True, drop_last=True)
         accel.runtime.seed(args.seed + job.rank)  # each rank draws noise of its own
         if args.resume:
-            both.resume(args.out)
+            both.resume(args.output)
 
         history = []
         for epoch in train_d.epochs(args.epochs):
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
                 train_d.backward(loss_d)
                 train_d.update()
 
-                # Be taken for real. Through the bare discriminator, of which this trains nothing.
+                # Fool the discriminator. The bare module is called, because this step does not train it.
                 with train_g.autocast():
                     loss_g = is_real(net_d(fake))
                 train_g.backward(loss_g)
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
                     job.print(
                         f"[{epoch}/{args.epochs}][{i}] loss D {loss_d:.4f}  loss G {loss_g:.4f}  D(x) {share:.4f}"
                     )
-            both.save(args.out, keep=1)
+            both.save(args.output, keep=1)
         return history
 
 
@@ -122,18 +122,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     summary = "Train a generator and a discriminator of small pictures against each other."
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--out", default="outputs/dcgan", help="folder of the checkpoints")
-    add("--resume", action="store_true", help="continue from the last epoch in --out")
-    add("--seed", type=int, default=999, help="of the weights, the noise, and the order of the data")
+    add("--output", default="outputs/dcgan", help="folder of the checkpoints")
+    add("--resume", action="store_true", help="continue from the last epoch in --output")
+    add("--seed", type=int, default=999, help="seed of the weights, the noise, and the order of the data")
     add("--epochs", type=int, default=5, help="passes over the real pictures")
     add("--size", type=int, default=1024, help="real pictures")
-    add("--batch-size", type=int, default=64, help="pictures an update, of all ranks together")
-    add("--nz", type=int, default=16, help="numbers that a picture is made of")
+    add("--batch-size", type=int, default=64, help="pictures for each update, of all ranks together")
+    add("--nz", type=int, default=16, help="length of the noise vector from which a picture is made")
     add("--ngf", type=int, default=16, help="width of the generator")
     add("--ndf", type=int, default=16, help="width of the discriminator")
-    add("--lr", type=float, default=1e-3, help="learning rate of both")
-    add("--log-every", type=int, default=4, help="updates between two lines")
-    add("--precision", choices=("fp32", "bf16", "fp16", "best"), default="fp32", help="best: the fastest here")
+    add("--lr", type=float, default=1e-3, help="learning rate of both networks")
+    add("--log-every", type=int, default=4, help="updates between two lines of output")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16", "best"),
+        default="fp32",
+        help="dtype of the forward pass; best: the fastest here",
+    )
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Train a ResNet to tell pictures apart, in the style of torchvision's reference for ImageNet.
+"""Train a ResNet to classify pictures, in the style of torchvision's reference for ImageNet.
 
     python examples/gallery/imagenet.py
     torchrun --nproc-per-node 2 examples/gallery/imagenet.py --precision best
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def validate(job, trainer: accelcore.Trainer, loader: DataLoader) -> list[float]:
-    """Top-1 and top-5 accuracy in per cent, over the pictures of all ranks."""
+    """Return top-1 and top-5 accuracy in per cent, over the pictures of all ranks."""
     hits = []
     for images, targets in trainer.evaluate(loader):
         hits.append(trainer.model(images).topk(5).indices == targets[:, None])
@@ -72,7 +72,7 @@ def validate(job, trainer: accelcore.Trainer, loader: DataLoader) -> list[float]
 
 
 def main(argv: list[str] | None = None) -> list[list[float]]:
-    """Train; of each epoch the mean loss, top-1 and top-5 accuracy."""
+    """Train, and return the mean loss, top-1 and top-5 accuracy of each epoch."""
     args = parse(argv)
     accel = accelcore.select()
     with accel.distributed() as job:
@@ -93,13 +93,13 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
             scheduler=scheduler, schedule_by="script",
         )  # fmt: skip
         if args.evaluate:
-            if trainer.resume(f"{args.out}/best") is None:
-                raise SystemExit(f"there is no checkpoint in {args.out}/best")
+            if trainer.resume(f"{args.output}/best") is None:
+                raise SystemExit(f"there is no checkpoint in {args.output}/best")
             top1, top5 = validate(job, trainer, val_loader)
             job.print(f"top-1 {top1:.1f}%  top-5 {top5:.1f}%")
             return [[top1, top5]]
         if args.resume:
-            trainer.resume(f"{args.out}/last")
+            trainer.resume(f"{args.output}/last")
         history = []
         for epoch in trainer.epochs(args.epochs):
             losses = [trainer(batch) for batch in trainer.batches(train_loader)]
@@ -109,29 +109,34 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
             history.append([loss, top1, top5])
             job.print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}  top-1 {top1:.1f}%  top-5 {top5:.1f}%")
             best = trainer.extra.get("best", 0.0)
-            trainer.save(f"{args.out}/last", keep=1, extra={"best": max(best, top1)})
+            trainer.save(f"{args.output}/last", keep=1, extra={"best": max(best, top1)})
             if top1 > best:
-                trainer.save(f"{args.out}/best", keep=1)
+                trainer.save(f"{args.output}/best", keep=1)
         return history
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    summary = "Train a ResNet to tell pictures apart."
+    summary = "Train a ResNet to classify pictures."
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--out", default="outputs/imagenet", help="folder of the last and the best checkpoint")
-    add("--resume", action="store_true", help="continue from the last epoch in --out")
-    add("--evaluate", action="store_true", help="measure the best epoch in --out, and train nothing")
-    add("--seed", type=int, default=0, help="of the weights and the order of the data")
+    add("--output", default="outputs/imagenet", help="folder of the last and the best checkpoint")
+    add("--resume", action="store_true", help="continue from the last epoch in --output")
+    add("--evaluate", action="store_true", help="measure the best epoch in --output, and train nothing")
+    add("--seed", type=int, default=0, help="seed of the weights and the order of the data")
     add("--epochs", type=int, default=6, help="passes over the pictures")
     add("--size", type=int, default=2000, help="pictures to train on; a fifth as many validate")
     add("--classes", type=int, default=40, help="kinds of picture")
-    add("--batch-size", type=int, default=50, help="pictures an update, of all ranks together")
+    add("--batch-size", type=int, default=50, help="pictures for each update, of all ranks together")
     add("--workers", type=int, default=0, help="processes that make pictures")
     add("--width", type=int, default=16, help="channels of the first block")
-    add("--lr", type=float, default=0.05, help="the first learning rate")
-    add("--step-size", type=int, default=4, help="epochs after which it is divided by ten")
-    add("--precision", choices=("fp32", "bf16", "fp16", "best"), default="fp32", help="best: the fastest here")
+    add("--lr", type=float, default=0.05, help="learning rate at the beginning")
+    add("--step-size", type=int, default=4, help="epochs after which the learning rate is divided by ten")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16", "best"),
+        default="fp32",
+        help="dtype of the forward pass; best: the fastest here",
+    )
     add("--sync-batchnorm", action="store_true", help="normalize by the statistics of all ranks")
     return parser.parse_args(argv)
 

@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
 
 def write_text(length: int) -> Tensor:
-    """A text of `length` bytes, the same in every run."""
+    """Return a text of `length` bytes, the same in every run."""
     rng = random.Random(1337)
     names, verbs, things = (
         ("ada", "grace", "alan", "edsger"),
@@ -76,7 +76,7 @@ def write_text(length: int) -> Tensor:
 
 
 def get_batch(text: Tensor, block_size: int, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Random crops, and the same crops one byte further on."""
+    """Return random crops, and the same crops moved by one byte."""
     starts = torch.randint(len(text) - block_size, (batch_size, 1))
     crops = text[starts + torch.arange(block_size + 1)]
     return crops[:, :-1], crops[:, 1:]
@@ -92,7 +92,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def schedule(warmup: int, steps: int, floor: float) -> Callable[[int], float]:
-    """Of the learning rate, what is taken at a step: linear warmup, cosine decay, and a floor."""
+    """Return a function of the step: the share of the learning rate, with linear warmup, cosine decay and a floor."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -109,7 +109,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> list[float]:
-    """Train; the losses and validation losses that were printed, in order."""
+    """Train, and return the losses and validation losses in the order in which they were printed."""
     args = parse(argv)
     accel = accelcore.select()
     with accel.distributed() as job:
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         )  # fmt: skip
         accel.runtime.seed(args.seed + job.rank)  # each rank draws crops of its own
         if args.resume:
-            trainer.resume(args.out)
+            trainer.resume(args.output)
         history = []
 
         def evaluate() -> float:
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             history.append(evaluate())
             job.print(f"step {trainer.steps}: validation loss {history[-1]:.4f}")
             if trainer.steps and history[-1] < trainer.extra.get("best", math.inf):
-                trainer.save(args.out, keep=1, extra={"best": history[-1]})
+                trainer.save(args.output, keep=1, extra={"best": history[-1]})
             updates = min(args.eval_every, args.steps - trainer.steps)
             if updates <= 0:
                 return history
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> list[float]:
             for number, batch in enumerate(trainer.batches(crops, shard=False), 1):
                 loss = trainer(batch)
                 if number % trainer.accumulate == 0 and trainer.steps % args.log_every == 0:
-                    history.append(job.mean(loss).item())  # waits for the device, and so not in every step
+                    history.append(job.mean(loss).item())  # waits for the device, so do it rarely
                     job.print(f"step {trainer.steps}: loss {history[-1]:.4f}")
 
 
@@ -159,24 +159,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     summary = "Train a GPT on random crops of one long text."
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--out", default="outputs/nanogpt", help="folder of the best checkpoint")
-    add("--resume", action="store_true", help="continue from the checkpoint in --out")
-    add("--seed", type=int, default=1337, help="of the weights and the crops")
+    add("--output", default="outputs/nanogpt", help="folder of the best checkpoint")
+    add("--resume", action="store_true", help="continue from the checkpoint in --output")
+    add("--seed", type=int, default=1337, help="seed of the weights and the crops")
     add("--text", type=int, default=200_000, help="length of the text, in bytes")
     add("--steps", type=int, default=200, help="updates")
     add("--eval-every", type=int, default=50, help="updates between two evaluations")
     add("--log-every", type=int, default=10, help="updates between two losses that are printed")
-    add("--batch-size", type=int, default=8, help="crops in a micro-batch")
-    add("--accumulate", type=int, default=4, help="micro-batches an update, of all ranks together")
+    add("--batch-size", type=int, default=8, help="crops in a micro-batch, on each rank")
+    add("--accumulate", type=int, default=4, help="micro-batches for each update, of all ranks together")
     add("--block-size", type=int, default=64, help="bytes in a crop")
     add("--layers", type=int, default=2, help="blocks")
     add("--heads", type=int, default=4, help="attention heads of a block")
     add("--width", type=int, default=64, help="width of the model")
     add("--dropout", type=float, default=0.0, help="share of features that are dropped in training")
     add("--lr", type=float, default=3e-3, help="the highest learning rate")
-    add("--warmup", type=int, default=20, help="updates until it is reached")
-    add("--weight-decay", type=float, default=0.1, help="of matrices and embeddings")
-    add("--precision", choices=("fp32", "bf16", "fp16", "best"), default="fp32", help="best: the fastest here")
+    add("--warmup", type=int, default=20, help="updates until the highest learning rate is reached")
+    add("--weight-decay", type=float, default=0.1, help="weight decay of matrices and embeddings")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16", "best"),
+        default="fp32",
+        help="dtype of the forward pass; best: the fastest here",
+    )
     add("--compile", action="store_true", help="compile the model")
     return parser.parse_args(argv)
 

@@ -29,14 +29,14 @@ SMALL = {
 
 def run(which, name, folder, *options):
     """What a script or its twin returns."""
-    return getattr(twins, which.upper())[name]([*SMALL[name], f"--out={folder / which / name}", *options])
+    return getattr(twins, which.upper())[name]([*SMALL[name], f"--output={folder / which / name}", *options])
 
 
 def main(folder, *which):
     job = accelcore.select().join()  # which the scripts and their twins find
     found = {each: {name: run(each, name, Path(folder)) for name in twins.NAMES} for each in which if each != "synced"}
     if "synced" in which:
-        found["synced"] = run("ours", "imagenet", Path(folder), "--sync-batchnorm", f"--out={folder}/synced")
+        found["synced"] = run("ours", "imagenet", Path(folder), "--sync-batchnorm", f"--output={folder}/synced")
     Path(folder).mkdir(exist_ok=True)
     Path(folder, f"rank-{job.rank}.json").write_text(json.dumps(found), encoding="utf-8")
 

@@ -80,7 +80,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_losses(name, function, c
         return ready(*args)
 
     monkeypatch.setattr(script, function, interrupted)
-    out = f"--out={tmp_path / 'interrupted'}"
+    out = f"--output={tmp_path / 'interrupted'}"
     with pytest.raises(KeyboardInterrupt):
         run("ours", name, out)
     monkeypatch.setattr(script, function, ready)
