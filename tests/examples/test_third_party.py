@@ -104,7 +104,7 @@ def test_it_trains_an_example_unchanged(site, fork, tmp_path, import_from):
     variables = {"ACCEL_DEVICE": "hostchip", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     done = fork(ROOT / "examples" / "own_loop.py", "--output", tmp_path, **variables).finish()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^accuracy on held-out pictures (0\.9|1\.0)", done.stdout, re.M)
+    assert re.search(r"^accuracy on held-out pictures: (0\.9|1\.0)", done.stdout, re.M)
 
 
 def test_the_page_prints_what_the_command_writes():
