@@ -58,7 +58,7 @@ class Decisions(cst.CSTVisitor):
         self._was_left: list[bool] = []
         self._waiting: dict[cst.CSTNode, list[tuple[_Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._named: dict[cst.CSTNode, list[tuple[str, Rule, cst.CSTNode, Left]]] = defaultdict(list)
-        self._guarded: list[tuple[cst.CSTNode, str, bool]] = []
+        self._guarded: list[tuple[cst.CSTNode, str, bool, bool]] = []
         self._foreign: list[tuple[cst.CSTNode, str]] = []
         self._shut: set[cst.CSTNode] = set()
         self._left_lines: list[tuple[cst.CSTNode, set[str]]] = []
@@ -91,8 +91,8 @@ class Decisions(cst.CSTVisitor):
                 self._rewrite(rule, node, decision)
                 return True
             guard = self._guard_of(node) if decision.retry is not None else None
-            if guard is None and decision.some and decision.retry is not None:
-                name = self._name_of(node)
+            name = self._name_of(node) if guard is None and decision.retry is not None else ""
+            if guard is None and decision.retry is not None and (decision.some or self._is_only_asked(name, node)):
                 # Other methods ask an attribute, too.
                 scope = self._facts.module if "." in name else self._scope_of(node)
                 self._named[scope].append((name, rule, node, decision))
@@ -135,11 +135,13 @@ class Decisions(cst.CSTVisitor):
             lines = sum(note.rule != "replicas" for note in self.left[left:])  # DataParallel works on other devices
             closed = lines > 0 and (isinstance(original_node, _Test) or not actions)
             for test in _tests_of(original_node):
-                self._guarded.append((self._scope_of(original_node), text_of(test), closed))
+                whole = not lines and (actions > 0 or self._is_portable(original_node))
+                self._guarded.append((self._scope_of(original_node), text_of(test), closed, whole))
                 if self._is_foreign(test, cast("_Guard", original_node).body):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
         for name, rule, node, decision in self._named.pop(original_node, ()):
-            is_open = self._opens(name, original_node) and self._shut.isdisjoint(self._facts.parents(node))
+            is_open = self._opens(name, original_node, some=decision.some)
+            is_open = is_open and self._shut.isdisjoint(self._facts.parents(node))
             if decision.retry is not None and is_open:
                 self._rewrite(rule, node, decision.retry)
             else:
@@ -160,10 +162,25 @@ class Decisions(cst.CSTVisitor):
                 return ""
         return ""
 
-    def _opens(self, name: str, scope: cst.CSTNode) -> bool:
+    def _is_only_asked(self, name: str, node: cst.CSTNode) -> bool:
+        """Return whether a name of a function is assigned once, and then only stands in conditions."""
+        function = self._facts.function_of(node)
+        if not name.isidentifier() or function is None:
+            return False
+        found = matchers.findall(function, matchers.Name(name))
+        uses = [use for use in found if getattr(self._facts.parent(use), "attr", None) is not use]
+        asked = sum(any(self._is_test(outer) for outer in (use, *self._facts.parents(use))) for use in uses)
+        return 0 < asked == len(uses) - 1
+
+    def _is_test(self, node: cst.CSTNode) -> bool:
+        holder = self._facts.parent(node)
+        return isinstance(holder, (cst.If, cst.IfExp)) and holder.test is node
+
+    def _opens(self, name: str, scope: cst.CSTNode, *, some: bool) -> bool:
         """Return whether each condition that asks a name in its scope guards something rewritten, or nothing left.
 
         A test that the name skips must have nothing left. A line that is left and has the name keeps it as it is.
+        Unless `some` is enough, each condition must guard something rewritten, and nothing left.
         """
         if not name:
             return True
@@ -173,7 +190,10 @@ class Decisions(cst.CSTVisitor):
             return False
         if any(place in places and asks.search(test) for place, test in self._foreign):
             return False
-        return not any(closed and place in places and asks.search(test) for place, test, closed in self._guarded)
+        asked = [
+            (closed, whole) for place, test, closed, whole in self._guarded if place in places and asks.search(test)
+        ]
+        return not any(closed if some else not whole for closed, whole in asked)
 
     def _is_foreign(self, test: cst.BaseExpression, body: cst.CSTNode) -> bool:
         """Return whether what a condition guards uses a vendor's tools beside torch, such as an extension."""

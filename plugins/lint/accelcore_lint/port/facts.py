@@ -138,6 +138,17 @@ class Facts(DeviceNumbers):
         """Return whether the project speaks of accelerators beside those that it is ported from, such as `"mps"`."""
         return self.known.names_others or OTHERS.search(self.code) is not None
 
+    def sets_attribute(self, name: str) -> bool:
+        """Return whether the file assigns to an attribute of an object, or of a class."""
+        if any(text.endswith(f".{name}") for text in self.assigned):
+            return True
+        scopes = (cst.FunctionDef, cst.ClassDef, cst.Module)
+        around = (
+            next(each for each in self.parents(value) if isinstance(each, scopes))
+            for value in self.assigned.get(name, ())
+        )
+        return any(isinstance(each, cst.ClassDef) for each in around)
+
     @cached_property
     def extensions(self) -> frozenset[str]:
         """Return the names of a vendor's functions that the file imports from compiled modules, such as `nms_cuda`."""

@@ -159,7 +159,7 @@ def _check_jumps(loop: cst.For, steps: _Steps, model: str) -> None:
 def _check_devices(block: Block, accel: str, source: str) -> None:
     """Raise if the function moves something to a device that may differ from the trainer's, or may leave it."""
     text = "\n".join(map(text_of, block.body))
-    if left := re.search(r"\w+\.(cuda|npu)\([^()\n]*\)", text):
+    if left := re.search(r"\w+\.(cuda|npu)\((?:[^()\n]|\([^()\n]*\))*\)", text):
         raise NotCanonicalError(f"{left[0]} was left, and may be another device than the backend's")
     for node in m.findall(block, m.If() | m.IfExp()):
         choice = cast("cst.If | cst.IfExp", node)

@@ -22,6 +22,13 @@ OTHERS = ("numba", "cupy")
 
 _WORDS = {*DEVICES, *MODULES, "cudnn", "npu_fusion_attention"}
 _ARGUMENTS = ("device_ids", "output_device")
+_REPLICAS = "DataParallel"
+"""A class of torch that takes the numbers of any accelerator's devices, and ignores them where there is none."""
+
+_OTHER_REPLICAS = re.compile(
+    r"(?m)^[ \t]*(?:from[ \t]+(?!torch(?:\.nn[\w.]*)?[ \t])[\w.]+[ \t]+import\b[^\n]*|class[ \t]+)\bDataParallel\b"
+)
+
 _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%[dsi]|\{{.*\}}|\{{\}}|))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
@@ -98,16 +105,17 @@ def vendor_lines(source: str) -> set[int]:
 
     These are lines with the name of a device or of a vendor's package: `cuda`, `torch_npu`, `cudnn`, `NpuFusedSGD`,
     the argument `device_ids=` without a condition by which it is None elsewhere, or a string such as "cuda:0" or
-    "nccl". Names that only contain such a word, as `use_cuda`, comments and docstrings do not count, and neither do
-    `accelcore.apex`, the script's own option `args.cuda`, a flag `cuda=True`, a key as in `config["cuda"]`, and its own
-    variable `device_ids`.
+    "nccl". torch's DataParallel takes `device_ids` on all devices. Names that only contain such a word, as `use_cuda`,
+    comments and docstrings do not count, and neither do `accelcore.apex`, the script's own option `args.cuda`, a flag
+    `cuda=True`, a key as in `config["cuda"]`, and its own variable `device_ids`.
     """
     found: set[int] = set()
     own = own_options(source)
     statement_begins = True
     before = earlier = ""
-    depth = 0
+    calls: list[str] = []
     in_accelcore = False
+    has_other_replicas = _OTHER_REPLICAS.search(source) is not None
     words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
@@ -119,12 +127,13 @@ def vendor_lines(source: str) -> set[int]:
             continue
         if kind == tokenize.NAME:
             in_accelcore = in_accelcore or (text == "accelcore" and before in ("from", "import"))
-            is_argument = bool(depth) and before != "." and following.string == "="
+            is_argument = bool(calls) and before != "." and following.string == "="
             if (f"{earlier}.{text}" if before == "." else text) in own and before not in ("from", "import"):
                 continue
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
             is_flag = is_argument and text in (*DEVICES, "apex")
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
+            is_devices = is_devices and (calls[-1] != _REPLICAS or has_other_replicas)
             is_word = text in words or (text in _WORDS and before in ("from", "import"))
             if is_devices or ((is_word or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)
@@ -136,7 +145,10 @@ def vendor_lines(source: str) -> set[int]:
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:
             found.add(line)
         elif kind == tokenize.OP:
-            depth += (text in "([{") - (text in ")]}")
+            if text in "([{":
+                calls.append(before)
+            elif text in ")]}" and calls:
+                calls.pop()
         statement_begins, earlier, before = False, before, text
     return found
 

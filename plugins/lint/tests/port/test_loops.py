@@ -117,7 +117,7 @@ def test_an_evaluation_in_a_loop_calls_the_model(monkeypatch):
         (script("if i > 3:\n    break\n" + WINDOW, "loader"), "window open"),
         (script(PLAIN.replace("loss.backward()", "if loss > 9:\n    continue\nloss.backward()")), "skip the update"),
         (script(PLAIN.replace("optimizer.step()", "if loss > 9:\n    break\noptimizer.step()")), "skip the update"),
-        (script("y = x.cuda(i + 1)\n" + PLAIN), "was left"),
+        (script("y = x.cuda(pick(i))\n" + PLAIN), "was left"),
         (script("if use_gpu:\n    x = x.cuda()\n" + PLAIN), "use_gpu"),
         (script("x = x.cuda() if use_gpu else x\n" + PLAIN), "use_gpu"),
     ],

@@ -22,6 +22,9 @@ SETTINGS = re.compile(
 )
 """Names of options and settings, whose `device` and `is_cuda` are not a tensor's."""
 
+_LOOKS_UP = ("get", "pop", "setdefault", "getattr", "getenv")
+"""Functions that return a default if there is no such key or attribute."""
+
 DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
 
 
@@ -303,6 +306,10 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
         if argument(call, "choices") is not None:
             return Left("the default of an option whose choices are devices")
         return "kind" if nested or facts.options.are_read_in(call) else Left(DECLARED)
+    if text_of(call.func).split(".")[-1] in _LOOKS_UP and call.args[-1] is arg and not first:
+        key = call.args[-2].value
+        is_key = isinstance(key, cst.SimpleString) and is_device_name(str(key.evaluated_value))
+        return "kind" if is_key else None
     is_torchs = name.startswith("torch.") or (method == "to" and (first or keyword == "device"))
     if name == "torch.load" and (keyword == "map_location" or call.args.index(arg) == 1):
         return "location"

@@ -129,6 +129,11 @@ def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0"
     if facts.level is not Level.TORCH and function == "synchronize" and own and len(node.args) < 2:
         return whole(node, f"{facts.place.backend(node)}.runtime.synchronize()")
+    if function == "empty_cache" and not node.args:
+        source = f"{facts.torch}.accelerator.empty_cache()"
+        if not facts.guards(node):
+            source = f"({source} if {facts.torch}.accelerator.is_available() else None)"
+        return whole(node, source, facts.needs_torch)
     return Left(f"{function} in the middle of a line: give it a line of its own", node.children)
 
 

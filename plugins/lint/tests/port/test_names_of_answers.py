@@ -1,0 +1,89 @@
+"""Names that a function gives to a condition or to a type, and defaults of keys."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+
+FLAG = """import torch
+
+
+def move(x, y, seen):
+    on_device = {flag}
+    if on_device:
+        {guarded}
+    z = y.cuda() if on_device else y
+    {last}
+    return z
+"""
+
+
+@pytest.mark.parametrize("flag", ["x.is_cuda", "x.device.type == 'cuda'", "seen and x.is_cuda"])
+@pytest.mark.parametrize(
+    ("guarded", "last", "opens"),
+    [
+        ("y = y.cuda()", "pass", True),
+        ("y = y.cuda(pick())", "pass", False),
+        ("print('no device is asked')", "pass", False),
+        ("y = y.cuda()", "print(on_device)", False),
+        ("y = y.cuda()", "on_device = seen", False),
+    ],
+)
+def test_a_name_of_a_condition_opens_if_all_that_asks_it_is_rewritten(flag, guarded, last, opens):
+    ported = port_source(FLAG.format(flag=flag, guarded=guarded, last=last), Level.ROLES).source
+    assert ('x.device.type != "cpu"' in ported) is opens
+    assert (flag in ported) is not opens
+
+
+@pytest.mark.parametrize(("place", "kept"), [("x.is_cuda = True", True), ("is_cuda = x.ndim", False)])
+def test_a_variable_of_a_functions_own_is_no_attribute(place, kept):
+    source = f"import torch\n\n\ndef move(x, y):\n    if y.is_cuda:\n        y = x.cuda()\n    {place}\n    return y\n"
+    assert ("if y.is_cuda:" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(
+    ("line", "new"),
+    [
+        (
+            "f(), torch.cuda.empty_cache()",
+            "(torch.accelerator.empty_cache() if torch.accelerator.is_available() else None)",
+        ),
+        ("config.get('device', 'cuda')", "config.get('device', current_device.type)"),
+        ("getattr(args, 'device', 'cuda:0')", "getattr(args, 'device', f\"{current_device.type}:0\")"),
+        ("config.get('name', 'cuda')", "config.get('name', 'cuda')"),
+        ("config.get('cuda', 'device')", "config.get('cuda', 'device')"),
+        ("get('cuda')", "get('cuda')"),
+    ],
+)
+def test_a_default_of_a_key_and_an_empty_cache_in_a_line(line, new):
+    source = f"import torch\n\n\ndef ask(config, args, f, get):\n    return {line}\n"
+    assert new in port_source(source, Level.ROLES).source
+
+
+TYPES = """import torch
+
+
+def convert(batches, half, args):
+    kind = {kind}
+    out = [batch.type(kind) for batch in batches]
+    {last}
+    return out
+"""
+CHOICE = "torch.cuda.HalfTensor if half else torch.cuda.FloatTensor"
+
+
+@pytest.mark.parametrize(
+    ("kind", "last", "new"),
+    [
+        (CHOICE, "pass", "torch.float16 if half else torch.float32"),
+        (CHOICE, f"kind = {CHOICE}", "torch.float16 if half else torch.float32"),
+        (CHOICE, "print(kind)", CHOICE),
+        (CHOICE, "out.append(kind([1.0]))", CHOICE),
+        (CHOICE, "kind = args.kind", CHOICE),
+        ("torch.cuda.HalfTensor if half else None", "pass", "torch.cuda.HalfTensor if half else None"),
+        ("torch.cuda.HalfTensor if half else torch.FloatTensor", "pass", "if half else torch.FloatTensor"),
+    ],
+)
+def test_a_name_for_one_of_several_types_is_a_dtype_if_it_only_converts(kind, last, new):
+    ported = port_source(TYPES.format(kind=kind, last=last), Level.ROLES).source
+    assert f"kind = {new}\n" in ported or new in kind
+    assert ("batch.to(current_device, kind)" in ported) is ("float16" in new)
+    assert ("batch.type(kind)" in ported) is ("float16" not in new)
