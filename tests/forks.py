@@ -20,7 +20,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
+from itertools import count
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -42,6 +44,10 @@ _PRELOADED = [
 ]
 if find_spec("torch_npu") is not None:
     _PRELOADED += ["accelcore_npu.backend", "accelcore_npu_emulator.kernels"]
+
+# Ports for the stores of jobs. Below those that the kernel gives out: it could give one that is free here to another
+# job's connection before rank 0 binds it. Processes of the tests begin at different places.
+_PORTS = count(53 * os.getpid())
 
 servers = multiprocessing.get_context("forkserver")
 servers.set_forkserver_preload(_PRELOADED)
@@ -104,12 +110,20 @@ def start(command: Sequence[object], environ: Mapping[str, str], folder: Path) -
 
 def places(size: int) -> list[dict[str, str]]:
     """What torchrun leaves in the environment of each rank of a job on this host."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = ({"RANK": rank, "LOCAL_RANK": rank, **job} for rank in range(size))
     return [{name: str(value) for name, value in rank.items()} for rank in ranks]
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens at."""
+    for number in _PORTS:
+        port = 12_000 + number % 20_000
+        with socket.socket() as listener, suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the count has no end")
 
 
 @pytest.fixture(scope="session")

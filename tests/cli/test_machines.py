@@ -10,6 +10,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import forks
 import pytest
 
 # On the first start the second machine's rank is killed; the ranks of the second write down where they were.
@@ -27,12 +28,6 @@ with accelcore.select("cpu").distributed() as job:
     job.barrier()
     Path(f"rank-{job.rank}").write_text(f"{os.environ['MACHINE']} {job.local_rank} {job.world_size} {total.item()}")
 """
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def start(machine, number, endpoint, *more, within=(), backend="static", restarts=0, **environ):
@@ -68,7 +63,7 @@ def finish(machine, launchers):
 def test_two_machines_train_together_and_restart_together(machine):
     """By c10d, which numbers them as it likes."""
     machine.write("train.py", TRAIN)
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint = f"127.0.0.1:{forks.free_port()}"
     launchers = [start(machine, number, endpoint, backend="c10d", restarts=1) for number in (1, 0)]
     wrote = finish(machine, launchers)
     assert sorted(text[0] for text in wrote) == ["0", "1"]
