@@ -107,12 +107,17 @@ class Facts(DeviceNumbers):
         plain = isinstance(index, (cst.Name, cst.Attribute)) and re.search(compared, self.code) is not None
         is_option = isinstance(index, cst.Attribute) and index.attr.value in self.options.wholes
         numbers = is_option and all(re.fullmatch(r"-?\d+", text_of(value)) for value in self.values(index))
-        return plain or numbers or self.counts(index) or self.is_whole(index)
+        return plain or numbers or self.counts(index) or self.is_whole(index) or self.is_current(index)
 
     def counts(self, index: cst.BaseExpression) -> bool:
         """Return whether an index is certainly 0 or more."""
         in_range = re.search(rf"\bfor {re.escape(text_of(index))} in range\(", self.code)
-        return in_range is not None or isinstance(index, cst.Integer) or self.is_local_rank(index)
+        return (
+            in_range is not None
+            or isinstance(index, cst.Integer)
+            or self.is_local_rank(index)
+            or self.is_current(index)
+        )
 
     @cached_property
     def strange_apex(self) -> frozenset[str]:

@@ -188,6 +188,7 @@ class Imports:
                 return self._gone(statement)
             return self._kept(statement, "transfer_to_npu: remove it when the lines that are left are done")
         gone = [each for each in names if f"{module}.{dotted(each.name)}" == _CUDNN]
+        gone += [each for each in names if module == "torch" and dotted(each.name) in DEVICES]
         kept = [each for each in names if self._is_needed(each, vendor=vendor or each in gone)]
         if not kept:
             return self._gone(statement)

@@ -1,4 +1,4 @@
-"""Names that a function gives to a condition or to a type, and defaults of keys."""
+"""Names that a function gives to a condition or to a type, questions for types, sizes, and defaults of keys."""
 
 import pytest
 from accelcore_lint.port import Level, port_source
@@ -87,3 +87,57 @@ def test_a_name_for_one_of_several_types_is_a_dtype_if_it_only_converts(kind, la
     assert f"kind = {new}\n" in ported or new in kind
     assert ("batch.to(current_device, kind)" in ported) is ("float16" in new)
     assert ("batch.type(kind)" in ported) is ("float16" not in new)
+
+
+@pytest.mark.parametrize(
+    ("guard", "body", "opens"),
+    [
+        ("if {}:", "w = w.half()", True),
+        ("if w is None or {}:", "w = w.cuda()", True),
+        ("if w is None or {}:", "w = w.half()", False),
+        ("if {}:", "w = nms_kernel(w)", False),
+        ("while {}:", "w = w.half()", False),
+    ],
+)
+def test_a_question_for_a_type_of_one_device_asks_for_the_dtype(guard, body, opens):
+    test = "z.type() == 'torch.cuda.HalfTensor'"
+    source = f"import torch\n\n\ndef f(z, w):\n    {guard.format(test)}\n        {body}\n    return w\n"
+    ported = port_source(source, Level.ROLES).source
+    assert ('z.dtype == torch.float16 and z.device.type != "cpu"' in ported) is opens
+    assert (test in ported) is not opens
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "certain"),
+    [
+        ("n = lengths.max().item()", "n", True),
+        ("n = int(lengths[0])", "n", True),
+        ("pass", "torch.Size(shape)", True),
+        ("pass", "most", True),
+        ("most = shape", "most", False),
+        ("n = lengths.tolist()", "n[0]", False),
+        ("for n in lengths: pass", "n", False),
+        ("pass", "shape", False),
+    ],
+)
+def test_a_tensor_of_a_size_is_made_on_the_device(line, size, certain):
+    source = (
+        f"import torch\n\n\ndef f(lengths, shape, most=4096):\n    {line}\n    return torch.cuda.LongTensor({size})\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert (f"torch.empty({size}, dtype=torch.int64, device=current_device)" in ported) is certain
+    assert (f"torch.cuda.LongTensor({size})" in ported) is not certain
+
+
+def test_contexts_of_a_tensors_device_and_of_the_current_one():
+    source = (
+        "import torch\nfrom torch import cuda, nn\n\n\ndef f(x, pick):\n"
+        "    with torch.cuda.device_of(x):\n        print(nn)\n"
+        "    with torch.cuda.device(torch.cuda.current_device()):\n        print(1)\n"
+        "    with torch.cuda.device_of(pick()):\n        print(2)\n"
+    )
+    ported = port_source(source, Level.ROLES)
+    assert "with torch.accelerator.device_index(x.device.index):" in ported.source
+    assert "device_index(torch.accelerator.current_device_index() if torch" in ported.source
+    assert "from torch import nn\n" in ported.source
+    assert ported.after == 1

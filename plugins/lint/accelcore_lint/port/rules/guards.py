@@ -11,8 +11,9 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of, is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, SETTINGS, whole
+from accelcore_lint.port.rules.typed_tensors import DTYPES
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.vendors import DEVICES, type_text
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|synchronize\(|empty_cache\(|\.(cuda|npu)\(")
@@ -24,6 +25,8 @@ _OPTIONS = re.compile(r"pin_memory|non_blocking|(\w+_)?fused")
 """Options that torch has for every accelerator."""
 _NAMES = re.compile(rf"([\"'])({'|'.join(DEVICES)}|cpu|mps|xpu)\1( if [^\"']* else ([\"'])(cpu|mps|xpu)\4)?")
 """A choice between names of devices without an index."""
+_VENDORS = re.compile(r"(?i)cuda|apex|npu|triton|kernel|extension|fused|\bext\b")
+
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 
@@ -58,6 +61,8 @@ def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | N
     left, right = node.left, target.comparator
     if _is_vendors_device(left, facts) or _is_vendors_device(right, facts):
         return _decide_device(node, left, right, facts)
+    if (kind := _kind_of(left, right)) and isinstance(target.operator, cst.Equal):
+        return _decide_kind(node, kind, facts)
     if isinstance(target.operator, (cst.Equal, cst.NotEqual)) and _is_vendor(right) and _TYPE.fullmatch(text_of(left)):
         is_text = isinstance(left, cst.Attribute) and left.attr.value == "type"
         is_text = is_text or is_device_name(text_of(left))
@@ -76,6 +81,28 @@ def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | N
         test = f'"cpu" != {facts.place.kind(node)} in' if facts.names_others else '"cpu" not in'
         return Left(_SKIPS, node.children, retry=whole(node, f"{test} {text_of(right)}"))
     return _left(node) if _mentions(node) else None
+
+
+def _kind_of(left: cst.BaseExpression, right: cst.BaseExpression) -> str:
+    """Return the dtype of `x.type() == "torch.cuda.HalfTensor"`; "" for any other comparison."""
+    asks = isinstance(left, cst.Call) and not left.args and isinstance(left.func, cst.Attribute)
+    text = str(right.evaluated_value) if isinstance(right, cst.SimpleString) else ""
+    is_type = asks and text_of(left).endswith(".type()") and type_text(text)
+    return DTYPES.get(text.rpartition(".")[2], "") if is_type else ""
+
+
+def _decide_kind(node: cst.Comparison, kind: str, facts: Facts) -> Rewrite | Left:
+    """Ask for the dtype on any accelerator, if what the condition guards is about numbers."""
+    tensor = text_of(node.left).removesuffix(".type()")
+    test = f'{tensor}.dtype == {facts.torch}.{kind} and {tensor}.device.type != "cpu"'
+    guard = facts.parent(node)
+    body = guard.body if isinstance(guard, (cst.If, cst.IfExp)) and guard.test is node else None
+    rewrite = whole(node, test if body is not None else f"({test})", facts.needs_torch)
+    return (
+        rewrite
+        if body is not None and not _VENDORS.search(text_of(body))
+        else Left(_SKIPS, node.children, retry=rewrite)
+    )
 
 
 def _is_type(device: cst.BaseExpression, facts: Facts) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
@@ -10,12 +12,12 @@ from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
-_DTYPES = {
+DTYPES = {
     "FloatTensor": "float32", "DoubleTensor": "float64", "HalfTensor": "float16", "BFloat16Tensor": "bfloat16",
     "LongTensor": "int64", "IntTensor": "int32", "ShortTensor": "int16", "CharTensor": "int8", "ByteTensor": "uint8",
     "BoolTensor": "bool",
 }  # fmt: skip
-_OF_DEVICE = {f"torch.{device}.{kind}": kind for device in DEVICES for kind in _DTYPES}
+_OF_DEVICE = {f"torch.{device}.{kind}": kind for device in DEVICES for kind in DTYPES}
 
 
 def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
@@ -26,7 +28,7 @@ def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
     if _converts(node):
         return _decide_type(node, facts)
     kind = _OF_DEVICE.get(facts.name(node.func) or "")
-    if kind is not None and not _makes(node, facts):
+    if kind is not None and not (_makes(node, facts) or _is_sized(node, facts)):
         return None
     if kind is None and _of_name(node.func, facts) is None:
         return None
@@ -48,16 +50,44 @@ def _is_sized(call: cst.Call, facts: Facts) -> bool:
     if len(plain) != 1 or len(call.args) != 1:
         return len(plain) > 1
     (only,) = plain
-    if isinstance(only, cst.Call):
-        return text_of(only.func).split(".")[-1] in ("size", "len", "int")
+    if isinstance(only, cst.Call) and text_of(only.func).split(".")[-1] in ("size", "Size"):
+        return True
     is_length = isinstance(only, cst.Subscript) and text_of(only.value).endswith(".shape")
-    return isinstance(only, cst.Integer) or is_length
+    return is_length or _is_scalar(only, facts) or _is_number(only, facts)
+
+
+def _is_scalar(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
+    """Return whether an expression is certainly one whole number, which is a size."""
+    if isinstance(node, cst.Call):
+        return text_of(node.func).split(".")[-1] in ("len", "int", "item") or (
+            text_of(node.func).split(".")[-1] == "size" and len(node.args) == 1
+        )
+    if isinstance(node, cst.Subscript):
+        return text_of(node.value).endswith(".shape") and not isinstance(node.slice[0].slice, cst.Slice)
+    values = facts.values(node) if isinstance(node, cst.Name) and not _is_given(node, facts) else []
+    known = bool(values) and depth > 0 and all(_is_scalar(value, facts, depth - 1) for value in values)
+    return isinstance(node, cst.Integer) or known
+
+
+def _is_given(name: cst.Name, facts: Facts) -> bool:
+    """Return whether a name is a parameter, or the variable of a loop."""
+    heads = [text_of(outer.params) for outer in facts.parents(name) if isinstance(outer, (cst.FunctionDef, cst.Lambda))]
+    loops = [text_of(outer.target) for outer in facts.parents(name) if isinstance(outer, (cst.For, cst.CompFor))]
+    return any(re.search(rf"\b{name.value}\b", text) for text in (*heads, *loops))
+
+
+def _is_number(node: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a parameter is a number by its default, and is not assigned."""
+    owners = [outer for outer in facts.parents(node) if isinstance(outer, cst.FunctionDef)]
+    params = [param for outer in owners for param in (*outer.params.params, *outer.params.kwonly_params)]
+    found = [param for param in params if param.name.value == text_of(node)]
+    return bool(found) and isinstance(found[0].default, cst.Integer) and not facts.values(node)
 
 
 def _empty(node: cst.Call, kind: str, facts: Facts) -> Rewrite:
     """Make the tensor on the device, without its values on the host."""
     is_default = kind == "FloatTensor" and "set_default" not in facts.code
-    dtype = "" if is_default else f"dtype={facts.torch}.{_DTYPES[kind]}, "
+    dtype = "" if is_default else f"dtype={facts.torch}.{DTYPES[kind]}, "
     func = cst.parse_expression(f"{facts.torch}.empty")
     more = cst.ensure_type(cst.parse_expression(f"f({dtype}device={_device(node, node.func, facts)})"), cst.Call).args
 
@@ -87,7 +117,7 @@ def _dtype_of(choice: cst.BaseExpression, facts: Facts) -> str:
         body, other = (_dtype_of(each, facts) for each in (choice.body, choice.orelse))
         return f"{body} if {text_of(choice.test)} else {other}" if body and other else ""
     kind = _OF_DEVICE.get(facts.name(choice) or "")
-    return f"{facts.torch}.{_DTYPES[kind]}" if kind else ""
+    return f"{facts.torch}.{DTYPES[kind]}" if kind else ""
 
 
 def _is_dtype(name: cst.BaseExpression, facts: Facts) -> bool:
@@ -112,7 +142,7 @@ def _decide_type(node: cst.Call, facts: Facts) -> Rewrite | None:
     is_dtype = kind is None and _is_dtype(given.value, facts)
     if given.keyword is not None or given.star or not (kind or is_dtype):
         return None
-    sources = (_device(node, given.value, facts), f"{facts.torch}.{_DTYPES[kind]}" if kind else text_of(given.value))
+    sources = (_device(node, given.value, facts), f"{facts.torch}.{DTYPES[kind]}" if kind else text_of(given.value))
     args = [cst.Arg(cst.parse_expression(source)) for source in sources]
     func = cst.ensure_type(node.func, cst.Attribute)
 
