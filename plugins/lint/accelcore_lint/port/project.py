@@ -10,22 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelcore_lint.port.files import find_scripts
+from accelcore_lint.port.own_classes import (
+    FUNCTION,
+    has_strange_moves,
+    own_members,
+    own_moves,
+    returns_something,
+    takes_arguments,
+    torch_modules,
+)
 from accelcore_lint.port.programs import settings_beside
 from accelcore_lint.port.uses import drives_apex, functions_with, uses_in
 from accelcore_lint.port.vendors import DEVICES
 
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
-_CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:")
-_MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
-_TAKES = re.compile(rf"\bdef ({'|'.join(DEVICES)})\((?!\s*\w+\s*\))")
 OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
 """Words for accelerators beside those that a port starts from."""
 
 _LOCATES = re.compile(
     r"(?:map_location *=|\bload\([^\n]*?,) *lambda (\w+), *\w+ *:([^\n]*)|map_location *= *(?:\w+\.)*(\w+) *[,)]"
 )
-_FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
-_MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
 _HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
 _CHOOSES = re.compile(
     r"\b(set_device|set_device_index)\(|(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"'](\] *=[^=]| *,)"
@@ -58,6 +62,8 @@ class Known:
     Attributes:
         imported: whether another file imports it, so that what it does at the top also happens in that program.
         own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
+        own_members: names of what such objects have; None if a base of their classes is not known.
+        torch_modules: classes of the project that are certainly modules of torch, if it defines a `cuda`.
         strange_moves: whether such a class is no module of torch: an object of an unknown class may lack `to()`.
         moves_take: whether such a `cuda()` takes arguments.
         moves_return: whether such a `cuda()` may return something: what uses the value of one that does not is torch's.
@@ -74,6 +80,8 @@ class Known:
 
     imported: bool = False
     own_moves: frozenset[str] = frozenset()
+    own_members: frozenset[str] | None = None
+    torch_modules: frozenset[str] = frozenset()
     strange_moves: bool = False
     moves_take: bool = False
     moves_return: bool = False
@@ -133,8 +141,10 @@ def read_project(paths: Iterable[Path]) -> Project:
                 taken[path] |= _taken(name, texts[user])
     modules = {part for path in files for part in (path.stem, path.parent.name)}
     known = Known(
-        own_moves=_own_moves(texts.values()),
-        strange_moves=any(map(_has_strange_moves, texts.values())),
+        own_moves=own_moves(texts.values()),
+        own_members=own_members(texts.values()),
+        torch_modules=torch_modules(texts.values()),
+        strange_moves=any(map(has_strange_moves, texts.values())),
         moves_take=any(map(takes_arguments, texts.values())),
         moves_return=any(map(returns_something, texts.values())),
         movers=_movers(texts.values()),
@@ -238,55 +248,13 @@ def _replaced(text: str) -> Iterator[str]:
         yield name or f"{module}.{attribute}"
 
 
-def _own_moves(texts: Collection[str]) -> frozenset[str]:
-    """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects."""
-    if not any(map(_MOVES.search, texts)):
-        return frozenset()
-    found: set[str] = set()
-    from_: list[tuple[str, str]] = []  # a name, and another that makes its objects, or is its base
-    for text in texts:
-        classes = list(_CLASS.finditer(text))
-        ends = [*(following.start() for following in classes[1:]), len(text)]
-        for made, end in zip(classes, ends, strict=False):
-            from_ += [(made[1], base) for base in re.findall(r"\w+", made[2] or "")]
-            if _MOVES.search(text, made.end(), end):
-                found.add(made[1])
-        from_ += _holders(text)
-    grown = -1
-    while grown != len(found):
-        grown = len(found)
-        found |= {name for name, source in from_ if source in found}
-    return frozenset(found)
-
-
-def _has_strange_moves(text: str) -> bool:
-    """Return whether a class that names no module as its base defines `cuda`."""
-    classes = list(_CLASS.finditer(text))
-    ends = [*(following.start() for following in classes[1:]), len(text)]
-    return any(
-        _MOVES.search(text, made.end(), end) and not re.search(r"Module\b", made[2] or "")
-        for made, end in zip(classes, ends, strict=False)
-    )
-
-
-def takes_arguments(text: str) -> bool:
-    """Return whether a method `cuda` that a file defines takes more than its object."""
-    return _TAKES.search(text) is not None
-
-
-def returns_something(text: str) -> bool:
-    """Return whether a method `cuda` that a file defines may return something, or is not written as a plain method."""
-    plain = [body for _, name, _, body in _FUNCTION.findall(text) if name in DEVICES]
-    return len(plain) != len(_MOVES.findall(text)) or any(re.search(r"\b(return|yield)\b", body) for body in plain)
-
-
 def _movers(texts: Collection[str]) -> frozenset[str]:
     """Return the functions that get what a `map_location` gets, also from one another."""
     found: set[str] = set()
     for text in texts:
         for storage, body, function in _LOCATES.findall(text):
             found |= set(re.findall(rf"(\w+)\(\s*{storage}\b", body)) if storage else {function}
-    functions = [made for text in texts for made in _FUNCTION.findall(text)] if found else []
+    functions = [made for text in texts for made in FUNCTION.findall(text)] if found else []
     new = found
     while new:
         new = {
@@ -298,13 +266,3 @@ def _movers(texts: Collection[str]) -> frozenset[str]:
         } - found
         found |= new
     return frozenset(found)
-
-
-def _holders(text: str) -> Iterator[tuple[str, str]]:
-    """Yield names with the functions whose results they hold; a function that returns such a result is one, too."""
-    function = ""
-    for found in _MADE.finditer(text):
-        if found[1]:
-            function = found[1]
-        elif found[3]:
-            yield found[2].split(".")[-1] if found[2] else function, found[3]

@@ -10,24 +10,12 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of, is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.project import returns_something, takes_arguments
+from accelcore_lint.port.receivers import is_own, is_torchs
 from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, index_source, kind_source
 from accelcore_lint.port.syntax import argument, arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
-_MAKES = re.compile(
-    r"torch\.(nn\.(\w+\.)*[A-Z]\w*|autograd\.Variable|tensor|as_tensor|from_numpy|(zeros|ones|rand|randn|empty|full)(_like)?"
-    r"|arange|linspace|eye|randint|randperm|stack|cat|(Float|Long|Int|Byte|Bool|Double|Half|Short)?Tensor)$"
-)
-"""Functions and classes of torch that return a tensor or a module."""
-
-_TENSORS = (
-    *("float", "long", "int", "half", "double", "bool", "view", "reshape", "contiguous", "unsqueeze", "squeeze"),
-    *("clone", "detach", "to", "cpu"),
-)
-"""Methods of tensors that return one."""
-
 _PLAIN = re.compile(r"[\w.]+(\[[\w.-]+\])*")
 """An expression that may be written twice."""
 
@@ -41,9 +29,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if not isinstance(func, cst.Attribute) or func.attr.value not in DEVICES or facts.name(func) is not None:
         return None
     method = func.attr.value
-    if method in facts.defined_methods and not _is_torchs(node, facts):
+    if method in facts.defined_methods and not is_torchs(node, facts):
         return Left(f"this file defines a method {method}, which may be the one that is called")
-    if _is_own(func.value, facts) or (facts.known.strange_moves and not _is_torchs(node, facts)):
+    if is_own(func.value, facts) or (facts.known.strange_moves and not is_torchs(node, facts)):
         return Left(f"another file of the project defines a method {method}, which may be the one that is called")
     if text_of(func.value) == "super()":
         return Left(f"the inherited {method}(): call to(device) where this method is called")
@@ -116,48 +104,6 @@ def _is_made(device: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether an expression is `torch.device("cuda")`, also with an index of its own."""
     is_device = isinstance(device, cst.Call) and facts.name(device.func) == "torch.device" and bool(device.args)
     return is_device and index_of(cst.ensure_type(device, cst.Call).args[0].value) == (True, None)
-
-
-def _is_own(moved: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether an object may be of a class of the project that defines `cuda` itself."""
-    names = [moved, *facts.values(moved)]
-    names = [name.func if isinstance(name, cst.Call) else name for name in names]
-    return any(text_of(name).split(".")[-1] in facts.known.own_moves for name in names)
-
-
-def _is_torchs(move: cst.Call, facts: Facts) -> bool:
-    """Return whether what is moved is certainly a tensor or a module, and not of a class that defines `cuda`."""
-    moved = cst.ensure_type(move.func, cst.Attribute).value
-    takes = facts.known.moves_take or takes_arguments(facts.code)
-    returns = facts.known.moves_return or returns_something(facts.code)
-    return (bool(move.args) and not takes) or (not returns and _is_used(move, facts)) or _is_of_torch(moved, facts)
-
-
-def _is_used(move: cst.Call, facts: Facts) -> bool:
-    """Return whether the value of a move is assigned, or is an operand: a method without `return` has none."""
-    inner, outer = cast("cst.CSTNode", move), facts.parent(move)
-    while isinstance(outer, (cst.Tuple, cst.Element)):
-        inner, outer = outer, facts.parent(outer)
-    return isinstance(outer, (cst.Assign, cst.Arg, cst.Attribute, cst.BinaryOperation, cst.Subscript)) and not (
-        isinstance(outer, cst.Subscript) and inner is not outer.value
-    )
-
-
-def _is_of_torch(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
-    if isinstance(node, cst.Call):
-        func = node.func
-        if isinstance(func, cst.Attribute) and func.attr.value in _TENSORS:
-            return _is_of_torch(func.value, facts, depth)
-        return _MAKES.match(facts.name(func) or "") is not None
-    if isinstance(node, cst.Name):
-        owners = [outer for outer in facts.parents(node) if isinstance(outer, (cst.FunctionDef, cst.Lambda))]
-        heads = [text_of(outer.params) for outer in owners]
-        loops = re.findall(r"\bfor ([^\n]*?) in\b|\bas ([^\n:]*)", facts.code)
-        others = [*heads, *(text for loop in loops for text in loop)]
-        if any(re.search(rf"\b{node.value}\b", text) for text in others):
-            return False
-    values = facts.values(node)
-    return bool(values) and bool(depth) and all(_is_of_torch(value, facts, depth - 1) for value in values)
 
 
 def _is_given(moved: cst.BaseExpression, facts: Facts) -> bool:

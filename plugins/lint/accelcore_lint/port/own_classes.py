@@ -1,0 +1,124 @@
+"""Classes of a project that define `cuda` themselves, and those that are torch's modules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from accelcore_lint.port.vendors import DEVICES
+
+_CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:")
+_MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
+_TAKES = re.compile(rf"\bdef ({'|'.join(DEVICES)})\((?!\s*\w+\s*\))")
+FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
+"""A function: its indentation, name, parameters and body."""
+
+_MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
+_PLAIN_BASES = ("object", "ABC")
+_MEMBER = re.compile(r"\bdef (\w+)|\bself\.(\w+)|(?m:^[ \t]+(\w+)(?: *:[^=\n]+)? *=(?!=))")
+_MAKES_UP = re.compile(r"__getattr|__dict__|\bsetattr\(")
+
+
+def own_moves(texts: Collection[str]) -> frozenset[str]:
+    """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects."""
+    if not any(map(_MOVES.search, texts)):
+        return frozenset()
+    found: set[str] = set()
+    from_: list[tuple[str, str]] = []  # a name, and another that makes its objects, or is its base
+    for text in texts:
+        classes = list(_CLASS.finditer(text))
+        ends = [*(following.start() for following in classes[1:]), len(text)]
+        for made, end in zip(classes, ends, strict=False):
+            from_ += [(made[1], base) for base in re.findall(r"\w+", made[2] or "")]
+            if _MOVES.search(text, made.end(), end):
+                found.add(made[1])
+        from_ += _holders(text)
+    grown = -1
+    while grown != len(found):
+        grown = len(found)
+        found |= {name for name, source in from_ if source in found}
+    return frozenset(found)
+
+
+def has_strange_moves(text: str) -> bool:
+    """Return whether a class that names no module as its base defines `cuda`."""
+    return any(_MOVES.search(body) and not _is_module(bases) for _, bases, body in _classes(text))
+
+
+def has_module_moves(text: str) -> bool:
+    """Return whether a class that names a module as its base defines `cuda`."""
+    return any(_MOVES.search(body) and _is_module(bases) for _, bases, body in _classes(text))
+
+
+def _is_module(bases: Collection[str]) -> bool:
+    return any(base.endswith("Module") for base in bases)
+
+
+def takes_arguments(text: str) -> bool:
+    """Return whether a method `cuda` that a file defines takes more than its object."""
+    return _TAKES.search(text) is not None
+
+
+def returns_something(text: str) -> bool:
+    """Return whether a method `cuda` that a file defines may return something, or is not written as a plain method."""
+    plain = [body for _, name, _, body in FUNCTION.findall(text) if name in DEVICES]
+    return len(plain) != len(_MOVES.findall(text)) or any(re.search(r"\b(return|yield)\b", body) for body in plain)
+
+
+def own_members(texts: Collection[str]) -> frozenset[str] | None:
+    """Return the names of all attributes of objects whose class, no module of torch, has a `cuda` of its own.
+
+    None if a base of such a class is not in the project, or if it makes up attributes.
+    """
+    bodies: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
+    for text in texts if any(map(_MOVES.search, texts)) else ():
+        for name, bases, body in _classes(text):
+            bodies[name].append((body, bases))
+    strange = {name: [body for body, bases in made if not _is_module(bases)] for name, made in bodies.items()}
+    names = {name for name, found in strange.items() if any(map(_MOVES.search, found))}
+    grown = -1
+    while grown != len(names):
+        grown = len(names)
+        below = {name for name, made in bodies.items() if any(set(bases) & names for _, bases in made)}
+        names |= below | {base for name in names for _, bases in bodies[name] for base in bases if base in bodies}
+    made = [each for name in names for each in bodies[name]]
+    known = all(base in bodies or base in _PLAIN_BASES for _, bases in made for base in bases)
+    if not known or any(_MAKES_UP.search(body) for body, _ in made):
+        return None
+    return frozenset(name for body, _ in made for found in _MEMBER.findall(body) for name in found if name)
+
+
+def torch_modules(texts: Collection[str]) -> frozenset[str]:
+    """Return the classes that are modules of torch in each of their definitions, and have no `cuda` of their own."""
+    bases: dict[str, list[list[str]]] = defaultdict(list)
+    for text in texts if any(map(_MOVES.search, texts)) else ():
+        for name, names, body in _classes(text):
+            bases[name].append(["its own"] if _MOVES.search(body) else names)
+    found: set[str] = {"Module"} - set(bases)
+    grown = -1
+    while grown != len(found):
+        grown = len(found)
+        for name, made in bases.items():
+            if all(set(names) <= {*found, *_PLAIN_BASES} and set(names) & found for names in made):
+                found.add(name)
+    return frozenset(found - {"Module"})
+
+
+def _classes(text: str) -> Iterator[tuple[str, list[str], str]]:
+    """Yield the classes of a file: the name, the last names of the bases, and what follows until the next class."""
+    made = list(_CLASS.finditer(text))
+    ends = [*(following.start() for following in made[1:]), len(text)]
+    for each, end in zip(made, ends, strict=False):
+        bases = [base.strip().split(".")[-1] for base in (each[2] or "").split(",") if base.strip()]
+        yield each[1], bases, text[each.end() : end]
+
+
+def _holders(text: str) -> Iterator[tuple[str, str]]:
+    """Yield names with the functions whose results they hold; a function that returns such a result is one, too."""
+    function = ""
+    for found in _MADE.finditer(text):
+        if found[1]:
+            function = found[1]
+        elif found[3]:
+            yield found[2].split(".")[-1] if found[2] else function, found[3]
