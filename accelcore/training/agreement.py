@@ -7,6 +7,7 @@ import json
 import platform
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's types
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
@@ -29,6 +31,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NOT_COMPARED = ("observers",)
 _COMPARED_BY_CLASS = ("loss", "weight", "clip", "scheduler")  # the repr of the user's objects says nothing
 _SHOWN = 5
+_LOOKS = 4  # seconds that ranks wait in the job's store
 
 
 class Agreement:
@@ -42,6 +45,7 @@ class Agreement:
         group = self._collectives.cpu_group()
         if group is None:
             return
+        self._meet(what)
         barrier, ahead, interval = _started(partial(dist.monitored_barrier, group, wait_all_ranks=True)), "", 1.0
         while not wait([barrier], interval).done:
             # A rank that has only just met this one may be ahead, too. Two waits: this process may be stopped in one.
@@ -55,6 +59,26 @@ class Agreement:
             self._collectives.barrier()
         except RuntimeError as error:
             raise not_all_came(what, first_line(error)) from error
+
+    def _meet(self, what: str) -> None:
+        """Wait a few seconds for all ranks in the job's store; raise an error if a rank has passed the call `what`.
+
+        The group's barrier can also tell, but leaves a thread in it. When the other ranks end, this thread would write
+        lines of torch's to stderr and abort the process. Only that barrier notices ranks that have ended.
+        """
+        store, ahead = PrefixStore("meetings", dist.distributed_c10d._get_default_store()), ""
+        came = store.add(what, 1)
+        goal = came + -came % self._collectives.world_size
+        for _ in range(_LOOKS):
+            end, pause = time.monotonic() + 1.0, 0.001
+            while time.monotonic() < end:
+                if store.add(what, 0) >= goal:
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            if ahead:
+                raise not_all_came(what, ahead)
+            ahead = self._collectives.ahead()
 
     def train_alike(self, description: Mapping[str, str]) -> None:
         """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""

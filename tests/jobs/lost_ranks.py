@@ -50,6 +50,8 @@ def main() -> None:
     try:
         train()
     finally:
+        if any(thread.name == "accelcore: barrier" for thread in threading.enumerate()):
+            sys.stderr.write("a thread is left in a barrier\n")
         Path(sys.argv[2], f"rank {os.environ['RANK']} has ended").touch()
 
 
