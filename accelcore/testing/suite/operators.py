@@ -19,9 +19,10 @@ from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.known_rare import KNOWN_RARE
 from accelcore.testing.support.rows import ROWS, compare_rows
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
-from accelcore.testing.support.sweep import compare
+from accelcore.testing.support.sweep import compare, compare_options
 from accelcore.testing.support.usable import DeviceTests
 
+_PARTS = 20  # of the operators, each a test
 _KNOWN = {**KNOWN, **KNOWN_OF_MANY, **KNOWN_RARE}
 
 
@@ -62,6 +63,16 @@ class TestOperators(ModuleTests, DeviceTests):
     def test_operator(self, accel: Backend, name: str, record_property: Any) -> None:
         """Values and gradients are those of float64 on the CPU: in any layout, in place, with `out=`, empty."""
         check(accel, name, 2, record_property)
+
+    @pytest.mark.parametrize("part", range(_PARTS))
+    def test_options(self, accel: Backend, part: int, record_property: Any) -> None:
+        """Every other operator of torch is that of float64 on the CPU, with each of its options and pairs of them."""
+        names = sorted(operators().keys() - {*SAMPLED, *FRAGILE})[part::_PARTS]
+        state, plugin = accel.runtime.rng_state(), find(accel.name)
+        with accel.precision.fp32("ieee"):
+            found = compare_options(accel.device, names, () if plugin is None else plugin.faults)
+        accel.runtime.set_rng_state(state)
+        _report(found, f"part {part} of {_PARTS}", record_property)
 
     @pytest.mark.parametrize("name", ROWS)
     def test_rows(self, accel: Backend, name: str, record_property: Any) -> None:

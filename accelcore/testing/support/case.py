@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
@@ -40,13 +40,19 @@ LARGE, SMALL = "with large numbers", "with small numbers"
 OTHERWISE = "of other options"
 """Says of a sample in low precision that it has options that the usual samples do not have."""
 
-FROZEN = ("of a frozen input", "of other frozen inputs")
-"""Says of a sample that its first argument needs no gradient, or that no other needs one."""
+FROZEN = "of frozen inputs"
+"""Says of a sample that some of its arguments need no gradient."""
+
+ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
+"""Says of a sample that its first argument has the least and the largest whole number, or that it is complex."""
 
 INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 """Says of a sample that elements of its first argument are that."""
 
-ALONE = ("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls", OTHERWISE, *FROZEN)
+ALONE = (
+    *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
+    *(OTHERWISE, FROZEN, ENDS, COMPLEX),
+)
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was
@@ -118,7 +124,6 @@ class Case:
     elementwise: bool
     aside: bool = False
     out: str = BEHIND
-    draws: bool = False
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)  # arguments that the operator writes to, as running statistics
 
@@ -131,39 +136,25 @@ class Case:
                 self._written = [n for n, pair in enumerate(_pairs(given, exact)) if not _same(*pair)]
             right += self._arguments_after(given)
             memory = self._memory
-            others, too_large = [], False
-            once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
-            for seed in range(1 if once else 3):
-                torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
-                rounding = Rounding(self.dtype, seed, watch=self.what == LARGE)
-                others.append(self._rounded(exact, rounding))
-                too_large |= rounding.overflows  # what the dtype cannot hold may also vanish
-                self.draws |= rounding.draws
         except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
             return
-        if too_large or any(len(each) != len(right) for each in others):
-            return
         factor = _WIDER if self.name in ROUGH or self.what == "of many elements" else 1
-        overflows = cache(partial(self._overflows, exact))
+        once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
+        rounded = cache(partial(self._all_rounded, exact, range(1 if once else 3), len(right)))
+        further = cache(partial(self._all_rounded, exact, range(3, 3 if once else 11), len(right)))
 
-        def strict(part: str) -> bool:
-            return self.what not in INFINITE or not part.startswith("the gradient")
-
-        further = cache(partial(self._more_rounded, exact))
-
-        def of(number: int, moved: Callable[[], list[Any]]) -> list[Tensor]:
-            return [each[number][1] for each in moved() if len(each) == len(right)]
+        def of(number: int, results: Callable[[], list[Any]]) -> list[Tensor]:
+            return [each[number][1] for each in results()]
 
         expected = [
             Expected(
                 part,
                 tensor,
-                of(number, lambda: others),
                 self.dtype,
                 factor,
-                overflows,
-                strict(part),
-                list if once else partial(of, number, further),
+                cache(partial(self._overflows, exact)),
+                self.what not in INFINITE or not part.startswith("the gradient"),
+                (partial(of, number, rounded), partial(of, number, further)),
             )
             for number, (part, tensor) in enumerate(right)
         ]
@@ -222,11 +213,18 @@ class Case:
         with rounding:
             return self._results(placed(moved, torch.device("cpu"), "", graph=True))
 
-    def _more_rounded(self, exact: Any) -> list[list[tuple[str, Tensor]]]:
+    def _all_rounded(self, exact: Any, seeds: Iterable[int], count: int) -> list[list[tuple[str, Tensor]]]:
+        """Return the results when rounding errors moved each number, once a seed; none if they cannot be compared."""
         found = []
-        for seed in range(3, 11):
-            torch.default_generator.manual_seed(seed)
-            found.append(self._rounded(exact, Rounding(self.dtype, seed, watch=False)))
+        try:
+            for seed in seeds:
+                torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
+                rounding = Rounding(self.dtype, seed, watch=self.what == LARGE)
+                found.append(self._rounded(exact, rounding))
+                if rounding.draws or rounding.overflows or len(found[-1]) != count:  # what overflows may also vanish
+                    return []
+        except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
+            return []
         return found
 
     def _overflows(self, exact: Any) -> bool:
@@ -328,7 +326,7 @@ class Case:
                         self.found.note(f"{where}: {part} {difference}")
         for (part, tensor), each in zip(results, expected, strict=True):
             said_wrong = each.differs_in_form(tensor)
-            if not (said_wrong or self.draws or self.name in NOT_UNIQUE):
+            if not (said_wrong or self.name in NOT_UNIQUE):
                 said_wrong = each.differs(tensor)
             self.found.compared += 1
             if said_wrong and works():

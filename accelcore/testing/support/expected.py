@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,32 +27,32 @@ class Expected:
     Attributes:
         part: which one, in words.
         right: the tensor.
-        others: what it was when rounding errors had moved each number; several, by chance.
         dtype: in which the device computes it.
         factor: by which it may be further away than usual.
         overflows: returns whether the calculation meets numbers that are too large for the dtype.
         strict: whether an infinity or NaN has to be that one. Of gradients at infinities only the finite ones are.
-        more: returns further `others`, which take time: before a difference is reported, because a few rounding
-            errors may all have moved a number the harmless way.
+        rounded: functions that return what it was when rounding errors had moved each number; several, by chance. They
+            take time, so the first is called if the tensor differs by more than one rounding error, and the next
+            before a difference is reported, because a few may all have moved a number the harmless way. If the first
+            returns none, nothing can be compared.
     """
 
     part: str
     right: Tensor
-    others: list[Tensor]
     dtype: torch.dtype
     factor: int
     overflows: Callable[[], bool]
-    strict: bool = True
-    more: Callable[[], list[Tensor]] = list
+    strict: bool
+    rounded: Sequence[Callable[[], list[Tensor]]]
 
     def cast(self, dtype: torch.dtype) -> Expected:
         """Return it as a tensor of `dtype` holds it."""
-        others = [each.to(dtype) for each in self.others]
 
-        def more() -> list[Tensor]:
-            return [each.to(dtype) for each in self.more()]
+        def held(of: Callable[[], list[Tensor]]) -> list[Tensor]:
+            return [each.to(dtype) for each in of()]
 
-        return Expected(self.part, self.right.to(dtype), others, self.dtype, self.factor, self.overflows, more=more)
+        rounded = [partial(held, each) for each in self.rounded]
+        return replace(self, right=self.right.to(dtype), strict=True, rounded=rounded)
 
     def differs_in_form(self, found: Tensor) -> str:
         """Return what is wrong with a result's shape or dtype, in words; empty if nothing is."""
@@ -67,17 +67,18 @@ class Expected:
 
     def differs(self, found: Tensor) -> str:
         """Return what is wrong with the values of a result of this form, in words; empty if nothing is."""
-        difference = self._difference(found)
-        if difference and (more := self.more()):
-            self.others, self.more = [*self.others, *more], list
-            del self._limits
-            difference = self._difference(found)
+        difference, others = self._difference(found, []), list[Tensor]()
+        for rounded in self.rounded if difference else ():
+            others += rounded()
+            if not others or not (difference := self._difference(found, others)):
+                return ""
         return difference
 
-    def _difference(self, found: Tensor) -> str:
-        if self._limits is None:
+    def _difference(self, found: Tensor, others: list[Tensor]) -> str:
+        limits = self._limits(others)
+        if limits is None:
             return ""
-        right, allowed, compared, fixed = self._limits
+        right, allowed, compared, fixed = limits
         found = found.detach().cpu()
         if self.right.is_complex():
             found = torch.view_as_real(found.to(self.right.dtype).resolve_conj())
@@ -86,7 +87,7 @@ class Expected:
             wrong = ~((found - right).abs() <= allowed) & compared
             if fixed is not None:
                 wrong |= fixed & ~((found == right) | (found.isnan() & right.isnan()))
-            if bool((wrong & ~found.isfinite()).any()) and self.overflows():
+            if others and bool((wrong & ~found.isfinite()).any()) and self.overflows():
                 wrong &= found.isfinite()
         else:
             wrong = (found != right) & compared
@@ -98,21 +99,20 @@ class Expected:
             f"{right[first].item():.6g} at {list(first)}"
         )
 
-    @cached_property
-    def _limits(self) -> _Limits | None:
+    def _limits(self, others: list[Tensor]) -> _Limits | None:
         """Return what is compared; None if nothing can be."""
-        right, others = self.right, self.others
+        right = self.right
         if right.layout != torch.strided or any(each.shape != right.shape for each in others) or not right.numel():
             return None
         if right.is_complex():
             right, *others = (torch.view_as_real(each.resolve_conj()) for each in (right, *others))
         if not right.dtype.is_floating_point:
-            same = torch.stack([each == right for each in others]).all(0)
-            return _Limits(right, right, same, None)
+            same = [each == right for each in others] or [torch.ones_like(right, dtype=torch.bool)]
+            return _Limits(right, right, torch.stack(same).all(0), None)
         limits = torch.finfo(self.dtype if self.dtype.is_floating_point else right.dtype)
         right, others = right.double(), [each.double() for each in others]
         size, finite = right.abs(), right.isfinite()
-        spread = torch.stack([(each - right).abs() for each in others]).amax(0)
+        spread = torch.stack([(each - right).abs() for each in others]).amax(0) if others else torch.zeros_like(size)
         compared = finite & spread.isfinite() & (size < limits.max / 4)
         scale = float(size[finite].max()) if bool(finite.any()) else 0.0
         if bool(compared.any()):  # by chance they may have moved an element hardly
@@ -121,6 +121,7 @@ class Expected:
         allowed = self.factor * (_EXACT * (spread + limits.eps * size) + 2 * limits.eps * scale) + _EXACT * limits.tiny
         fixed = None
         if self.strict and not bool(finite.all()):
-            same = torch.stack([(each == right) | (each.isnan() & right.isnan()) for each in others]).all(0)
-            fixed = ~finite & same
+            fixed = ~finite
+            for each in others:
+                fixed &= (each == right) | (each.isnan() & right.isnan())
         return _Limits(right, allowed, compared, fixed)

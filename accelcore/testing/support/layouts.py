@@ -22,6 +22,7 @@ _LONG = 2**16 + 2**10 + 3
 """Elements of a lengthened tensor: no multiple of what processors take at once."""
 
 _WHOLE = (torch.int64, torch.int32)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, *_WHOLE)
 _COMPLEX = (torch.complex32, torch.complex64)
 
 
@@ -156,6 +157,23 @@ def with_infinity(arguments: Any, infinity: float) -> Any:
         return value.masked_fill(where, infinity) if value.data_ptr() == first.data_ptr() else value
 
     return _changed(arguments, spoil)
+
+
+def with_ends(arguments: Any) -> Any:
+    """Return the arguments with the least and the largest whole number in the first; None if it has no two elements."""
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.dim() or first.numel() < 2 or first.dtype not in _INTEGERS:
+        return None
+    info, place = torch.iinfo(first.dtype), first.data_ptr()
+
+    def change(value: Tensor, _: int) -> Tensor:
+        if value.data_ptr() != place:
+            return value
+        flat = value.reshape(-1).clone()
+        flat[0], flat[1] = info.min, info.max
+        return flat.reshape(value.shape)
+
+    return _changed(arguments, change)
 
 
 def with_nothing_of(arguments: Any, factor: str) -> Any:

@@ -65,6 +65,8 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _moved(self, value: Tensor) -> Tensor:
+        if value.dtype == torch.complex128 and value.layout == torch.strided:
+            return torch.view_as_complex(self._moved(torch.view_as_real(value.resolve_conj())))
         if value.dtype != torch.float64 or value.layout != torch.strided or not value.numel():
             return value
         if value._is_zerotensor():  # torch's zeros without memory, which it adds in backward

@@ -76,7 +76,7 @@ IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
 DENSE_OUT = ("nn.functional.gelu", "tril", "triu")
 """Operators whose kernel on the CPU, which also plays devices, needs a contiguous `out=`: known kernel bugs."""
 
-CONVERTS = ("double",)
+CONVERTS = ("double", "cdouble", "cfloat")
 """Operators that are a copy or not, depending on the dtype that the device makes of it."""
 
 HOST_ARGUMENTS = ("tensor_split",)
@@ -99,7 +99,14 @@ NOT_UNIQUE = (
 """Operators with several right results, of which only shape and dtype are compared."""
 
 ROUGH = (
-    *("matrix_exp", "linalg.matrix_exp", "native_layer_norm", "nn.functional.soft_margin_loss", "grid_sampler_2d"),
+    *(
+        "matrix_exp",
+        "linalg.matrix_exp",
+        "native_layer_norm",
+        "native_group_norm",
+        "nn.functional.soft_margin_loss",
+        "grid_sampler_2d",
+    ),
     *("grid_sampler_3d", "nn.functional.grid_sample", "nn.functional.interpolate.trilinear"),
     "nn.functional.interpolate.bilinear",
     *("nn.functional.interpolate.bicubic", "_upsample_bilinear2d_aa", "nn.functional.ctc_loss"),
@@ -139,4 +146,6 @@ def samples(info: Any, dtype: torch.dtype, *, differentiable: bool = True) -> li
     gradients = differentiable and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
     torch.default_generator.manual_seed(0)
     # Not info.sample_inputs, which inspects the stack for each sample.
-    return list(islice(info.sample_inputs_func(info, "cpu", dtype, gradients), 64))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some samples are made by what torch calls deprecated
+        return list(islice(info.sample_inputs_func(info, "cpu", dtype, gradients), 64))

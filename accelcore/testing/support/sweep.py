@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, permutations, product
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support.case import (
-    FROZEN,
     INFINITE,
     LARGE,
     OF_GRADIENT,
@@ -23,13 +22,13 @@ from accelcore.testing.support.case import (
     drawn_weights,
     is_refusal,
 )
+from accelcore.testing.support.coverage import arguments_of, of_other_options
 from accelcore.testing.support.layouts import (
     BEHIND,
     emptied,
     enlarged,
     expanded,
     lengthened,
-    mapped,
     multiplied,
     of_images,
     of_points,
@@ -45,8 +44,10 @@ from accelcore.testing.support.layouts import (
     with_whole_numbers,
     without_indices,
 )
-from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, UNIQUE_INDICES, samples
+from accelcore.testing.support.rare import Rare, rare
+from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, UNIQUE_INDICES, operators, samples
 
+_MOST_WRONG = 4
 _MOST_RESULTS = 10  # of an enlarged sample
 _ANY_NUMBERS = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
 """torch's kinds of operators that take infinities and NaN: a decomposition of a matrix may not end."""
@@ -88,16 +89,15 @@ def compare(
             resized = [first] if dtype == torch.float32 or not dtype.is_floating_point else []
         cases = [case for each in chosen for case in _cases(each, resized=any(each is other for other in resized))]
         if dtype == torch.float32 and name in SAMPLED:
-            further = _of_other_options(every + _not_differentiable(info, dtype), chosen)
-            cases += [case for sample in further for case in _cases(sample, resized=False)]
+            cases += [(each, "") for each in of_other_options(info, dtype, every, chosen)]
             for factor in ("alpha", "beta"):
-                changed = (with_nothing_of(_arguments(sample), factor) for sample in every)
+                changed = (with_nothing_of(arguments_of(sample), factor) for sample in every)
                 cases += [(each, f"with {factor}=0") for each in islice(filter(None, changed), 1)]
             for change in () if elementwise else (without_indices, of_images, *([of_points] if "conv" in name else [])):
-                changed = (change(_arguments(sample)) for sample in every)
+                changed = (change(arguments_of(sample)) for sample in every)
                 cases += [(each, "") for each in islice(filter(None, changed), count)]
         if name in REPEATABLE:
-            again = [each for sample in every if (each := repeated(_arguments(sample))) is not None][:count]
+            again = [each for sample in every if (each := repeated(arguments_of(sample))) is not None][:count]
             cases += [(each, "of repeated indices") for each in again]
             short = (with_short_indices(each) for each in again if dtype == torch.float32)
             cases += [(each, "of short indices") for each in short if each is not None]
@@ -105,39 +105,36 @@ def compare(
             turn = number % 4 if name in SAMPLED else 0
             out = (BEHIND, "strided", "transposed", "strided")[turn]
             Case(found, device, name, info, dtype, arguments, what, elementwise, turn % 2 == 1, out).run()
-            if len(found.wrong) > 4:
+            if len(found.wrong) > _MOST_WRONG:
                 return found
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
             if dtype in (torch.bfloat16, torch.float16):  # each of them half of the options
-                options = list(_of_other_options(every, chosen))
-                for sample in options[dtype == torch.float16 :: 2]:
-                    Case(found, device, name, info, dtype, _arguments(sample), OTHERWISE, elementwise).run()
+                options = list(of_other_options(info, dtype, every, chosen))
+                for given in options[dtype == torch.float16 :: 2]:
+                    Case(found, device, name, info, dtype, given, OTHERWISE, elementwise).run()
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
             small = dtype == torch.float32 and "norm" not in name  # small rows are normalized by eps, and noise
             for what, times in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):
-                if (changed := multiplied(_arguments(plain), times)) is not None:
+                if (changed := multiplied(arguments_of(plain), times)) is not None:
                     Case(found, device, name, info, dtype, changed, what, elementwise).run()
         if dtype == torch.float32:
+            _compare_rare(found, device, name, rare(name, info, dtype, every, chosen))
             if name in SAMPLED and name not in ROUGH:
                 for arguments in _of_many(name, info, every, elementwise) if name not in UNIQUE_INDICES else ():
                     Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
                 for arguments in _expanded(every) if name not in ORDERED else ():
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
-                given = _arguments(max(every, key=_weight))  # the first of the best
+                given = arguments_of(max(every, key=_weight))  # the first of the best
                 Case(found, device, name, _Between(info), dtype, given, "between other calls", elementwise).run()
                 if binary and (changed := with_whole_numbers(given)) is not None:
                     Case(found, device, name, info, dtype, changed, "with whole numbers", elementwise).run()
-                given = _arguments(max(every, key=lambda sample: len(tensors(_arguments(sample)))))
-                if len([each for each in tensors(given) if each.requires_grad]) > 1:
-                    for others, what in enumerate(FROZEN):
-                        Case(found, device, name, _Frozen(info, bool(others)), dtype, given, what, elementwise).run()
                 if info.supports_gradgrad:
-                    given = _arguments(every[0])
+                    given = arguments_of(every[0])
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
             if name not in ROUGH and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
-                plane = _arguments(max(every, key=_is_plane))
+                plane = arguments_of(max(every, key=_is_plane))
                 changes = {what: partial(with_infinity, plane, infinity) for what, infinity in INFINITE.items()}
-                changes["with NaN"] = partial(with_nan, _arguments(max(every, key=_weight)))
+                changes["with NaN"] = partial(with_nan, arguments_of(max(every, key=_weight)))
                 for what, change in changes.items():
                     if (changed := change()) is not None:
                         Case(found, device, name, info, dtype, changed, what, elementwise).run()
@@ -148,6 +145,24 @@ def compare(
             found, device, name, info, [each for each in dtypes if each.is_floating_point and each in known]
         )
     return found
+
+
+def compare_options(device: torch.device, names: Sequence[str], faults: Sequence[KnownFault] = ()) -> Found:
+    """Compare operators, each in one dtype, on samples that show each of their options; see `compare`."""
+    found = Found([fault for fault in faults if fault.applies])
+    for name in names:
+        info = operators()[name]
+        known = info.supported_dtypes("cpu")
+        for dtype in sorted(known, key=lambda each: (each != torch.float32, str(each)))[:1]:
+            _compare_rare(found, device, name, rare(name, info, dtype, samples(info, dtype), []))
+    return found
+
+
+def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable[Rare]) -> None:
+    for case in cases:
+        Case(found, device, name, case.info, case.dtype, case.arguments, case.what, elementwise=False).run()
+        if len(found.wrong) > _MOST_WRONG:
+            return
 
 
 def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, dtypes: list[torch.dtype]) -> None:
@@ -165,23 +180,8 @@ def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, dt
             found.note(f"{name}, {one} of shape {shapes[0]} and {other} of shape {shapes[1]}: {result}, not {right}")
 
 
-def _not_differentiable(info: Any, dtype: torch.dtype) -> list[Any]:
-    """Return the samples that torch has for results alone, with gradients; none if all of its samples are those."""
-    if not info.supports_autograd:
-        return []
-    found = samples(info, dtype, differentiable=False)
-    for leaf in tensors([_arguments(sample) for sample in found]):
-        if leaf.is_floating_point() and leaf.is_leaf:
-            leaf.requires_grad_()
-    return found
-
-
-def _arguments(sample: Any) -> Any:
-    return (sample.input, *sample.args), sample.kwargs
-
-
 def _cases(sample: Any, *, resized: bool) -> Iterator[tuple[Any, str]]:
-    arguments = _arguments(sample)
+    arguments = arguments_of(sample)
     yield arguments, "broadcast" if sample.broadcasts_input else ""
     if not resized:
         return
@@ -189,32 +189,6 @@ def _cases(sample: Any, *, resized: bool) -> Iterator[tuple[Any, str]]:
         changed = change(arguments)
         if changed is not None:
             yield changed, what
-
-
-def _of_other_options(every: list[Any], chosen: list[Any]) -> Iterator[Any]:
-    """Yield each sample with a switch, a word, a dimension or a kind of argument that no sample before it has."""
-    seen = {option for sample in chosen for option in _options(sample)}
-    for sample in every:
-        if not _options(sample) <= seen:
-            seen |= _options(sample)
-            yield sample
-
-
-def _options(sample: Any) -> set[tuple[Any, ...]]:
-    def told(value: Any) -> Any:
-        if value is None or isinstance(value, bool | str):
-            return value
-        return (max(-2, min(2, value)), "int") if isinstance(value, int) else type(value)
-
-    options = (*enumerate(sample.args), *sample.kwargs.items())
-    shapes = [each.shape for each in tensors(_arguments(sample)) if each.dim()]
-    unequal = bool(shapes) and len({*shapes}) > 1  # a switch or a word may matter for some shapes alone
-    sizes = (unequal, len(shapes[0]) if shapes else 0)
-    return {(key, told(value)) for key, value in options} | {
-        (key, value, unequal and sizes if isinstance(value, bool) else sizes)
-        for key, value in options
-        if value is None or isinstance(value, bool | str)
-    }
 
 
 def _weight(sample: Any) -> int:
@@ -231,7 +205,7 @@ def _is_plane(sample: Any) -> bool:
 def _expanded(every: list[Any]) -> Iterator[Any]:
     """Return the first sample of which all rows, and then all columns, lie in the same memory."""
     for dimension in (0, -1):
-        found = (expanded(_arguments(sample), dimension) for sample in every)
+        found = (expanded(arguments_of(sample), dimension) for sample in every)
         yield from islice((arguments for arguments in found if arguments is not None), 1)
 
 
@@ -239,7 +213,7 @@ def _of_many(name: str, info: Any, every: list[Any], elementwise: bool) -> Itera
     """Return for rows and for columns the first enlarged sample of each signature, if its results are not too large."""
     done = set()
     if elementwise:
-        found = (lengthened(_arguments(sample)) for sample in every)
+        found = (lengthened(arguments_of(sample)) for sample in every)
         yield from islice((arguments for arguments in found if arguments is not None), 1)
         return
     indexed = name in REPEATABLE
@@ -247,7 +221,7 @@ def _of_many(name: str, info: Any, every: list[Any], elementwise: bool) -> Itera
     for by_index, dimension, sample, everywhere in product(ways, (0, -1), every, (False, True)):
         signature = by_index, dimension, len(sample.args), *sorted(sample.kwargs)
         if signature not in done:
-            given = _arguments(sample)
+            given = arguments_of(sample)
             arguments = enlarged(given, dimension, everywhere=everywhere, indices=indexed, by_index=by_index)
             if arguments is not None and _fits(info, arguments):
                 done.add(signature)
@@ -299,25 +273,6 @@ class _Gradient:
         if any(type(each.grad_fn).__name__ in _REPORTED for each in gradients):
             raise NotImplementedError("torch reports that its backward pass has no derivative")
         return gradients
-
-
-class _Frozen:
-    """An operator whose first argument needs no gradient, or no other one does."""
-
-    inplace_variant, supports_out = None, False
-
-    def __init__(self, info: Any, others: bool) -> None:
-        self._info, self._others = info, others
-
-    def op(self, first: Any, *given: Any, **options: Any) -> Any:
-        """Return the operator's result."""
-
-        def frozen(value: Any) -> Any:
-            return mapped(lambda each: each.detach() if isinstance(each, Tensor) else each, value)
-
-        if self._others:
-            return self._info.op(first, *frozen(given), **frozen(options))
-        return self._info.op(frozen(first), *given, **options)
 
 
 class _Between:

@@ -191,7 +191,7 @@ swept("out_with_gaps_that_is_not_written", "cat", "with out=",
 swept("out_that_is_transposed_and_not_written", "baddbmm", "with out=",
       {"baddbmm.out": lambda func, *args, out, **kwargs: out if out.stride(-1) > 1 and out.stride(0) == 1
        else func(*args, out=out, **kwargs)})  # fmt: skip
-swept("gradient_beside_frozen_weights_that_is_doubled", "nn.functional.conv2d", "of other frozen inputs: the gradient",
+swept("gradient_beside_frozen_weights_that_is_doubled", "nn.functional.conv2d", "of frozen inputs: the gradient",
       {"convolution_backward": lambda func, *args: [each if each is None or args[-1][1] else each * 2
                                                     for each in func(*args)]})  # fmt: skip
 swept("result_that_the_next_call_overwrites", "exp", "between other calls", {"exp": _KeepsItsResult()})

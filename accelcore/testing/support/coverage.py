@@ -1,0 +1,154 @@
+"""Choice of an operator's samples by the arguments that they give, and arguments that no sample of torch gives."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.testing.support.layouts import tensors
+from accelcore.testing.support.samples import samples
+
+_MOST_PAIRS = 12  # of an operator
+_REDUCTIONS = ("none", "sum", "mean")
+_NO_OPTIONS = ("dtype", "inplace", "check_errors", "size_average", "reduce")
+"""Parameters that a sample of its own shows, that only change where a result is written, or that are deprecated."""
+
+
+def arguments_of(sample: Any) -> Any:
+    """Return a sample's arguments: the ones by position, the ones by name."""
+    return (sample.input, *sample.args), sample.kwargs
+
+
+def of_other_options(info: Any, dtype: torch.dtype, every: list[Any], chosen: list[Any]) -> Iterator[Any]:
+    """Yield the arguments of each sample with a kind of value of an argument that no sample before it has.
+
+    Args:
+        info: the operator's OpInfo.
+        dtype: of the samples. In fp32 those are added that torch has for results alone.
+        every: its samples.
+        chosen: those that are compared already.
+    """
+    seen = {option for sample in chosen for option in _options(arguments_of(sample))}
+    more = _not_differentiable(info, dtype) if dtype == torch.float32 else []
+    for number, arguments in enumerate(map(arguments_of, every + more)):
+        if not _options(arguments) <= seen or not (chosen or number):  # the first may have no options
+            seen |= _options(arguments)
+            yield arguments
+
+
+def joined(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Any]:
+    """Yield arguments that no sample has: an option of which all have the default, and pairs of options."""
+    pool = [arguments_of(sample) for sample in every + _not_differentiable(info, dtype)]
+    changed = list(_of_defaults(info, pool))
+    yield from changed
+    yield from _pairs_of(pool + changed)
+
+
+def _not_differentiable(info: Any, dtype: torch.dtype) -> list[Any]:
+    """Return the samples that torch has for results alone, with gradients; none if all of its samples are those."""
+    if not info.supports_autograd:
+        return []
+    found = samples(info, dtype, differentiable=False)
+    for leaf in tensors([arguments_of(sample) for sample in found]):
+        if leaf.is_floating_point() and leaf.is_leaf:
+            leaf.requires_grad_()
+    return found
+
+
+def _kind(value: Any) -> Any:
+    """Return what kind of value it is: equal for values between which a kernel is not likely to decide."""
+    if value is None or isinstance(value, bool | str | torch.dtype):
+        return value
+    if isinstance(value, int):
+        return max(-2, min(2, value)), "int"
+    if isinstance(value, float):
+        size = abs(value)
+        return math.copysign(1, value), "float", size if size in (0, 1, 2, math.inf) else size > 1
+    if isinstance(value, tuple | list) and not tensors(value):
+        kinds = [_kind(each) for each in value[:4]]
+        return "several", len({*kinds}) == 1, *kinds
+    return type(value)
+
+
+def _options(arguments: Any) -> set[tuple[Any, ...]]:
+    (_, *given), named = arguments
+    options = (*enumerate(given), *named.items())
+    shapes = [each.shape for each in tensors(arguments) if each.dim()]
+    unequal = bool(shapes) and len({*shapes}) > 1  # a switch or a word may matter for some shapes alone
+    sizes = (unequal, len(shapes[0]) if shapes else 0)
+    return {(key, _kind(value)) for key, value in options} | {
+        (key, value, unequal and sizes if isinstance(value, bool) else sizes)
+        for key, value in options
+        if value is None or isinstance(value, bool | str)
+    }
+
+
+def _pairs_of(pool: list[Any]) -> Iterator[Any]:
+    """Yield arguments with two options that no others have together, of those that others have on the same shapes."""
+    alike: dict[Any, list[Any]] = {}
+    for given, named in pool:
+        if named:
+            shapes = [tuple(each.shape) if isinstance(each, Tensor) else _kind(each) for each in given]
+            alike.setdefault(repr(shapes), []).append((given, named))
+    done = {pair for _, named in pool for pair in _pairs(named)}
+    count = 0
+    for group in sorted(alike.values(), key=lambda each: -len({key for _, named in each for key in named})):
+        for (given, one), (_, other) in combinations(group, 2):
+            if any(_shape(one[key]) != _shape(other[key]) for key in one.keys() & other.keys()):
+                continue  # each has a tensor that belongs to its other options
+            for both in ({**one, **other}, {**other, **one}):
+                new = {*_pairs(both)} - done
+                if new and count < _MOST_PAIRS:
+                    done |= new
+                    count += 1
+                    yield given, both
+
+
+def _shape(value: Any) -> Any:
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _pairs(named: dict[str, Any]) -> Iterable[Any]:
+    return combinations(sorted(((key, _kind(value)) for key, value in named.items()), key=repr), 2)
+
+
+def _of_defaults(info: Any, pool: list[Any]) -> Iterator[Any]:
+    """Yield the sample with most options with another value for each switch and number of which no sample has one."""
+    if not pool:
+        return
+    known = {key for _, named in pool for key in named}
+    given, named = max(pool, key=lambda arguments: (len(arguments[1]), len(arguments[0])))
+    for key, default, kind in _defaults(info, len(given)):
+        if key not in known and key not in _NO_OPTIONS:
+            for value in _others(default, kind):
+                yield given, {**named, key: value}
+
+
+def _defaults(info: Any, count: int) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, default and type of the parameters behind the first `count`; of all overloads of an operator."""
+    try:
+        parameters = list(inspect.signature(info.op).parameters.values())[count:]
+    except (TypeError, ValueError):
+        packet = getattr(torch.ops.aten, (info.aten_name or info.name).rpartition(".")[2], None)
+        for overload in packet.overloads() if packet is not None else ():
+            for argument in getattr(packet, overload)._schema.arguments[count:]:
+                if argument.has_default_value() and not argument.is_out:
+                    yield argument.name, argument.default_value, str(argument.type)
+        return
+    for parameter in parameters:
+        if parameter.default is not parameter.empty:
+            yield parameter.name, parameter.default, str(parameter.annotation)
+
+
+def _others(default: Any, kind: str) -> list[Any]:
+    if isinstance(default, bool):
+        return [not default]
+    if isinstance(default, float) or (default is None and ("float" in kind or "number" in kind)):
+        return [0.3 + 0.5 * (default or 0.0)]
+    return [each for each in _REDUCTIONS if each != default] if default in _REDUCTIONS else []

@@ -1,0 +1,93 @@
+"""Kernels that are wrong for arguments that scripts rarely give, and that the suite compares all the same."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from accelcore_cpu.backend import create
+
+from accelcore.testing import whole_suite as suite
+from accelcore.testing.suite import operators as of_suite
+from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
+from accelcore.testing.support.sweep import compare_options
+
+HERE = str(Path(__file__).parent)
+sys.path.append(HERE)
+Wrong, WrongFunction = (getattr(import_module("lies.operators"), name) for name in ("Wrong", "WrongFunction"))
+sys.path.remove(HERE)
+
+HOST = torch.device("cpu")
+
+
+def _inside(func, grad, x, padding):
+    left, right, top, bottom = padding
+    if min(padding) < 0:
+        return func(grad, x, padding)
+    return grad[..., top : grad.shape[-2] - bottom, left : grad.shape[-1] - right].clone()
+
+
+def _of_bias(func, *args):
+    found = func(*args)
+    return (*found[:2], found[2] * 0) if args[-1] == [False, False, True] else found
+
+
+def _smooth_without_weights(function, x, target, weight=None, *, label_smoothing=0.0, **options):
+    weight = None if label_smoothing else weight
+    return function(x, target, weight, label_smoothing=label_smoothing, **options)
+
+
+def _twice(x, wrong):
+    return 1 + (wrong and x.dtype == torch.complex64)
+
+
+WRONG = {
+    "an option of torch's samples": ("nn.functional.pad.replicate", "of other options: the gradient", {
+        "replication_pad2d_backward": _inside}),
+    "a word of torch's samples": ("fft.irfft", "of other options: result", {
+        "_fft_c2r": lambda func, x, dim, norm, last: func(x, dim, norm, last) * _twice(x, norm == 1)}),
+    "two options at once": ("nn.functional.cross_entropy", "of other options: result", {
+        "cross_entropy": _smooth_without_weights}),
+    "a number that no sample gives": ("nn.functional.celu", "of other options: result", {
+        "celu": lambda func, x, *alpha: func(x)}),
+    "quotients beyond 32 bits": ("div.trunc_rounding", "with large numbers: result", {
+        "div.Tensor_mode": lambda func, *args, **mode: func(*args, **mode).clamp(-(2.0**31), 2.0**31)}),
+    "an infinite divisor": ("remainder", "with inf: result", {
+        "remainder": lambda func, x, y: func(x, y).where(~torch.as_tensor(y).isinf(), torch.nan)}),
+    "the bias alone": ("nn.functional.conv2d", "of frozen inputs: the gradient", {"convolution_backward": _of_bias}),
+    "complex numbers": ("reciprocal", "of complex numbers: result", {
+        "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
+}  # fmt: skip
+"""What is rare, the operator, what the suite says, and kernels that are wrong there."""
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_kernel_that_is_wrong_for_a_rare_argument_is_caught(what):
+    name, says, kernels = WRONG[what]
+    wrong = WrongFunction if "cross_entropy" in kernels else Wrong
+    with wrong(kernels):
+        found = compare_options(HOST, [name]).wrong
+    assert any(says in each for each in found), found
+    right = compare_options(HOST, [name])
+    assert right.compared
+    assert right.wrong == []
+
+
+def test_every_operator_is_compared_in_some_part(monkeypatch):
+    seen = []
+    monkeypatch.setattr(of_suite, "compare_options", lambda device, names, faults: seen.extend(names))
+    monkeypatch.setattr(of_suite, "_report", lambda found, name, record: None)
+    backend = create()
+    for part in range(of_suite._PARTS):
+        suite.TestOperators().test_options(backend, part, None)
+    assert sorted([*seen, *SAMPLED, *FRAGILE]) == sorted(operators())
+
+
+def test_a_part_fails_by_what_one_of_its_operators_computes():
+    part = sorted(operators().keys() - {*SAMPLED, *FRAGILE}).index("cummax") % of_suite._PARTS
+    wrong = Wrong({"cummax": lambda func, x, dim: (x * 0, func(x, dim)[1])})
+    with wrong, pytest.raises(AssertionError, match="cummax, float32, as it is, of other options: result 0 is wrong"):
+        suite.TestOperators().test_options(create(), part, lambda *said: None)
