@@ -93,4 +93,4 @@ class CheckpointError(AccelError, RuntimeError):
 
 
 class RecordingError(AccelError, RuntimeError):
-    """A recording of a run is damaged, is no recording, or does not fit the run that is compared with it."""
+    """A recording of a run is damaged, is not a recording, or does not fit the run that is compared with it."""
