@@ -30,58 +30,34 @@ _WARM_UP = 3
 
 @dataclass
 class Row:
-    """A variant's results beside those of the reference.
-
-    Attributes:
-        variant: its name and options.
-        outcomes: one for each round.
-        loss: of the first round, by rule 1; NaN if there is none.
-        difference: of this loss from the reference's.
-        divergence: mean over all steps of the loss's distance from the reference's.
-        overflows: how many updates of the first round were skipped because a gradient overflowed.
-        seconds: lower quartile, median and upper quartile of a step, over all rounds; NaN if there are none.
-        memory: peak in bytes, the largest of all rounds.
-        agrees: whether the variant trains as fp32 does, by rule 2.
-        why: the reason if it does not agree, or was not tried.
-    """
+    """A variant's results beside those of the reference."""
 
     variant: Variant
-    outcomes: list[Outcome] = field(default_factory=list)
-    loss: float = math.nan
-    difference: float = math.nan
-    divergence: float = math.nan
-    overflows: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)  # one for each round
+    loss: float = math.nan  # of the first round, by rule 1; NaN if there is none
+    difference: float = math.nan  # of this loss from the reference's
+    divergence: float = math.nan  # mean over all steps of the loss's distance from the reference's
+    overflows: int = 0  # how many updates of the first round were skipped because a gradient overflowed
+    # lower quartile, median and upper quartile of a step, over all rounds; NaN if there are none
     seconds: tuple[float, float, float] = (math.nan, math.nan, math.nan)
-    memory: int = 0
-    agrees: bool = False
-    why: str = ""
+    memory: int = 0  # peak in bytes, the largest of all rounds
+    agrees: bool = False  # whether the variant trains as fp32 does, by rule 2
+    why: str = ""  # the reason if it does not agree, or was not tried
 
 
 @dataclass
 class Advice:
-    """Result of `advise`.
-
-    Attributes:
-        script: what was tried.
-        about: facts of the first trial: the model, the device, its capabilities, overridden options.
-        rows: one for each variant, the reference first.
-        seeds: losses of the runs in fp32 with other seeds.
-        noise: range of the loss over all seeds; NaN if it is not known.
-        seed_divergence: mean distance, step by step, of another seed's loss from the reference's.
-        recommended: name of the recommended variant; empty if none can be recommended.
-        reason: why.
-        notes: what limits the comparison, in sentences.
-    """
+    """Result of `advise`."""
 
     script: Script
-    about: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-    seeds: list[float] = field(default_factory=list)
-    noise: float = math.nan
-    seed_divergence: float = math.nan
-    recommended: str = ""
-    reason: str = ""
-    notes: list[str] = field(default_factory=list)
+    about: dict[str, Any]  # facts of the first trial: the model, the device, its capabilities, overridden options
+    rows: list[Row] = field(default_factory=list)  # one for each variant, the reference first
+    seeds: list[float] = field(default_factory=list)  # losses of the runs in fp32 with other seeds
+    noise: float = math.nan  # range of the loss over all seeds; NaN if it is not known
+    seed_divergence: float = math.nan  # mean distance, step by step, of another seed's loss from the reference's
+    recommended: str = ""  # name of the recommended variant; empty if none can be recommended
+    reason: str = ""  # why it is recommended
+    notes: list[str] = field(default_factory=list)  # what limits the comparison, in sentences
 
     @property
     def exit_code(self) -> int:

@@ -20,17 +20,11 @@ _TAIL = 12  # lines of a script's error
 
 @dataclass(frozen=True)
 class Script:
-    """The script to try.
+    """The script to try."""
 
-    Attributes:
-        command: arguments of `accelcore run`: its options, the script, the script's own arguments.
-        steps: windows of a trial.
-        limit: seconds that a step, and the start, may take.
-    """
-
-    command: Sequence[str]
-    steps: int
-    limit: float
+    command: Sequence[str]  # arguments of `accelcore run`: its options, the script, the script's own arguments
+    steps: int  # windows of a trial
+    limit: float  # seconds that a step, and the start, may take
 
 
 @dataclass(frozen=True)
@@ -44,28 +38,17 @@ class Variant:
 
 @dataclass
 class Outcome:
-    """Record of a trial: of the first trainer that the script made.
+    """Record of a trial: of the first trainer that the script made."""
 
-    Attributes:
-        about: the trainer's model, device, capabilities, and the options that were overridden; empty if the script
-            made no trainer.
-        trainers: how many trainers the script made.
-        checksums: of the first batches; empty if the script does not use `trainer.batches`.
-        losses: mean loss of each window; None if it was not finite.
-        seconds: of each window but the first, with loading its batches.
-        overflows: whether each window's update was skipped because a gradient overflowed.
-        memory: peak in bytes; 0 if the trial did not end.
-        failure: why it did not do all its steps; empty if it did.
-    """
-
+    # the trainer's model, device, capabilities, and the options that were overridden; empty if there is no trainer
     about: dict[str, Any] = field(default_factory=dict)
-    trainers: int = 0
-    checksums: list[list[int]] = field(default_factory=list)
-    losses: list[float | None] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    overflows: list[bool] = field(default_factory=list)
-    memory: int = 0
-    failure: str = ""
+    trainers: int = 0  # how many trainers the script made
+    checksums: list[list[int]] = field(default_factory=list)  # of the first batches that `trainer.batches` yielded
+    losses: list[float | None] = field(default_factory=list)  # mean loss of each window; None if it was not finite
+    seconds: list[float] = field(default_factory=list)  # of each window but the first, with loading its batches
+    overflows: list[bool] = field(default_factory=list)  # whether each window's update was skipped for overflow
+    memory: int = 0  # peak in bytes; 0 if the trial did not end
+    failure: str = ""  # why it did not do all its steps; empty if it did
 
 
 def try_script(script: Script, variant: Variant) -> Outcome:

@@ -30,22 +30,15 @@ from accelcore.util.containers import tensors
 
 @dataclass(eq=False)
 class Watched:
-    """A model that is watched, and its number among them.
-
-    Attributes:
-        compiled: whether it is called through a compiler, so that its modules are not seen.
-        autocast: the dtype of torch's autocast around its first call, or `"off"`.
-        entered, calls: the step in which it was last called, and how often in that step.
-        outermost: the module of it that is running and was called by none of it.
-    """
+    """A model that is watched, and its number among them."""
 
     model: nn.Module
     number: int
-    compiled: bool
-    autocast: str = "off"
-    entered: int = 0
-    calls: int = 0
-    outermost: nn.Module | None = None
+    compiled: bool  # whether it is called through a compiler, so that its modules are not seen
+    autocast: str = "off"  # the dtype of torch's autocast around its first call
+    entered: int = 0  # the step in which it was last called
+    calls: int = 0  # how often it was called in that step
+    outermost: nn.Module | None = None  # the module of it that is running and was called by none of it
 
     @property
     def device(self) -> torch.device:

@@ -24,37 +24,24 @@ PHASE_OF = {kind: phase for phase, kinds in _KINDS.items() for kind in kinds}
 
 
 class Event(NamedTuple):
-    """One thing that was seen in a step.
+    """One thing that was seen in a step."""
 
-    Attributes:
-        kind: a key of `PHASE_OF`.
-        module: the module's name as in `model.named_modules()`.
-        item: the number of an input or output, the parameter's or buffer's name, the optimizer state's name with the
-            parameter's, or the operator's name.
-        number: how often the same was seen before in this step.
-    """
-
-    kind: str
-    module: str
+    kind: str  # a key of `PHASE_OF`
+    module: str  # the module's name as in `model.named_modules()`
+    # the number of an input or output, the name of a parameter or buffer, that of an optimizer's state with its
+    # parameter's, or the operator's name
     item: str
-    number: int = 0
+    number: int = 0  # how often the same was seen before in this step
 
 
 class Row(NamedTuple):
-    """An event, and where its sample is.
-
-    Attributes:
-        key: dtype and device, as in `"float32.cpu"`: the samples of a step that have both in common are joined.
-        shape: the tensor's shape on this rank.
-        source: the module that made this tensor; empty if no module did.
-        size: how many elements the sample has.
-    """
+    """An event, and where its sample is."""
 
     event: Event
-    key: str
-    shape: tuple[int, ...]
-    source: str
-    size: int
+    key: str  # dtype and device, as in `"float32.cpu"`: the samples of a step that have both in common are joined
+    shape: tuple[int, ...]  # the tensor's shape on this rank
+    source: str  # the module that made this tensor; empty if no module did
+    size: int  # how many elements the sample has
 
 
 class Seen(NamedTuple):

@@ -133,19 +133,18 @@ class Writer:
 class Reader:
     """Reads the recording of one rank.
 
-    Attributes:
-        facts: what was recorded beside the steps: settings, options, notes.
-        steps: the numbers of the steps.
-
     Raises:
         RecordingError: the recording is damaged, or of another format.
     """
+
+    facts: dict[str, Any]  # what was recorded beside the steps: settings, options, notes
+    steps: range  # the numbers of the steps
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._steps: dict[int, tuple[Path, list[Row]]] = {}
         with _reading(folder):
-            self.facts: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+            self.facts = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             if self.facts["what"] != "accelcore recording":
                 raise ValueError("this is another kind of file")
             if self.facts["format"] != _FORMAT:

@@ -60,24 +60,16 @@ def hides(pairs: Pairs) -> bool:
 
 @dataclass
 class Tolerance:
-    """The comparison of one step of two runs up to rounding.
+    """The comparison of one step of two runs up to rounding."""
 
-    Attributes:
-        both: the step in both recordings; `pairs` are the events that are compared.
-        coarsest: rounding of the coarsest dtype within compiled code.
-        before: what was seen last at the end of a step, in both runs.
-        odd: reduced gradients that are other ones on this rank than on all others.
-        is_hidden: whether only what needs no tolerance is compared.
-        scaled: kinds of gradients that the runs may scale otherwise, by a loss scale, a strategy, or clipping within
-            an optimizer's kernel. They are compared up to a factor, which is that of the first one of a step.
-    """
-
-    both: tuple[Step, Step]
-    pairs: Pairs
-    coarsest: float
-    before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]]
-    odd: Container[Event]
-    is_hidden: bool
+    both: tuple[Step, Step]  # the step in both recordings
+    pairs: Pairs  # the events that are compared
+    coarsest: float  # rounding of the coarsest dtype within compiled code
+    before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]]  # what was seen last at the end of a step
+    odd: Container[Event]  # reduced gradients that are other ones on this rank than on all others
+    is_hidden: bool  # whether only what needs no tolerance is compared
+    # kinds of gradients that the runs may scale otherwise, by a loss scale, a strategy, or clipping within an
+    # optimizer's kernel. They are compared up to a factor, which is that of the first one of a step.
     scaled: Container[str]
 
     def __post_init__(self) -> None:
@@ -143,9 +135,7 @@ class Tolerance:
         self._carried = max(self._carried, ratio / 16 if backward else ratio)
         return None
 
-    def _excess_at_start(
-        self, mine: Seen, theirs: Seen, apart: Distance, own: float, unit: float
-    ) -> float | None:  # fmt: skip
+    def _excess_at_start(self, mine: Seen, theirs: Seen, apart: Distance, own: float, unit: float) -> float | None:
         """Compare how far a tensor has moved since the end of the step before; in the first step, the tensor itself."""
         if mine.event.kind == "weight":
             self._carried = max(self._carried, apart.ratio(unit))

@@ -22,16 +22,15 @@ class FiniteCheck:
     """Look for NaN and inf in the parameters or masters: often in the first windows, later in every 64th.
 
     What is found on the device is read one window later, so that the device does not become idle meanwhile.
-
-    Attributes:
-        losses: number of the window, loss, and the loss's version, for each of the last micro-batches.
-        due: the window after which `window_ended` is to be called next; inf if there is no check.
     """
+
+    losses: deque[tuple[int, Tensor, int]]  # window, loss and the loss's version, for each of the last micro-batches
+    due: float  # the window after which `window_ended` is to be called next; inf if there is no check
 
     def __init__(self, plan: Plan, steps: int) -> None:
         self._plan = plan
         self._wanted = plan.options["on_nonfinite"] is not None and len(plan.gradients.values) > 0
-        self.losses: deque[tuple[int, Tensor, int]] = deque(maxlen=2 * _EVERY * plan.options["accumulate"])
+        self.losses = deque(maxlen=2 * _EVERY * plan.options["accumulate"])
         self.begin(steps)
 
     def begin(self, steps: int) -> None:

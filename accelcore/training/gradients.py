@@ -30,28 +30,18 @@ _GRAD = attrgetter("grad")
 
 
 class Gradients(ABC):
-    """The gradients of a model's slots, from the first backward pass of a window to its update.
+    """The gradients of a model's slots, from the first backward pass of a window to its update."""
 
-    Attributes:
-        slots: the trained parameters, and what the optimizer updates in their place.
-        parameters: the parameter of each slot, on which backward leaves a gradient.
-        values: the tensors that hold the parameters: one tensor each, or one flat tensor for many.
-        flat: the flat memory of each of `values`; None for a tensor that is not flat.
-        memories: the memory that gradients are copied into, if any.
-        received: for each slot, whether it has a gradient; None is not zero. Known after `collect`.
-        held: gradients that keep their memory when they are cleared, because captured graphs add to it.
-    """
-
-    slots: Sequence[Slot]
-    values: Sequence[Tensor]
-    flat: Sequence[FlatMemory | None]
-    memories: Sequence[GradientMemory]
-    received: list[bool]
+    slots: Sequence[Slot]  # the trained parameters, and what the optimizer updates in their place
+    values: Sequence[Tensor]  # the tensors that hold the parameters: one tensor each, or one flat tensor for many
+    flat: Sequence[FlatMemory | None]  # the flat memory of each of `values`; None for a tensor that is not flat
+    memories: Sequence[GradientMemory]  # the memory that gradients are copied into, if any
+    received: list[bool]  # for each slot, whether it has a gradient; None is not zero. Known after `collect`.
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots, self.received, self.memories = slots, [], []
         self.parameters = [slot.parameter for slot in slots]
-        self.held: list[Tensor] = []
+        self.held: list[Tensor] = []  # keep their memory when they are cleared, because captured graphs add to it
 
     def refresh(self, *, thorough: bool = False) -> None:  # noqa: B027  # most have nothing to do
         """Take over what others wrote to the parameters; if `thorough`, compare all values: `.data` leaves no trace."""

@@ -41,15 +41,10 @@ class Schedule:
 
     A schedule by name ends after its updates, and its learning rate stays. torch's cosine would rise again. A scheduler
     of a function is torch's, and may do that or raise.
-
-    Attributes:
-        scheduler: None without a scheduler, or before it is made.
-        updates: the number of updates that it was made for; None if it was given, or is not made yet.
-        by: when it is stepped.
     """
 
-    scheduler: LRScheduler | None
-    updates: int | None = None
+    scheduler: LRScheduler | None  # None without a scheduler, or before it is made
+    updates: int | None = None  # the number of updates that it was made for; None if it was given, or is not made yet
 
     def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy, warmup: float = 0) -> None:
         if by not in get_args(ScheduleBy):

@@ -213,17 +213,11 @@ class Checkpoints(ABC):
 
 
 class Saver:
-    """The state of one trainer, as parts of a checkpoint.
+    """The state of one trainer, as parts of a checkpoint."""
 
-    Attributes:
-        writes: whether `save` writes checkpoints. A replay of a recording writes none.
-        starts_at: of a replay, the number of steps after which the recorded run began.
-        spares_start: whether the checkpoint that was resumed from is never deleted, so that a replay can begin there.
-    """
-
-    writes, spares_start = True, False
-    starts_at: int | None = None
-
+    writes = True  # whether `save` writes checkpoints. A replay of a recording writes none.
+    starts_at: int | None = None  # of a replay, the number of steps after which the recorded run began
+    spares_start = False  # whether the checkpoint that was resumed from is never deleted: a replay can begin there
     step: Step  # the trainer's; it makes a new one, and sets this, in each `refresh`
 
     def __init__(
