@@ -96,17 +96,17 @@ def scale_loss(
     given = dict.fromkeys(listed(optimizers, Optimizer, "optimizer"))
     scaler, trained = scalers[loss_id], list(map(prepared_of, given))
     for each in trained:
-        each.gradients.begin(scaler)
+        each.begin(scaler)
     with casts_suspended():
         try:
             yield scaler.scale(loss)
             if delay_unscale:
                 for each in trained:
-                    each.gradients.delay(scaler)
+                    each.delay(scaler)
                 return
             for each in trained:
-                each.gradients.end(scaler)
-            names = (each.gradients.first_not_finite() for each in trained)
+                each.end(scaler)
+            names = (each.first_not_finite() for each in trained)
             found = scaler.close(lambda: next(filter(None, names), None))
         except BaseException:
             scaler.inner.abandon()
@@ -156,7 +156,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     Clip these: `clip_grad_norm_(amp.master_params(optimizer), 1.0)`.
     """
     if is_prepared(optimizer):
-        yield from prepared_of(optimizer).gradients.masters
+        yield from prepared_of(optimizer).masters
         return
     for group in optimizer.param_groups:
         yield from group["params"]

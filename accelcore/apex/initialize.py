@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.apex.prepared import Accumulated, Prepared, is_prepared
+from accelcore.apex.prepared import Prepared, is_prepared
 from accelcore.apex.state import AmpScaler, backend_of, enter_o1, listed, state
 from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError, logger
@@ -138,21 +138,9 @@ def initialize(
             )
         backend.collectives.init(None)
     scalers = [AmpScaler(backend, properties.policy) for _ in range(num_losses)]
-    flagged, warns = backend.capabilities.overflow_flag, verbosity > 0
+    flat, exchanges = properties.combine_grad, properties.combine_ddp
     prepared = [
-        Prepared(
-            each,
-            Accumulated(
-                backend,
-                all_models,
-                each,
-                properties.policy,
-                flat=properties.combine_grad,
-                exchanges=properties.combine_ddp,
-            ),
-            flagged=flagged,
-            warns=warns,
-        )
+        Prepared(backend, all_models, each, properties.policy, flat=flat, exchanges=exchanges, warns=verbosity > 0)
         for each in all_optimizers
     ]
     exact: dict[int, Tensor] = {}
