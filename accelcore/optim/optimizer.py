@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.binding import GroupBinding, RunBinding, joint_groups
+from accelcore.optim.binding import GroupBinding, RunBinding
 from accelcore.optim.engine import Request, Route, as_engine, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
@@ -74,11 +74,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def keeps_shapes(self) -> bool:
         """Whether every tensor of its state, except counters, must have the shape of its parameter."""
         return self._route.memory != "tensors" or self._engine.keeps_shapes
-
-    @property
-    def joint_groups(self) -> Sequence[int]:
-        """For each group, the number of the first group with which it may be updated as one."""
-        return joint_groups(self.name, self.param_groups)
 
     @property
     def bound(self) -> Sequence[Run] | None:

@@ -326,10 +326,8 @@ def _listed(params: Parameters) -> list[dict[str, Any]]:
     for group in groups:
         if "params" not in group:
             raise TypeError(f"a parameter group has no 'params', only {', '.join(map(repr, group)) or 'nothing'}")
-    return [{**group, "params": _members(group["params"])} for group in groups]
-
-
-def _members(params: Any) -> list[Any]:
-    if isinstance(params, set | frozenset):
-        raise TypeError("a set of parameters has no order, and an optimizer's state depends on it")
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+        if isinstance(group["params"], set | frozenset):
+            raise TypeError("a set of parameters has no order, and an optimizer's state depends on it")
+    members = [group["params"] for group in groups]
+    members = [[each] if isinstance(each, torch.Tensor) else list(each) for each in members]
+    return [{**group, "params": own} for group, own in zip(groups, members, strict=True)]

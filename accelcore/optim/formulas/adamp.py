@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.flat.memory import Run
 from accelcore.optim.flat.segments import Channels, channels_of
 from accelcore.optim.formulas.formula import (
     FusibleFormula,
@@ -48,6 +47,7 @@ class AdamP(FusibleFormula):
     """
 
     by_element = False
+    parts_of = staticmethod(channels_of)
 
     def __init__(
         self,
@@ -80,10 +80,6 @@ class AdamP(FusibleFormula):
     @staticmethod
     def gains(n: Numbers, step: Number) -> Numbers:
         return {"mean_gain": 1 / (1 - n["beta1"] ** step), "root_gain": (1 - n["beta2"] ** step) ** -0.5}
-
-    @staticmethod
-    def parts_of(value: Tensor | Run) -> Channels | None:
-        return channels_of(value)
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Channels | None) -> None:

@@ -163,7 +163,7 @@ class FusibleFormula(Formula):
         raise NotImplementedError
 
     @staticmethod
-    def parts_of(value: Tensor | Run) -> Any:
+    def parts_of(run: Run | Tensor) -> Any:
         """Return what `arithmetic` needs to tell parameters apart; None if it treats each element alike."""
         return None
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from accelcore.optim.flat.memory import Run
 from accelcore.optim.flat.segments import Segments, Whole, parameters_of
 from accelcore.optim.formulas.formula import (
     FusibleFormula,
@@ -46,6 +45,7 @@ class Lamb(FusibleFormula):
     """
 
     by_element = False
+    parts_of = staticmethod(parameters_of)
 
     def __init__(
         self,
@@ -77,10 +77,6 @@ class Lamb(FusibleFormula):
     def coefficients(self, group: dict[str, Any]) -> Numbers:
         beta1, beta2 = group["betas"]
         return options(group, "lr", "weight_decay", "eps", "adam") | decay("beta1", beta1) | decay("beta2", beta2)
-
-    @staticmethod
-    def parts_of(value: Tensor | Run) -> Segments | Whole:
-        return parameters_of(value)
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: Segments | Whole) -> None:

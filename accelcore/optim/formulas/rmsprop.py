@@ -19,19 +19,26 @@ from accelcore.optim.formulas.formula import (
 )
 
 
-class RMSprop(FusibleFormula, torch.optim.RMSprop):
+class _MeanSquare(FusibleFormula):
+    """Base of RMSprop and RMSpropTF."""
+
+    start = 0.0  # of the mean square
+
+    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
+        buffer = {"momentum_buffer": 0.0} if group["momentum"] else {}
+        return {"square_avg": self.start} | buffer | ({"grad_avg": 0.0} if group["centered"] else {})
+
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
+        return options(group, "lr", "eps", "weight_decay", "momentum", "centered") | decay("alpha", group["alpha"])
+
+
+class RMSprop(_MeanSquare, torch.optim.RMSprop):
     """p = p - lr · g / (√v + eps), with v the running mean of g²; centered: of the variance of g, v - ḡ².
 
     Weight decay is added to the gradient first. With momentum, p = p - lr · b, with b = momentum · b + g / (√v + eps).
     Source: Hinton, "Neural Networks for Machine Learning", lecture 6e (2012); centered: Graves, "Generating Sequences
     With Recurrent Neural Networks" (2013). As torch.optim.RMSprop, whose options it has.
     """
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return _state(group, square=0.0)
-
-    def coefficients(self, group: dict[str, Any]) -> Numbers:
-        return _coefficients(group)
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
@@ -42,7 +49,7 @@ class RMSprop(FusibleFormula, torch.optim.RMSprop):
         value.sub_(update * n["lr"])
 
 
-class RMSpropTF(FusibleFormula):
+class RMSpropTF(_MeanSquare):
     """p = p - lr · g / √(v + eps), with v the running mean of g², which starts at 1; centered: v - ḡ².
 
     With momentum, b = momentum · b + lr · g / √(v + eps) and p = p - b, so that a new lr changes only new updates.
@@ -61,6 +68,8 @@ class RMSpropTF(FusibleFormula):
         lr_in_momentum: False: b = momentum · b + g / √(v + eps) and p = p - lr · b.
         state_dtype: see `Formula`.
     """
+
+    start = 1.0
 
     def __init__(
         self,
@@ -82,11 +91,8 @@ class RMSpropTF(FusibleFormula):
         }  # fmt: skip
         super().__init__(params, defaults, state_dtype=state_dtype)
 
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return _state(group, square=1.0)
-
     def coefficients(self, group: dict[str, Any]) -> Numbers:
-        return _coefficients(group) | options(group, "decoupled_decay", "lr_in_momentum")
+        return super().coefficients(group) | options(group, "decoupled_decay", "lr_in_momentum")
 
     @staticmethod
     def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
@@ -100,17 +106,6 @@ class RMSpropTF(FusibleFormula):
         if n["momentum"] is not None:
             update = state["momentum_buffer"].mul_(n["momentum"]).add_(update)
         value.sub_(update if early else update * n["lr"])
-
-
-def _state(group: dict[str, Any], *, square: float) -> dict[str, float]:
-    """Return the state: the mean square, which starts as `square`, the buffer of momentum, the mean gradient."""
-    buffer = {"momentum_buffer": 0.0} if group["momentum"] else {}
-    return {"square_avg": square} | buffer | ({"grad_avg": 0.0} if group["centered"] else {})
-
-
-def _coefficients(group: dict[str, Any]) -> Numbers:
-    """Return the numbers that RMSprop and RMSpropTF share."""
-    return options(group, "lr", "eps", "weight_decay", "momentum", "centered") | decay("alpha", group["alpha"])
 
 
 def _mean_square(n: Numbers, gradient: Tensor, state: State) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.optim.binding import joint_groups
 from accelcore.optim.engine import needs_closure
 from accelcore.optim.flat.memory import Run, Slot, unfit
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -106,7 +107,9 @@ def _gradients(plan: Plan) -> Gradients:
     if plan.strategy.layout == "shards":
         gradients = ShardedGradients(slots)
     elif slots and _lies_flat(plan):
-        gradients = Flat(slots, plan.optimizer.joint_groups if isinstance(plan.optimizer, RoutedOptimizer) else ())
+        optimizer = plan.optimizer
+        joint = joint_groups(optimizer.name, optimizer.param_groups) if isinstance(optimizer, RoutedOptimizer) else ()
+        gradients = Flat(slots, joint)
     else:
         gradients = PerTensor(slots)
     if plan.policy.masters and any(slot.parameter.dtype in LOW_PRECISION for slot in slots):
