@@ -49,9 +49,6 @@ class CapturedStep:
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, gradients: Gradients, *, sums: bool) -> None:
         self._runtime, self._optimizer, self._gradients, self._sums = runtime, optimizer, gradients, sums
-        self._graphs: dict[Any, _Graph] = {}
-        self._kinds: set[Any] = set()  # of batches that were trained on eagerly
-        self._received: set[str] = set()  # parameters that received a gradient while warming up
         self._options: list[Any] = []
         self._baked: tuple[Any, ...] = ()
         self._warm, self._windows = False, 0
@@ -111,8 +108,9 @@ class CapturedStep:
 
     def forget(self) -> None:
         """Drop all graphs, because the training has other memory now."""
-        for found in (self._graphs, self._kinds, self._received):
-            found.clear()
+        self._graphs: dict[Any, _Graph] = {}
+        self._kinds: set[Any] = set()  # of batches that were trained on eagerly
+        self._received: set[str] = set()  # parameters that received a gradient while warming up
         self._warm, self._windows = False, 0
         self._gradients.held = []
         for group in self._optimizer.param_groups:

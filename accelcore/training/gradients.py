@@ -212,9 +212,6 @@ class ShardedGradients(PerTensor):
         for value, gradient in zip(self.values, self.of_values(), strict=True):
             value.grad = gradient  # an optimizer of accelcore reads it
 
-    def reduce(self, mean: Callable[[Tensor], None]) -> None:
-        raise AssertionError("gradients of shards are reduced in backward")
-
     def of_values(self) -> Sequence[Tensor | None]:
         return [None if parameter.grad is None else to_local(parameter.grad) for parameter in self.parameters]
 

@@ -151,29 +151,22 @@ class Schedule:
             return
         assert self.scheduler is not None, "a window needs a scheduler that is made"
         self.check()
+        done = _last_epoch(self.scheduler)
+        has_ended = self.updates is not None and done is not None and done >= self.updates
+        if has_ended and warns and not self._has_warned:
+            self._has_warned = True
+            rates = dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)
+            logger.warning(
+                "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
+                "further, load the model into a new trainer, which makes a new schedule",
+                self.updates,
+                " and ".join(rates),
+            )
         try:
-            has_ended = self._has_ended()
-            if has_ended and warns and not self._has_warned:
-                self._has_warned = True
-                self._warn()
             if not (has_ended and self._stays):
                 self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
-
-    def _has_ended(self) -> bool:
-        """Return whether all updates that the scheduler was made for are done."""
-        done = _last_epoch(self.scheduler)
-        return self.updates is not None and done is not None and done >= self.updates
-
-    def _warn(self) -> None:
-        rates = dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)
-        logger.warning(
-            "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
-            "further, load the model into a new trainer, which makes a new schedule",
-            self.updates,
-            " and ".join(rates),
-        )
 
     def restored(self) -> None:
         """Continue with the scheduler as it is now."""

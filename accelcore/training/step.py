@@ -56,7 +56,7 @@ class Step:
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
-        self._shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
+        self.shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
         updated = (each for group in plan.optimizer.param_groups for each in group["params"])
         self._updated = next(updated, torch.empty(0))  # any of what the optimizer updates; a group may be empty
         self._version: int | None = None  # its version when a window's first backward began, until that is compared
@@ -73,7 +73,7 @@ class Step:
     @property
     def is_open(self) -> bool:
         """Whether a window has begun, with gradients or without."""
-        return self._window.micro > 0 or self._shared.is_open
+        return self._window.micro > 0 or self.shared.is_open
 
     def note_update(self, call: str) -> None:
         """Note the call that updates the parameters, or "" when a backward pass was added, for what errors advise."""
@@ -81,16 +81,12 @@ class Step:
         if self._binding is not None:
             self._binding.updated_by = call
 
-    def acquire_gradients(self) -> None:
-        """Put this trainer's gradients on the parameters, which other trainers may share."""
-        self._shared.acquire()
-
     def _open(self) -> None:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
-        self._shared.acquire()
-        if not self._shared.is_open:
+        self.shared.acquire()
+        if not self.shared.is_open:
             self._gradients.clear()
-            self._shared.is_open = True
+            self.shared.is_open = True
             self._version = self._updated._version
         elif self._version is not None and self._window.micro == 0 and self._updated._version != self._version:
             self._version = None
@@ -184,7 +180,7 @@ class Step:
 
     def close_window(self, *, full: bool, updated: bool = False, loss: Tensor | None = None) -> None:
         """Update the parameters unless a graph has `updated` them; begin a window; step schedule; call observers."""
-        self._shared.acquire()
+        self.shared.acquire()
         try:
             if not updated:
                 self.update_parameters(full=full)
@@ -318,7 +314,7 @@ class Step:
 
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
-        self._shared.is_open = self._added = opened
+        self.shared.is_open = self._added = opened
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
@@ -385,7 +381,7 @@ class Step:
             micro = min(self._window.micro, accumulate)
             logger.warning("%s, and the window is dropped: it had %d of %d micro-batches", why, micro, accumulate)
         self._strategy.reset()
-        self._shared.acquire()
+        self.shared.acquire()
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()

@@ -153,14 +153,11 @@ class SharedParameters:
         if holder is self:
             return
         if holder is not None and holder.is_open:
-            holder._set_aside()
+            holder._aside = [parameter.grad for parameter in holder._parameters]
+            for parameter in holder._parameters:
+                parameter.grad = None
         if self._aside is not None:
             for parameter, gradient in zip(self._parameters, self._aside, strict=True):
                 parameter.grad = gradient
             self._aside = None
         _thread.holder = ref(self)
-
-    def _set_aside(self) -> None:
-        self._aside = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None

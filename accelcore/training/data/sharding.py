@@ -108,19 +108,11 @@ class ShardedStream(IterableDataset[Any]):
             set_epoch(epoch)
 
 
-# The options that a copy of a DataLoader takes over, besides dataset, sampler and worker_init_fn.
 _COPIED = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+    "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator", "prefetch_factor",
+    "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+"""The options that a copy of a DataLoader takes over, besides dataset, sampler and worker_init_fn."""
 
 
 def check_loader(loader: object) -> None:

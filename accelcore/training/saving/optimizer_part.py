@@ -81,8 +81,14 @@ class OptimizerPart(Part):
 
         def commit() -> None:
             self._optimizer.load_state_dict({"state": own, "param_groups": groups})
-            if not isinstance(self._optimizer, RoutedOptimizer):
-                _lay_out_as_parameters(self._optimizer)
+            if isinstance(self._optimizer, RoutedOptimizer):
+                return
+            # With the strides of its parameter: files hold it contiguous, and a fused kernel walks both alike.
+            for parameter, entry in self._optimizer.state.items():
+                for key, value in entry.items():
+                    alike = isinstance(value, Tensor) and value.shape == parameter.shape
+                    if alike and value.stride() != parameter.stride():
+                        entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
         return commit
 
@@ -209,11 +215,3 @@ def _check_shapes(name: str, entry: Mapping[str, Any], parameter: Tensor, *, str
             raise malformed(
                 f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
             )
-
-
-def _lay_out_as_parameters(optimizer: Optimizer) -> None:
-    """Give state the strides of its parameter: files hold it contiguous, and a fused kernel walks both alike."""
-    for parameter, entry in optimizer.state.items():
-        for key, value in entry.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

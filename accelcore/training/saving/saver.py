@@ -318,7 +318,7 @@ def _commit(
     try:
         with agreement.all_or_none("restore its state"):
             for name, training in trainings.items():
-                training.saver.step.acquire_gradients()
+                training.saver.step.shared.acquire()
                 for commit in commits[name]:
                     commit()
                 training.saver.restored(steps[name])
@@ -334,7 +334,7 @@ def _commit(
 
 def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
     """Write this rank's files of one trainer: its own state, and the shared state if it is rank 0 or has shards."""
-    training.saver.step.acquire_gradients()
+    training.saver.step.shared.acquire()
     training.saver.step.finite.check(training.saver.steps, agree=False)
     if rank == 0 or training.saver.sharded:
         shared = {part.name: state for part in training.parts if (state := part.shared_state()) is not None}
