@@ -36,21 +36,8 @@ _INSTEAD = {
     **dict.fromkeys(("seed", "seed_everything", "set_seed"), "accel.runtime.seed(n)"),
     **dict.fromkeys(("prepare", "setup", "setup_module"), "accel.trainer(model, optimizer, ...)"),
     **dict.fromkeys(("setup_dataloaders", "prepare_data_loader"), "trainer.batches(loader)"),
-    **dict.fromkeys(
-        [
-            "rank",
-            "local_rank",
-            "world_size",
-            "is_main",
-            "print",
-            "gather",
-            "barrier",
-            "all_reduce",
-            "broadcast",
-            "mean",
-        ],
-        "job = accel.join(), which has it",
-    ),
+    **dict.fromkeys(("rank", "local_rank", "world_size", "is_main", "print"), "job = accel.join(), which has it"),
+    **dict.fromkeys(("gather", "barrier", "all_reduce", "broadcast", "mean"), "job = accel.join(), which has it"),
     **dict.fromkeys(
         ("is_main_process", "is_global_zero", "is_local_main_process"), "job = accel.join() and job.is_main"
     ),

@@ -45,7 +45,9 @@ def write_backend(name: str, folder: Path | None = None, *, torch_device: str = 
         for file, place in _PLACES.items():
             path = draft / place.format(name=name) / file
             path.parent.mkdir(exist_ok=True)
-            path.write_text(_text(file, name, torch_device), encoding="utf-8")
+            text = (files("accelcore.cli") / "template" / f"{file}.txt").read_text(encoding="utf-8").replace(_OLD, name)
+            text = text.replace('device = "cpu"', f'device = "{torch_device}"')
+            path.write_text(text, encoding="utf-8")
         draft.chmod(0o755)  # mkdtemp lets nobody else read it
         draft.rename(folder)
     except OSError as error:
@@ -55,11 +57,6 @@ def write_backend(name: str, folder: Path | None = None, *, torch_device: str = 
             f"{folder} cannot be written", why=str(error), remedy="name another folder with --folder"
         ) from error
     return folder
-
-
-def _text(file: str, name: str, torch_device: str) -> str:
-    text = (files("accelcore.cli") / "template" / f"{file}.txt").read_text(encoding="utf-8").replace(_OLD, name)
-    return text.replace('device = "cpu"', f'device = "{torch_device}"')
 
 
 def _check(name: str, torch_device: str) -> None:

@@ -212,12 +212,13 @@ class TorchCollectives(Collectives):
         _check_reduction(tensor, op)
         if dist.is_initialized():
             sent = _dense(tensor)
-            early, late = _divisors(sent.dtype, dist.get_world_size()) if op == "avg" else (1, 1)
-            if early != 1:
-                sent = sent / early
+            least = torch.finfo(torch.float32).smallest_normal
+            early = op == "avg" and torch.finfo(sent.dtype).smallest_normal > least
+            if early:
+                sent = sent / dist.get_world_size()
             dist.all_reduce(sent, _OPS[op])
-            if late != 1:
-                sent.div_(late)
+            if op == "avg" and not early:
+                sent.div_(dist.get_world_size())
             _store(tensor, sent)
         return tensor
 
@@ -341,12 +342,6 @@ def _check_reduction(tensor: Tensor, op: str) -> None:
 def _check_source(src: int, world_size: int) -> None:
     if not 0 <= src < world_size:
         raise ConfigurationError(f"there is no rank {src}", available=f"ranks 0 to {world_size - 1}")
-
-
-def _divisors(dtype: torch.dtype, world_size: int) -> tuple[int, int]:
-    """Return the divisors of an average before and after values are added."""
-    narrow = torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
-    return (world_size, 1) if narrow else (1, world_size)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -175,14 +175,17 @@ def _try_capabilities(device: torch.device) -> Capabilities:
         return True
 
     group, on_host = _process_group(kind), _process_group("cpu")
-    autocast = tuple(name for name in _low_dtypes(kind) if works(f"autocast to {name}", _try_autocast, name))
+    preferred = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    low = sorted(_LOW, key=lambda name: name != preferred)
+    autocast = tuple(name for name in low if works(f"autocast to {name}", _try_autocast, name))
     tables = ("torch", "O1") if autocast and works("table O1", _try_o1, autocast) else ("torch",)
     capabilities = Capabilities(
         autocast_dtypes=autocast,
         autocast_tables=tables,
         model_dtypes=tuple(name for name in _MODELS if works(f"models in {name}", _try_model, name)),
         native_optimizers=tuple(sorted(name for name in FUSED if works(f"fused {name}", _try_fused, name))),
-        compilers=("inductor",) if _inductor_serves(kind) else (),
+        # Triton first, because importing inductor takes seconds.
+        compilers=("inductor",) if importlib.util.find_spec("triton") and inductor_generates_code(kind) else (),
         process_groups=tuple(dict.fromkeys((group, on_host))) if group and on_host else (),
         parallel=("none", *_FOR_RANKS) if group and on_host else ("none",),
         sync_batchnorm=bool(group) and has_kernel(torch.ops.aten.batch_norm_stats.default, device_dispatch_key(kind)),
@@ -222,17 +225,6 @@ def _graph_class(module: Any) -> Callable[[], Any] | None:
     """Return the class of captured graphs in torch's module of a device; None if there is not exactly one."""
     found = [name for name in dir(module) if name.endswith("Graph") and not name.startswith("_")]
     return getattr(module, found[0]) if len(found) == 1 and hasattr(module, "graph") else None
-
-
-def _low_dtypes(kind: str) -> list[str]:
-    """Return the names of bf16 and fp16, torch's default of the device first."""
-    preferred = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-    return sorted(_LOW, key=lambda name: name != preferred)
-
-
-def _inductor_serves(kind: str) -> bool:
-    """Return whether inductor generates code for a device type. Importing it takes seconds, so Triton comes first."""
-    return importlib.util.find_spec("triton") is not None and inductor_generates_code(kind)
 
 
 def _ramp(*shape: int) -> Tensor:

@@ -144,8 +144,10 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     torch, autoload_broken, selection = None, False, answers.selection
     if deep_timeout is not None or (found and autoload_enabled(os.environ)):
         torch, autoload_broken = try_torch(candidates, found, deep_timeout or _TORCH_TIMEOUT)
-        if torch.outcome != "works":
-            selection = _refused(selection, torch)
+        if torch.outcome != "works":  # then `select()` raises
+            error = {"type": "BackendUnavailableError", "what": "torch cannot be imported", "available": ""}
+            error |= {"why": torch.reason, "remedy": torch.remedy}
+            selection = {**selection, "chosen": None, "error": error}
     system = (platform.system(), platform.release(), platform.machine(), " ".join(platform.libc_ver()))
     variables = [*_VARIABLES, *(name for candidate in candidates for name in candidate.probe.environment)]
     return Diagnosis(
@@ -173,12 +175,6 @@ def _unknown_variables(known: Iterable[str]) -> dict[str, str | None]:
     set_ = [name for name in sorted(os.environ) if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in ends]
     near = {name: nearest(name.removeprefix(_PREFIX), ends) for name in set_}
     return {name: None if end is None else _PREFIX + end for name, end in near.items()}
-
-
-def _refused(selection: Selection, torch: Trial) -> Selection:
-    """Return the selection with the error that `select()` raises if torch cannot be imported."""
-    error = {"type": "BackendUnavailableError", "what": "torch cannot be imported", "available": ""}
-    return {**selection, "chosen": None, "error": {**error, "why": torch.reason, "remedy": torch.remedy}}
 
 
 def _backend(candidate: Candidate) -> Plugin:
