@@ -13,6 +13,8 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType, TracebackType
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -24,19 +26,9 @@ def main() -> None:
     _end_with(int(launcher))
     _show_interrupt_in_one_line(launched=bool(int(launcher)))
     sys.modules.update(dict.fromkeys(filter(None, packages.split(","))))  # type: ignore[arg-type]  # None: not found
-    module = sys.argv[0] == "-m"
-    if module:
-        del sys.argv[0]
-    script = sys.argv[0]
-    if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
-        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
+    run = script_of_arguments()
     try:
-        if module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        elif script.endswith(".py"):
-            _run_file(os.path.abspath(script))
-        else:
-            runpy.run_path(script, run_name="__main__")
+        run()
     except Exception as error:  # noqa: BLE001  # shown as Python would, without the frames of this file and runpy
         if int(launcher):
             _record(error)
@@ -45,6 +37,21 @@ def main() -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+def script_of_arguments() -> Callable[[], object]:
+    """Return the function that runs what `sys.argv` names, a script or `-m` and a module, as `python` would."""
+    module = sys.argv[0] == "-m"
+    if module:
+        del sys.argv[0]
+    script = sys.argv[0]
+    if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of the program there
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
+    if module:
+        return partial(runpy.run_module, script, run_name="__main__", alter_sys=True)
+    if script.endswith(".py"):
+        return partial(_run_file, os.path.abspath(script))
+    return partial(runpy.run_path, script, run_name="__main__")
 
 
 def _run_file(path: str) -> None:

@@ -7,12 +7,11 @@ script's trainers save checkpoints; the script, or `-m` and a module, and its ow
 from __future__ import annotations
 
 import json
-import os
-import runpy
 import sys
 import warnings
 from time import monotonic
 
+from accelcore.cli.rank import script_of_arguments
 from accelcore.errors import AccelError
 from accelcore.parity.record import Record, rank_and_size
 from accelcore.parity.replay import Replay
@@ -25,12 +24,7 @@ _EVERY = 5.0  # seconds between two lines of progress
 def main() -> None:
     """Run the script in the context of a `Record` or a `Replay`."""
     mode, folder, options, *sys.argv = sys.argv[1:]
-    module = sys.argv[0] == "-m"
-    if module:
-        del sys.argv[0]
-    script = sys.argv[0]
-    if not getattr(sys.flags, "safe_path", False):  # Python has put the folder of this file there
-        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(script))
+    run = script_of_arguments()
     # Hooks on all modules find the models. That torch calls them once more for a compiled one does no harm here.
     warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
     kind = _Shown if mode == "record" else _ShownReplay
@@ -42,10 +36,7 @@ def main() -> None:
         with context:
             code = 1
             try:
-                if module:
-                    runpy.run_module(script, run_name="__main__", alter_sys=True)
-                else:
-                    runpy.run_path(script, run_name="__main__")
+                run()
             except SystemExit as end:  # a plain end by `sys.exit()` or after enough steps is an end as any other
                 if end.code not in (None, 0):
                     raise
