@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,11 +18,11 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.parity.collector import Watched
 from accelcore.parity.result import Difference
 from accelcore.training.trainer import Trainer
+from accelcore.util.text import repr_of
 
 _VARIABLES = re.compile(r"(ACCEL|MKL|OMP|PYTORCH|TORCH)_\w+|\w*(DETERMINISTIC|FP32|PRECISION|WORKSPACE)\w*")
 """Variables of torch and ours, and those of vendors that change the arithmetic; others may be secrets."""
 _PER_RUN = re.compile(r"TORCHELASTIC_\w+|ACCEL_EMULATE\w*|ACCEL_DEVICE|TORCH_DEVICE_BACKEND_AUTOLOAD")
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _ARITHMETIC = (
     "device", "kind", "torch", "processor", "threads", "fp32", "ranks", "compiled", "autocast",
     "trainer precision", "trainer loss_scale", "trainer fp32", "trainer parallel", "trainer compile", "trainer flat",
@@ -66,7 +65,7 @@ def gather(
         for group, options in enumerate(optimizer.param_groups):
             for name, value in options.items():
                 if name not in ("params", "capturable", "param_names"):
-                    found[f"optimizer {number} group {group} {name}"] = _text(value)
+                    found[f"optimizer {number} group {group} {name}"] = repr_of(value)[:200]
     for trainer in trainers:
         backend = trainer.backend
         found["backend"] = backend.name + (", emulated" if backend.emulated else "")
@@ -77,7 +76,7 @@ def gather(
             found[f"autocast table {table}"] = blake2b(operators.encode(), digest_size=6).hexdigest()
         for name, value in trainer.options.items():
             if name not in _BY_CLASS:
-                found[f"trainer {name}"] = _text(value)
+                found[f"trainer {name}"] = repr_of(value)[:200]
     for watched in models:
         for name, module in watched.model.named_modules():
             text = f"{type(module).__name__}({module.extra_repr()})"
@@ -106,7 +105,3 @@ def _fp32() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set by the newer of torch's two ways, and one cannot read the other's
         return str(getattr(torch.backends, "fp32_precision", "unknown"))
-
-
-def _text(value: Any) -> str:
-    return _ADDRESS.sub("", repr(value))[:200]

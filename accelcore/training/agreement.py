@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +23,8 @@ from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects, not_all_came
 from accelcore.training.plan import Plan
-from accelcore.util.text import first_line, ranks
+from accelcore.util.text import first_line, ranks, repr_of
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NOT_COMPARED = ("observers",)
 _COMPARED_BY_CLASS = ("loss", "weight", "clip", "scheduler")  # the repr of the user's objects says nothing
 _SHOWN = 5
@@ -141,10 +138,10 @@ def describe(plan: Plan) -> dict[str, str]:
     for name, value in plan.options.items():
         if name not in _NOT_COMPARED:
             by_class = name in _COMPARED_BY_CLASS and value is not None and not isinstance(value, str)
-            found[f"the option {name}"] = type(value).__name__ if by_class else _text(value)
+            found[f"the option {name}"] = type(value).__name__ if by_class else repr_of(value)
     for number, group in enumerate(optimizer.param_groups):
         for name, value in sorted(group.items()):
-            text = f"{len(value)} tensors" if name == "params" else _text(value)
+            text = f"{len(value)} tensors" if name == "params" else repr_of(value)
             found[f"{name} in group {number} of the optimizer"] = text
     numbers = {id(member): number for number, members in enumerate(plan.groups()) for member in members}
     for name, parameter in plan.model.named_parameters():
@@ -167,10 +164,6 @@ def differences(descriptions: Sequence[Mapping[str, str]]) -> tuple[str, str]:
         lines.append(f"{name} is {', '.join(f'{value} on {which}' for value, which in where.items())}")
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return ranks(odd), "; ".join(lines[:_SHOWN] + more)
-
-
-def _text(value: Any) -> str:
-    return _ADDRESS.sub("", repr(value))
 
 
 def _tensor(tensor: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,6 +42,11 @@ def kind_of(value: object) -> str:
     """Return the name of a value's class with its article, `an int` or `a list`."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def repr_of(value: object) -> str:
+    """Return a value's repr without addresses, so that equal values have equal texts in every process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def first_line(text: object) -> str:
