@@ -266,7 +266,6 @@ def _launch(rank: int | None, world_size: int | None, local_rank: int | None, in
 
 
 def _duration(timeout: timedelta | float | None) -> timedelta | None:
-    """Return a timeout that may be a number of seconds."""
     if is_number(timeout) and 0 < timeout <= timedelta.max.total_seconds():
         return timedelta(seconds=timeout)
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta()):

@@ -42,18 +42,7 @@ def advise(
 ) -> Advice:
     """Try a script and recommend a variant by the rule of `accelcore.advise.rule`.
 
-    Args:
-        presets: names of `PRESETS` to try beside `"fp32"`; empty for all that the device declares, with O1 to O3 in
-            float16 where it can.
-        every: whether each preset that agrees is tried compiled, flat and not flat, and not the recommended one only.
-        seeds: how many other seeds measure the noise, 1 or more.
-        rounds: how often each variant is tried for its time, in turn with the others.
-        show: called with the name of each trial before it.
-        run: runs one trial.
-
-    Raises:
-        ConfigurationError: an unknown preset.
-        TrainingError: the script fails in fp32, makes no trainer, or ends after a few steps.
+    The options are those of the command. `show` is called with the name of each trial before it; `run` runs one.
     """
     for name in presets:
         if name not in PRESETS:

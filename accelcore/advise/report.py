@@ -71,11 +71,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def write_page(advice: Advice, path: Path) -> None:
-    """Write a page that loads nothing from elsewhere: the table, and the losses as curves.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write a page that loads nothing from elsewhere: the table, and the losses as curves."""
     curves = {
         row.variant.name: {step: loss for step, loss in enumerate(row.outcomes[0].losses, 1) if loss is not None}
         for row in advice.rows

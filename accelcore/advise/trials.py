@@ -94,7 +94,6 @@ def _read(report: Path) -> Outcome:
 
 
 def _failure(found: Outcome, ended: Ended, script: Script) -> str:
-    """Return why a trial did not do all its steps."""
     done = len(found.losses)
     if ended.status is None:
         return f"no step for {ended.limit:g} seconds, after {done} steps"

@@ -175,7 +175,6 @@ def _check_models(models: Iterable[nn.Module]) -> None:
 
 
 def _check_declared(backend: Backend, properties: _Properties) -> None:
-    """Raise UnsupportedError if the backend does not declare what the level needs."""
     if properties.policy.autocast:
         backend.autocast(torch.float16, table="O1")
     dtype, declared = properties.policy.model_dtype, backend.capabilities.model_dtypes

@@ -212,7 +212,6 @@ def _numbers(text: str) -> list[int]:
 
 
 def _show(found: Result) -> None:
-    """Print a result as a table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -70,7 +70,6 @@ def _rows(
 
 
 def _show(tables: Mapping[str, dict[str, Any]], rows: Iterable[tuple[str, ...]]) -> None:
-    """Print the tables to stdout, in aligned columns."""
     rows = [("operator", "O1", *(f"torch on {name}" for name in tables)), *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

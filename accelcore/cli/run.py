@@ -40,7 +40,6 @@ _SEVERAL_MACHINES = {
 
 
 def _several_machines(command: F) -> F:
-    """Add torchrun's options for several machines."""
     for name, (metavar, text) in reversed(_SEVERAL_MACHINES.items()):
         command = click.option(name, metavar=metavar, help=f"{text} (torchrun's)")(command)
     return command

@@ -168,8 +168,6 @@ def outside_any_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Reader:
-    """Reader of one launcher's variables."""
-
     def __init__(self, launcher: Launcher, environ: Mapping[str, str]) -> None:
         self._launcher, self._environ = launcher, environ
 

@@ -326,7 +326,6 @@ def root(error: BaseException) -> BaseException:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Return whether a collective failed because it lost a rank."""
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
 
 

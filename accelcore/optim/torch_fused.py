@@ -211,7 +211,6 @@ def _is_fused(group: dict[str, Any]) -> bool:
 
 
 def _alike(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by device and dtype."""
     if len(tensors) == 1:
         return (tensors,)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

@@ -70,12 +70,8 @@ def begins_at(
     A batch, initial weights and random numbers come from outside the training: a difference of them begins there. A
     loss or a norm was computed from more than was seen, such as the targets.
 
-    Args:
-        parted: the first event that differs.
-        both: the step in both recordings.
-        compared: the events of this step that were compared, in order.
-        before: the events of the step before that were compared; None in the first step.
-        ranks: whether the other ranks were compared, too; there may be none.
+    `compared` are the events of this step that were compared, in order; `before`, those of the step before, None in the
+    first step. `ranks`: whether the other ranks were compared, too; there may be none.
     """
     event = parted.event
     kind, module, name = event.kind, event.module, event.item.rpartition(" of ")[2]

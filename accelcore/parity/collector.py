@@ -53,10 +53,6 @@ class Watched:
 class Collector:
     """Collects events. The owner calls `watch` for each model and `end_step` after each update.
 
-    Attributes:
-        known: the modules of the models that are watched.
-        is_done: set it to open no further step. The hooks stay until `close`, because one of them may be running.
-
     Args:
         operators: the steps in which operators are recorded, too; `checks` compares them with the host's in float64.
         begin: called before the first forward pass of each model in a step, and whether it is the model's first.
@@ -75,11 +71,11 @@ class Collector:
         self.models: list[Watched] = []
         self.optimizers: list[Optimizer] = []
         self.step = 1
-        self.is_done = False
+        self.is_done = False  # set to open no further step. Hooks stay until `close`: one of them may be running.
         self.operators = Operators(self._saw_operator, checks=checks)
         self._steps_of_operators = frozenset(operators)
         self._hooks = Hooks()
-        self.known: WeakSet[nn.Module] = WeakSet()
+        self.known: WeakSet[nn.Module] = WeakSet()  # the modules of the models that are watched
         self._names: dict[int, tuple[str, str]] = {}  # module and name of each parameter, by id
         self._samples = Samples(self.operators.pause)
         self._in_job = False
@@ -214,7 +210,6 @@ class Collector:
         self._saw_all("weight", _named(watched, (*model.named_parameters(), *model.named_buffers())))
 
     def _leave(self, watched: Watched, module: nn.Module, name: str | None, output: Any) -> None:
-        """Look at what a module returns."""
         if watched.outermost is module:
             watched.outermost = None
         if name is None or not self._is_open or _is_quiet():
@@ -325,7 +320,6 @@ class Collector:
             self._samples.add(kind, module, f"{name} {number}", tensor, at_once=True)
 
     def _saw_all(self, kind: str, seen: Iterable[tuple[str, str, Tensor]]) -> None:
-        """Take samples of tensors, each with its module and item."""
         for module, item, tensor in seen:
             self._samples.add(kind, module, item, tensor)
         self._samples.flush()

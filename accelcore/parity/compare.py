@@ -73,11 +73,9 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
 
 
 class _Comparison:
-    """The comparison of one rank.
+    """The comparison of one rank; `everywhere`: whether all ranks of both runs are compared.
 
-    Args:
-        odd: returns the reduced gradients of a step that ranks do not share, and the rank with another one.
-        everywhere: whether all ranks of both runs are compared.
+    `odd` returns the reduced gradients of a step that ranks do not share, and the rank with another one.
     """
 
     def __init__(
@@ -196,7 +194,6 @@ class _Comparison:
 
 
 def _operators(events: Iterable[Event]) -> dict[tuple[str, str], list[Event]]:
-    """Return the operators of each module, of forward and of backward, in the order of the calls."""
     found: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.kind.startswith("operator"):
@@ -217,7 +214,6 @@ def _compiled_unit(settings: Mapping[str, str]) -> float:
 
 
 def _setting(module: str) -> str:
-    """Return the name of the setting that describes a module."""
     return f"module {module or '(the model itself)'}"
 
 
@@ -266,7 +262,6 @@ def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Ma
 
 
 def _next(result: Result) -> str:
-    """Return what to look at next."""
     other = [each for each in result.settings if result.module is not None and each.name == _setting(result.module)]
     if other and result.phase in ("forward", "backward"):
         return f"{other[0].name} is another module: {other[0].recorded} → {other[0].replayed}"

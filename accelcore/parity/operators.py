@@ -72,11 +72,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self, *, quietly: bool = False) -> None:
-        """Report no more.
-
-        Raises:
-            ConfigurationError: another mode of torch's dispatcher began or ended within the step, unless `quietly`.
-        """
+        """Report no more; unless `quietly`, raise if another mode of the dispatcher began or ended within the step."""
         step, self._step = self._step, None
         if step is not None and not end_dispatch_mode(self) and not quietly:
             raise ConfigurationError(

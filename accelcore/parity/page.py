@@ -21,11 +21,7 @@ _MOST_STEPS = 500
 
 
 def write_page(path: Path, result: Result, reference: Path, other: Path) -> None:
-    """Write the page of a comparison of two recordings: of the rank that diverges, or the first.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Write the page of a comparison of two recordings: of the rank that diverges, or the first."""
     ranks, others = ranks_of(reference), ranks_of(other)
     rank = result.rank if result.rank is not None else min(others)
     readers = [Reader(ranks.get(rank, ranks[min(ranks)])), Reader(others[rank])]

@@ -253,7 +253,6 @@ class Record(Observer):
         """Called after each step; `is_last` if as many were recorded as asked for."""
 
     def _took(self, step: Step | None) -> None:
-        """Write a step whose samples have arrived."""
         if step is not None and self._writer is not None:
             self._writer.add(step)
 

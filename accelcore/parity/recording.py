@@ -40,11 +40,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeEr
 
 
 def ranks_of(folder: Path) -> dict[int, Path]:
-    """Return the folders of a recording's ranks.
-
-    Raises:
-        RecordingError: the folder has no recording.
-    """
+    """Return the folders of a recording's ranks; raise RecordingError if the folder has no recording."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     found = {int(path.name[5:]): path for path in paths if _RANK.fullmatch(path.name) and (path / _FILE).is_file()}
     if not found:
@@ -69,11 +65,7 @@ def check_place(folder: Path) -> None:
 
 
 class Writer:
-    """Writes the recording of one rank. An older recording in its place is removed.
-
-    Raises:
-        RecordingError: the folder cannot be written.
-    """
+    """Writes the recording of one rank. An older recording in its place is removed."""
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         self._folder = folder / f"rank-{rank:05d}"
@@ -131,11 +123,7 @@ class Writer:
 
 
 class Reader:
-    """Reads the recording of one rank.
-
-    Raises:
-        RecordingError: the recording is damaged, or of another format.
-    """
+    """Reads the recording of one rank; raises RecordingError if it is damaged or of another format."""
 
     facts: dict[str, Any]  # what was recorded beside the steps: settings, options, notes
     steps: range  # the numbers of the steps
@@ -166,7 +154,6 @@ class Reader:
                 raise ValueError(f"there are no samples of step {min(lost)}")
 
     def step(self, number: int) -> Step:
-        """Return a step."""
         path, rows = self._steps[number]
         with _reading(self._folder), safe_open(path, framework="pt") as file:
             keys = {row.key for row in rows}
@@ -182,7 +169,6 @@ class Reader:
             return {each: self._checked(file, name, each) for each in file.keys()}  # noqa: SIM118  # it is no dict
 
     def _checked(self, file: Any, file_name: str, name: str) -> Any:
-        """Return a tensor or a text of a file."""
         texts = file.metadata()
         value = texts[name] if name in texts else file.get_tensor(name)
         if _sum(self.facts["run"], file_name, name, value) != json.loads(texts["sums"])[name]:

@@ -183,7 +183,6 @@ class Replay(Record):
         super()._end_step()
 
     def _load(self, watched: Watched) -> None:
-        """Give a model the recorded weights."""
         own, path = self._weights(watched), self._recorded.path(f"weights-{watched.number}")
         if not own or not path.is_file():
             why = "the recording has no weights" if own else "the weights are divided among ranks"

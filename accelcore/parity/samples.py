@@ -33,10 +33,7 @@ class Samples:
     """Takes samples of the tensors that are noted, and joins them at the end of a step.
 
     A tensor that waits for its sample may be changed in place before it is taken. To find out which ones are, samples
-    are copied at once in the first step. Of those, they always are.
-
-    Args:
-        pause: a context in which no operators are reported.
+    are copied at once in the first step. Of those, they always are. In the context `pause` no operators are reported.
     """
 
     def __init__(self, pause: AbstractContextManager[None]) -> None:

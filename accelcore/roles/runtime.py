@@ -154,7 +154,6 @@ class Runtime(ABC):
 
     @cached_property
     def _transfers(self) -> Any:
-        """Stream of `prefetch`."""
         return torch.get_device_module(self.device).Stream(self.device)
 
     @final

@@ -266,7 +266,6 @@ def _try_o1(device: torch.device, names: tuple[str, ...]) -> None:
 
 
 def _try_model(device: torch.device, name: str) -> None:
-    """Compute the gradient of a linear layer."""
     dtype, gradients = getattr(torch, name), []
     host = torch.device("cpu")
     for place in (device, host):

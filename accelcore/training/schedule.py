@@ -111,13 +111,10 @@ class Schedule:
         return {"kind": type(self.scheduler).__name__, "by": self.by, "updates": self.updates, "state": state}
 
     def prepare(self, kind: str, updates: int | None, state: dict[str, Any]) -> Callable[[], object]:
-        """Return the function that restores a scheduler of a class and a number of updates.
+        """Return the function that restores a scheduler; raise CheckpointError if it is another one than this.
 
         Makes the scheduler, if that was not possible before: it may add options to the optimizer's groups, which are
         compared next.
-
-        Raises:
-            CheckpointError: this schedule is another one.
         """
         if self.is_to_be_made and updates is not None:
             self.make(updates)
@@ -142,10 +139,9 @@ class Schedule:
             )
 
     def window_ended(self, *, warns: bool) -> None:
-        """Step by window. The script may do anything to the scheduler before the first window ends.
+        """Step by window; if `warns`, log once that the schedule had ended before this window.
 
-        Args:
-            warns: whether this rank warns, once, if the schedule had ended before this window.
+        The script may do anything to the scheduler before the first window ends.
         """
         if not self._steps:
             return
@@ -179,11 +175,7 @@ def _is_scheduler(value: object) -> bool:
 
 
 def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
-    """Return the function that makes the scheduler of a trainer's options; None if `scheduler` is made, or None.
-
-    Raises:
-        ConfigurationError: the options contradict each other, or one of them is unknown.
-    """
+    """Return the function that makes the scheduler of a trainer's options; None if `scheduler` is made, or None."""
     is_share = isinstance(warmup, float) and 0 <= warmup < 1
     if not (is_whole(warmup) or is_share):
         raise ConfigurationError(

@@ -28,11 +28,9 @@ from accelcore.util.containers import detached, is_on
 class Step:
     """Train on micro-batches, and update the parameters at the end of a window.
 
-    Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups. In one
-    process the strategy does nothing; without a loss scale, the scaler only steps the optimizer.
-
-    The trainer calls `check` before each micro-batch, and `check_unchanged` when a window begins or ends. When an epoch
-    begins, and before it saves, it calls `check_model`, which walks the model.
+    Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups; `check_model`
+    does, when an epoch begins and before a save. In one process the strategy does nothing; without a loss scale, the
+    scaler only steps the optimizer.
     """
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
@@ -205,9 +203,6 @@ class Step:
         """Report gradients that updated nothing, and check that the parameters are finite.
 
         `began`: the number of steps when the epoch began; None if a window was open then.
-
-        Raises:
-            TrainingError: the whole epoch has added gradients up, and no micro-batch was counted.
         """
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
@@ -388,7 +383,6 @@ class Step:
 
 
 def _tell(listeners: Iterable[Callable[..., None]], value: object) -> None:
-    """Call the listeners, if there is a value."""
     if value is not None:
         for listener in listeners:
             listener(value)

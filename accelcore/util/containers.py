@@ -157,7 +157,6 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
-    """Return a container of the same kind with other parts."""
     if type(value) is dict:
         return parts  # torch.compile cannot trace `copy`
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -151,12 +151,10 @@ def channels_of(run: Run | Tensor) -> Channels | None:
 
 
 def _rows(tensor: Tensor, width: int) -> Tensor:
-    """View the last dimension as rows of this width."""
     return tensor.view(*tensor.shape[:-1], -1, width)
 
 
 def _begins(run: Run) -> list[int]:
-    """Return the offset of each parameter in its run."""
     assert run.memory is not None
     offsets = run.memory.layout.offsets
     return [offset - offsets[run.first] for offset in offsets[run.first : run.last]]

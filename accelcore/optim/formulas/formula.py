@@ -240,7 +240,6 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

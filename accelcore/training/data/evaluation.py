@@ -76,7 +76,6 @@ class Evaluation(Batches):
 
 
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
-    """Return the sum of the values of a batch, and their number."""
     if not isinstance(value, Tensor | SupportsFloat):
         raise TrainingError(
             f"the function returned {kind_of(value)} for a batch, not a tensor",

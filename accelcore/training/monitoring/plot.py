@@ -24,11 +24,7 @@ def check_matplotlib() -> None:
 
 
 def file_for(folders: Sequence[Path]) -> Path:
-    """Return the file for a plot of these logs: beside the log of one run; of several, a new one here.
-
-    Raises:
-        ConfigurationError: there is such a file here.
-    """
+    """Return the file for a plot of these logs: beside the log of one run; of several, a new one here."""
     if len(folders) == 1:
         return (folders[0].parent if folders[0].is_file() else folders[0]) / _FILE
     if Path(_FILE).exists():
@@ -39,12 +35,7 @@ def file_for(folders: Sequence[Path]) -> Path:
 def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
     """Draw the records of runs, by name, and write the plot to files, each at once.
 
-    Args:
-        runs: at least one record in all.
-        paths: files whose names end in .png, .svg, .pdf, or .html: a page that loads nothing from elsewhere.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, there is nothing to draw, or a file cannot be written.
+    `paths` end in .png, .svg, .pdf, or .html: a page that loads nothing from elsewhere.
     """
     check_matplotlib()
     from matplotlib.figure import Figure

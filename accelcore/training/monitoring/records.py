@@ -17,11 +17,7 @@ Record = Mapping[str, Any]
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Return the lines of a log, by its folder or its file. A last line that a kill has cut off is skipped.
-
-    Raises:
-        ConfigurationError: there is no log, or a line is damaged.
-    """
+    """Return the lines of a log, by its folder or its file. A last line that a kill has cut off is skipped."""
     path = folder if folder.is_file() and folder.suffix == ".jsonl" else folder / FILE
     try:
         *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")

@@ -259,7 +259,6 @@ def _shares(model: nn.Module, module: nn.Module) -> bool:
 
 
 def _kept_in_fp32(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    """Return the modules that a policy computes in fp32."""
     if not policy.keep_batchnorm_fp32:
         return []
     return [module for module in model.modules() if isinstance(module, AnyBatchNorm) and module.affine]

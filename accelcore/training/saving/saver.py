@@ -355,7 +355,6 @@ def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
 
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
-    """Return the backend that all these trainers share, and the agreement of its job."""
     backend = next(iter(trainings.values())).saver.backend
     return backend, Agreement(backend.collectives, backend.device)
 
