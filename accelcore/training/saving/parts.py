@@ -64,46 +64,44 @@ class Part(ABC):
         """
 
 
+@dataclass(frozen=True)
 class SchedulePart(Part):
     """The schedule of the learning rate."""
 
+    schedule: Schedule
     name = "schedule"
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-
     def shared_state(self) -> Any:
-        return self._schedule.state()
+        return self.schedule.state()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         schedule = as_dict(saved.shared.get("schedule"), "schedule", "kind", "by", "updates", "state")
         updates, state = schedule["updates"], schedule["state"]
-        restore = self._schedule.prepare(
+        restore = self.schedule.prepare(
             schedule["kind"],
             None if updates is None else _number(updates, "updates"),
             {} if state is None else as_dict(state, "schedule"),
         )
-        if schedule["by"] != self._schedule.by:
+        if schedule["by"] != self.schedule.by:
             raise CheckpointError(
-                f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self._schedule.by}",
+                f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self.schedule.by}",
                 remedy=f'give the trainer schedule_by="{schedule["by"]}"',
             )
         return restore
 
 
+@dataclass(frozen=True)
 class ScalerPart(Part):
     """The loss scale. If the training has another kind of loss scale, it keeps its own."""
 
+    scaler: LossScaler
     name = "scaler"
 
-    def __init__(self, scaler: LossScaler) -> None:
-        self._scaler = scaler
-
     def shared_state(self) -> Any:
-        return self._scaler.state_dict()
+        return self.scaler.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        scaler, state = self._scaler, as_dict(saved.shared.get("scaler"), "loss scale")
+        scaler, state = self.scaler, as_dict(saved.shared.get("scaler"), "loss scale")
         before = scaler.state_dict()
         if scaler.takes(state):
             _rehearse(scaler.load_state_dict, state, before)
@@ -119,32 +117,33 @@ class ScalerPart(Part):
         return lambda: None
 
 
+@dataclass(frozen=True)
 class WindowPart(Part):
     """The open window: number of micro-batches, their weights and gradients, and this rank's buffers."""
 
+    model: nn.Module
+    window: Window
+    gradients: Gradients
     name = "window"
 
-    def __init__(self, model: nn.Module, window: Window, gradients: Gradients) -> None:
-        self._model, self._window, self._gradients = model, window, gradients
-
     def own_state(self) -> Any:
-        open_ = self._window.micro > 0
+        open_ = self.window.micro > 0
         return {
-            **self._window.state(),
-            "gradients": self._gradients.state() if open_ else {},
+            **self.window.state(),
+            "gradients": self.gradients.state() if open_ else {},
             "sharded": self._is_sharded(),
             # Within a window the buffers of the ranks may differ; they become equal when it ends.
-            "buffers": dict(self._model.named_buffers()) if open_ else {},
+            "buffers": dict(self.model.named_buffers()) if open_ else {},
         }
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         keys = ("micro", "accumulate", "divisor", "unit", "total", "gradients", "sharded", "buffers")
         window = as_dict(saved.own.get("window"), "window", *keys)
         micro, accumulate = _number(window["micro"], "micro"), _number(window["accumulate"], "accumulate")
-        if micro and (accumulate != self._window.accumulate or micro >= accumulate):
+        if micro and (accumulate != self.window.accumulate or micro >= accumulate):
             raise CheckpointError(
                 f"the checkpoint was saved after {micro} micro-batches of a window of {accumulate}, "
-                f"and this trainer accumulates {self._window.accumulate}",
+                f"and this trainer accumulates {self.window.accumulate}",
                 remedy=f"resume with accumulate={accumulate}, or from a checkpoint saved between two windows",
             )
         if micro and window["sharded"] != self._is_sharded():
@@ -153,36 +152,36 @@ class WindowPart(Part):
                 remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
             )
         gradients, buffers = as_dict(window["gradients"], "gradients"), as_dict(window["buffers"], "buffers")
-        own_buffers = dict(self._model.named_buffers())
-        _check_shapes(gradients, {slot.name: to_local(slot.parameter) for slot in self._gradients.slots}, "gradient")
+        own_buffers = dict(self.model.named_buffers())
+        _check_shapes(gradients, {slot.name: to_local(slot.parameter) for slot in self.gradients.slots}, "gradient")
         _check_shapes(buffers, own_buffers, "buffer")
         total = None if window["total"] is None else window["total"].reshape(())
         unit = None if window["unit"] is None else float(window["unit"])
-        divided = _number(window["divisor"], "divisor") / self._window.divisor
+        divided = _number(window["divisor"], "divisor") / self.window.divisor
 
         def commit() -> None:
             with torch.no_grad():
                 for name, value in buffers.items():
                     own_buffers[name].copy_(value)
-                self._gradients.load_state({name: gradient * divided for name, gradient in gradients.items()})
-            self._window.load_state(micro, unit, total)
+                self.gradients.load_state({name: gradient * divided for name, gradient in gradients.items()})
+            self.window.load_state(micro, unit, total)
 
         return commit
 
     def _is_sharded(self) -> bool:
-        return any(is_sharded(slot.parameter) for slot in self._gradients.slots)
+        return any(is_sharded(slot.parameter) for slot in self.gradients.slots)
 
 
+@dataclass(frozen=True)
 class DataStreamPart(Part):
     """This rank's position in the data."""
 
+    stream: DataStream
+    runtime: Runtime
     name = "data"
 
-    def __init__(self, stream: DataStream, runtime: Runtime) -> None:
-        self._stream, self._runtime = stream, runtime
-
     def own_state(self) -> Any:
-        return self._stream.state_dict()
+        return self.stream.state_dict()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         # "loader" is checked by the loader, which is not known before it is read.
@@ -195,29 +194,28 @@ class DataStreamPart(Part):
         if not isinstance(generators, list) or not all(isinstance(state, Tensor) for state in generators):
             raise malformed("the checkpoint's position in the data has a random state that is not a tensor")
         if start:
-            _rehearse(self._runtime.set_rng_state, start, self._runtime.rng_state())
-        return lambda: self._stream.load_state_dict(position)
+            _rehearse(self.runtime.set_rng_state, start, self.runtime.rng_state())
+        return lambda: self.stream.load_state_dict(position)
 
 
+@dataclass(frozen=True)
 class RandomPart(Part):
     """The random states of this rank."""
 
+    runtime: Runtime
     name = "random"
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
     def own_state(self) -> Any:
-        return self._runtime.rng_state()
+        return self.runtime.rng_state()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         if not saved.same_job:
             return lambda: None
-        states, before = as_dict(saved.own.get("random"), "random states"), self._runtime.rng_state()
-        _rehearse(self._runtime.set_rng_state, states, before)
+        states, before = as_dict(saved.own.get("random"), "random states"), self.runtime.rng_state()
+        _rehearse(self.runtime.set_rng_state, states, before)
 
         def commit() -> None:
-            if left := self._runtime.set_rng_state(states):
+            if left := self.runtime.set_rng_state(states):
                 text = "the checkpoint's random states of %s are not restored: this run has no generator for them"
                 logger.warning(text, ", ".join(left))
             if missing := sorted(before.keys() - states.keys()):
@@ -227,14 +225,15 @@ class RandomPart(Part):
         return commit
 
 
+@dataclass(frozen=True)
 class ExtraPart(Part):
     """The script's own dict, restored in place: plain values, tensors, and lists, tuples and dicts of these."""
 
-    def __init__(self, extra: dict[str, Any], name: str = "extra") -> None:
-        self._extra, self.name = extra, name
+    extra: dict[str, Any]
+    name: str = "extra"
 
     def shared_state(self) -> Any:
-        return self._extra
+        return self.extra
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         extra = saved.shared.get(self.name)
@@ -242,8 +241,8 @@ class ExtraPart(Part):
             raise malformed(f"the checkpoint's {self.name} is {extra!r}, not a dict")
 
         def commit() -> None:
-            self._extra.clear()
-            self._extra.update(extra)
+            self.extra.clear()
+            self.extra.update(extra)
 
         return commit
 

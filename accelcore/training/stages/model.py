@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
+from torch.__future__ import get_swap_module_params_on_conversion as swaps_parameters
+from torch.__future__ import set_swap_module_params_on_conversion as swap_parameters
 
 from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -50,8 +49,21 @@ class Place(Stage):
             )
 
     def apply(self, plan: Plan) -> None:
-        if plan.strategy.layout != "shards":  # moved group by group: the device need not hold all of the model
-            _move(plan)
+        if plan.strategy.layout == "shards":  # moved group by group: the device need not hold all of the model
+            return
+        optimizer, device, before = plan.optimizer, plan.backend.device, swaps_parameters()
+        # Outside of torch, tensors of the device may be unable to share an object with the host's. torch would then
+        # replace the parameters, which the optimizer has.
+        swap_parameters(before or not shares_tensor_objects(device))
+        try:
+            plan.model.to(device)
+        finally:
+            swap_parameters(before)
+        if not isinstance(optimizer, RoutedOptimizer):
+            state = [value for entry in optimizer.state.values() for value in entry.values()]
+            # Step counts may be on the host.
+            if any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in state):
+                optimizer.load_state_dict(optimizer.state_dict())
 
 
 class Cast(Stage):
@@ -118,31 +130,3 @@ class Cast(Stage):
                 len(low),
                 low[0],
             )
-
-
-def _move(plan: Plan) -> None:
-    optimizer, device = plan.optimizer, plan.backend.device
-    with _same_parameters(device):
-        plan.model.to(device)
-    if not isinstance(optimizer, RoutedOptimizer):
-        state = [value for entry in optimizer.state.values() for value in entry.values()]
-        # Step counts may be on the host.
-        if any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in state):
-            optimizer.load_state_dict(optimizer.state_dict())
-
-
-@contextmanager
-def _same_parameters(device: torch.device) -> Iterator[None]:
-    """Let `Module.to` keep the parameters, which the optimizer has.
-
-    torch would replace them if the device's tensors cannot share an object with the host's, as outside of torch.
-    """
-    if shares_tensor_objects(device):
-        yield
-        return
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
