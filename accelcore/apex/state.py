@@ -115,6 +115,9 @@ def casts_suspended() -> Iterator[None]:
                 clear_cast_cache()
 
 
+_selected = cache(select)
+
+
 def backend_of(tensors: Iterable[Tensor]) -> Backend:
     """Return the backend of the tensors' device; without tensors, the CPU's."""
     devices = {tensor.device: None for tensor in tensors} or {torch.device("cpu"): None}
@@ -125,11 +128,6 @@ def backend_of(tensors: Iterable[Tensor]) -> Backend:
             remedy="move all models to it before amp.initialize: model.to(device)",
         )
     return _selected(str(next(iter(devices))))
-
-
-@cache
-def _selected(device: str) -> Backend:
-    return select(device)
 
 
 def listed(given: Any, kind: type, word: str) -> list[Any]:

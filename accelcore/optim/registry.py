@@ -262,12 +262,11 @@ class Optimizers:
         choices: list[ExplainedRoute] = []
         chosen: str | None = None
         for route in self._routes[request.name]:
+            reason: str | None
             if request.route not in ("auto", route.name):
-                choices.append(ExplainedRoute(route.name, False, f"route {request.route!r} was requested"))
+                reason = f"route {request.route!r} was requested"
             elif chosen is not None:
-                choices.append(
-                    ExplainedRoute(route.name, False, f"{chosen!r} serves this request, and is usually faster")
-                )
+                reason = f"{chosen!r} serves this request, and is usually faster"
             else:
                 reason = route.supports(request)
                 if reason is None and route.memory == "flat":
@@ -275,7 +274,7 @@ class Optimizers:
                 if reason is None and request.sharded and not _takes_shards(request.name, route):
                     reason = "it needs whole parameters, and this rank has shards"
                 chosen = route.name if reason is None else None
-                choices.append(ExplainedRoute(route.name, reason is None, reason or ""))
+            choices.append(ExplainedRoute(route.name, reason is None, reason or ""))
         return _Explanation(choices)
 
 

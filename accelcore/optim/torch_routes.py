@@ -59,7 +59,7 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
         add("loop", _made_by(loop), priority=0, supports=_loop_supports)
         if "foreach" in switches:
             priority, supports = (5, _foreach_supports) if prefers_foreach else (-10, _loop_supports)
-            for_many("foreach", _made_by(_foreach(kind)), priority=priority, supports=supports)
+            for_many("foreach", _made_by(partial(kind, foreach=True)), priority=priority, supports=supports)
         if name in _EPSILON:
             for route in ("loop", "foreach"):
                 registry.distrust(name, route, FP16_EPSILON, when=_loses_epsilon)
@@ -81,17 +81,8 @@ def _made_by(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.
                 not_negative(lr=group["lr"])  # torch checks the default only, and accepts nan in SGD
         if made.state and not isinstance(made, Engine):  # an engine begins any parameter
             made.state = _InitialState(made)
-        return made
-
-    return update_wrapper(make, kind, updated=())
-
-
-def _foreach(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Return a factory of optimizers whose steps autograd can see, which torch leaves to each device's kernels."""
-
-    def make(params: Any, **options: Any) -> torch.optim.Optimizer:
-        made = kind(params, foreach=True, **options)
-        made.register_step_post_hook(_increment_versions)
+        if made.defaults.get("foreach"):  # torch leaves it to each device's kernels whether autograd sees a step
+            made.register_step_post_hook(_increment_versions)
         return made
 
     return update_wrapper(make, kind, updated=())

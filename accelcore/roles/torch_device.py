@@ -315,8 +315,7 @@ def _try_graph(device: torch.device) -> None:
 
 
 def _try_pinned(device: torch.device) -> None:
-    accelerator = torch.accelerator.current_accelerator()
-    _require(accelerator is not None and accelerator.type == device.type, "it is not torch's accelerator")
+    _require(_is_accelerator(device.type), "it is not torch's accelerator")
     numbers = _ramp(8)
     pinned = numbers.pin_memory()
     _require(pinned.is_pinned(), "pin_memory returns memory that is not pinned")
