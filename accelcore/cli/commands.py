@@ -168,8 +168,7 @@ def plot(folders: tuple[str, ...], output: str | None) -> None:
       accelcore plot outputs/run
       accelcore plot outputs/a outputs/b -o compare.html
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.training.monitoring.plot import draw, file_for
-    from accelcore.training.monitoring.records import read_records
+    from accelcore.training.monitoring.records import draw, file_for, read_records
 
     runs = {folder: read_records(Path(folder)) for folder in folders}
     file = file_for(list(map(Path, folders))) if output is None else Path(output)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.optim.shards import to_local
-from accelcore.parity.events import Step
+from accelcore.parity.events import Samples, Step
 from accelcore.parity.operators import Operators
-from accelcore.parity.samples import Samples
 from accelcore.torch_internals import after_backward, in_backward, is_fake_mode_active, uncompiled
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors

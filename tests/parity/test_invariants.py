@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import accelcore
 from accelcore.parity.cause import odd_ranks
-from accelcore.parity.events import Event, Row, Step
-from accelcore.parity.samples import elements
+from accelcore.parity.events import Event, Row, Step, elements
 
 
 def nothing(step, net, optimizer):

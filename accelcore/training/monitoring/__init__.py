@@ -1,4 +1,4 @@
-"""Observers that show and record a training. `records` and `plot` do not import torch: the command line uses them.
+"""Observers that show and record a training. `records` does not import torch: the command line uses it.
 
 The events are in `training/observers.py`. Comparing two runs belongs to `parity`.
 """

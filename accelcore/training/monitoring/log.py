@@ -16,9 +16,8 @@ from torch import Tensor
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, TrainingError, logger
-from accelcore.training.monitoring.plot import check_matplotlib, draw
 from accelcore.training.monitoring.progress import Meter
-from accelcore.training.monitoring.records import FILE, line_of, read_records
+from accelcore.training.monitoring.records import FILE, check_matplotlib, draw, line_of, read_records
 from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole, replace_file
 

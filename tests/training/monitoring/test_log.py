@@ -135,7 +135,7 @@ def test_without_matplotlib_there_is_a_log_and_a_plot_that_was_asked_for_is_refu
     accel, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr("accelcore.training.monitoring.log.find_spec", lambda name: None)
-    monkeypatch.setattr("accelcore.training.monitoring.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("accelcore.training.monitoring.records.find_spec", lambda name: None)
     log = accelcore.Log(tmp_path, every=1)
     train(make(accel, log))
     log.close()
