@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from accelcore.errors import DistributedError
 from accelcore.training.agreement import Agreement, describe
 from accelcore.training.plan import Plan, Stage
+from accelcore.training.stages.activations import ActivationCheckpointing
 from accelcore.training.stages.execution import Capture, Compile, Observe
 from accelcore.training.stages.model import Cast, Place
 from accelcore.training.stages.parameters import Bind, Replicate, Shard
-from accelcore.training.stages.recompute import ActivationCheckpointing
 
 _ORDER = (Place, ActivationCheckpointing, Cast, Shard, Bind, Replicate, Observe, Compile, Capture)
 
