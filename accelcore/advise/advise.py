@@ -24,10 +24,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 """The options of each preset, the simplest first."""
 
-_SEEDS_APART = 1_000_003
-"""Distance of two seeds, so that ranks that seed with their number do not share one."""
-_FEWEST = 10
-"""Steps below which a script has ended too early to compare."""
+_SEEDS_APART = 1_000_003  # distance of two seeds, so that ranks that seed with their number do not share one
+_FEWEST = 10  # steps below which a script has ended too early to compare
 
 
 def advise(

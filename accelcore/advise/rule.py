@@ -20,12 +20,9 @@ from typing import Any
 
 from accelcore.advise.trials import Outcome, Script, Variant
 
-_SHARE = 5
-"""The loss is the mean over one part in so many at the end of a trial, and over 5 steps at least."""
-_NAMED = re.compile(r"[A-Za-z_][\w.]*(:|$)")
-"""How the line of a traceback begins that names the exception."""
-_WARM_UP = 3
-"""The first part in so many of a trial is not timed."""
+_SHARE = 5  # the loss is the mean over one part in so many at the end of a trial, and over 5 steps at least
+_NAMED = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # how the line of a traceback begins that names the exception
+_WARM_UP = 3  # the first part in so many of a trial is not timed
 
 
 @dataclass

@@ -24,8 +24,7 @@ from accelcore.scaling.contract import LossScale
 from accelcore.util.text import is_whole
 
 _LEVELS = ("O0", "O1", "O2", "O3")
-_SMALLEST_SCALE = 2.0**-24
-"""Default of the smallest scale. apex has none: an endless overflow takes its scale to 0."""
+_SMALLEST_SCALE = 2.0**-24  # default of the smallest scale. apex has none: an endless overflow takes its scale to 0.
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ Pieces = dict[str, tuple[Tensor, int, int]]
 """Shards of tensors by name, each with its first row and its number of rows."""
 
 _TAG = "$"
-_DEEPEST = 100
-"""Levels of lists, tuples and dicts. Readers of JSON fail at some depth; how deep depends on the Python."""
+_DEEPEST = 100  # levels of lists, tuples and dicts. Readers of JSON fail at some depth; how deep depends on the Python.
 _DTYPES = {
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,

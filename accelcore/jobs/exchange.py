@@ -16,8 +16,7 @@ from accelcore.jobs.collectives import Collectives
 from accelcore.util.containers import bytes_of
 from accelcore.util.text import first_line, kind_of, ranks
 
-_LETTER = 512
-"""Bytes in which a rank describes its call to the others: enough for a tensor of torch's 64 dimensions."""
+_LETTER = 512  # bytes in which a rank describes its call to the others: enough for a tensor of torch's 64 dimensions
 
 
 def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:

@@ -32,32 +32,18 @@ from accelcore.jobs.collectives import Collectives
 from accelcore.torch_internals import flight_records
 from accelcore.util.text import first_line, ranks
 
-_BEAT = 1.0
-"""Seconds between two notes of a rank."""
-
-_SILENT = 3.0
-"""Seconds without a note after which a rank counts as ended."""
-
-_SHORT = 64
-"""Largest flight record that is read each second. NCCL's has 2000 entries, and reading it takes 0.15 s."""
-
+_BEAT = 1.0  # seconds between two notes of a rank
+_SILENT = 3.0  # seconds without a note after which a rank counts as ended
+_SHORT = 64  # largest flight record that is read each second. NCCL's has 2000 entries, and reading it takes 0.15 s.
 _LOST = re.compile(
     r"\.cc:\d+\] .*(timed out|closed|reset|refused|broken pipe)|timeout caused pair closure|monitoredBarrier",
     re.IGNORECASE,
 )
 """Messages of collectives that lost a rank, for which torch has no class of error."""
-
 _ALONE = "a call that all ranks must make may be under `if job.is_main:`"
-
-_FAILED = "failed"
-"""Key under which a rank that failed writes its number."""
-
-_NAMED = 4
-"""Number of ranks whose places a message tells."""
-
-_WIDTH = 80
-"""Characters of a script's line that a message shows."""
-
+_FAILED = "failed"  # key under which a rank that failed writes its number
+_NAMED = 4  # number of ranks whose places a message tells
+_WIDTH = 80  # characters of a script's line that a message shows
 _LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
 _jobs = count()
 

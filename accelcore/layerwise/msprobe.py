@@ -24,8 +24,7 @@ from accelcore.util.text import is_number, is_whole, shown
 
 _ENTRY = re.compile(r"Module\.(.+)\.([A-Za-z_]\w*)\.forward\.(\d+)")
 _STATISTICS = ("Max", "Min", "Mean", "Norm")
-_ROUNDING = 64.0
-"""Units of rounding within which statistics agree: sums in another order, over the layers before."""
+_ROUNDING = 64.0  # units of rounding within which statistics agree: sums in another order, over the layers before
 
 
 class Statistics(NamedTuple):

@@ -22,8 +22,7 @@ from accelcore.torch_internals import expect_no_step, has_step_hooks
 
 __all__ = ["RoutedOptimizer"]
 
-_OF_ROUTE = ("foreach", "fused", "param_names")
-"""Entries of a group that another route, or other tensors, may not have."""
+_OF_ROUTE = ("foreach", "fused", "param_names")  # entries of a group that another route, or other tensors, may not have
 
 
 class RoutedOptimizer(torch.optim.Optimizer):

@@ -24,8 +24,7 @@ __all__ = ["ExplainedRoute", "Optimizers"]
 
 Parameters = Iterable[Any]
 
-_DEFAULT_LR: Any = ...
-"""The learning rate of a call without one. None is a mistake: YAML reads an empty line as None."""
+_DEFAULT_LR: Any = ...  # the learning rate of a call without one. None is a mistake: YAML reads an empty line as None.
 
 
 @dataclass(frozen=True)

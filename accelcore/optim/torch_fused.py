@@ -136,8 +136,7 @@ _KERNELS: dict[type[Optimizer], type[FusedKernel]] = {
 }
 """The kernel of each class of `torch.optim` that has one."""
 
-_STEPS = {kind: kind.step for kind in _KERNELS}
-"""Their `step`, to detect one that is replaced later."""
+_STEPS = {kind: kind.step for kind in _KERNELS}  # their `step`, to detect one that is replaced later
 
 
 class _Fused(Engine, Optimizer):

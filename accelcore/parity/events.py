@@ -35,8 +35,7 @@ PHASE_OF = {kind: phase for phase, kinds in _KINDS.items() for kind in kinds}
 
 _SHARE = 0.6180339887498949 / 128
 """Distance of the elements of a sample, in parts of the tensor; the golden ratio shows all rows and columns alike."""
-_HELD = 1 << 23
-"""How many elements the tensors may have together that wait for their samples to be copied."""
+_HELD = 1 << 23  # how many elements the tensors may have together that wait for their samples to be copied
 _NUMBERS = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool))
 """The dtypes that need no look at what kind of numbers they are."""
 

@@ -38,8 +38,7 @@ from accelcore.util.text import is_whole
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LARGEST = 2e9
-"""Bytes of a model's weights up to which they are kept; a replay of a larger one begins with its own."""
+_LARGEST = 2e9  # bytes of a model's weights up to which they are kept; a replay of a larger one begins with its own
 
 
 class Record(Observer):

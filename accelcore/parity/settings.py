@@ -28,8 +28,7 @@ _ARITHMETIC = (
     "trainer precision", "trainer loss_scale", "trainer fp32", "trainer parallel", "trainer compile", "trainer flat",
 )  # fmt: skip
 """Settings under which equal inputs give equal bits on a deterministic device."""
-_KERNELS = (" fused", " foreach", " route")
-"""How the names of settings end that choose an optimizer's kernel."""
+_KERNELS = (" fused", " foreach", " route")  # how the names of settings end that choose an optimizer's kernel
 _BY_CLASS = ("observers", "loss", "weight", "clip", "scheduler")  # the user's objects, whose texts say nothing
 
 

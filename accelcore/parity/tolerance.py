@@ -19,16 +19,12 @@ from accelcore.parity.cause import BEFORE, moved
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
 from accelcore.util.rounding import Distance, distance, size_of, unit_of
 
-_FREE = 256.0
-"""Units of rounding by which one event may be off if all before it agree."""
-_FREE_BACKWARD = 4096.0
-"""The same in backward, where terms cancel."""
+_FREE = 256.0  # units of rounding by which one event may be off if all before it agree
+_FREE_BACKWARD = 4096.0  # the same in backward, where terms cancel
 _SHARE = 0.05
 """Share of an update by which it may differ, where rounding differs: adaptive optimizers amplify small gradients."""
-_FREE_UPDATE = 4.0
-"""Units of rounding of the parameter by which an update may differ besides."""
-_HIDDEN = 0.02
-"""Relative difference of the weights from which on only what needs no tolerance is compared."""
+_FREE_UPDATE = 4.0  # units of rounding of the parameter by which an update may differ besides
+_HIDDEN = 0.02  # relative difference of the weights from which on only what needs no tolerance is compared
 WITHOUT_TOLERANCE = "batches, random numbers, what a step begins with, operators and equal gradients of all ranks"
 
 Pairs = Sequence[tuple[Seen, Seen]]

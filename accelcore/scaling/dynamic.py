@@ -42,8 +42,7 @@ _HOW = "it makes scalers: write scaler = accel.scaler.create() before the loop"
 
 _OF_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
-_LARGEST = 2**31 - 1
-"""Largest count in a state: counts are int32 on the device, as torch's."""
+_LARGEST = 2**31 - 1  # largest count in a state: counts are int32 on the device, as torch's
 
 
 @dataclass

@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
-_everywhere: list[Observer] = []
-"""Observers of every trainer that is made, while their contexts are open."""
+_everywhere: list[Observer] = []  # observers of every trainer that is made, while their contexts are open
 
 
 class Observer:

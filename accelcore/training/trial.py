@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
 
 
-_BATCHES = 8
-"""First batches of which the record has checksums."""
+_BATCHES = 8  # first batches of which the record has checksums
 
 _numbers = count()
 

@@ -16,8 +16,7 @@ from accelcore.errors import TrainingError
 from accelcore.util.containers import described
 from accelcore.util.text import is_number
 
-_thread = threading.local()
-"""`holder`, in each thread: a weak reference to the parameters that are in use there."""
+_thread = threading.local()  # `holder`, in each thread: a weak reference to the parameters that are in use there
 
 
 class Window:

@@ -16,8 +16,7 @@ T = TypeVar("T")
 
 _PLAIN = (str, int, float, bool, type(None))
 
-_SHOWN = 8
-"""Number of parts of a container that `described` tells."""
+_SHOWN = 8  # number of parts of a container that `described` tells
 
 
 def is_on(value: object, device: torch.device) -> bool:

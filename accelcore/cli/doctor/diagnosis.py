@@ -29,8 +29,7 @@ from accelcore.known_faults import TORCH_FAULTS
 from accelcore.util.text import nearest, shown
 from accelcore.util.trial import VARIABLE as TRIAL
 
-_SCHEMA = 1
-"""Version of the JSON. It changes if a field is removed or changes its meaning, not if one is added."""
+_SCHEMA = 1  # version of the JSON. It changes if a field is removed or changes its meaning, not if one is added.
 
 USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
 

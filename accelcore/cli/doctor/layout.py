@@ -17,8 +17,7 @@ from accelcore.util.text import shown
 _GOOD, _MEDIUM, _BAD, _HEAD = "green", "yellow", "bold red", "bold underline"
 _STYLES = {"usable": _GOOD, "loads": _GOOD, "works": _GOOD, "unusable": _MEDIUM, "not tried": _MEDIUM}
 
-_Line = tuple[int, str, str]
-"""A line: its indentation, its text, and the name of a rich style or an empty string."""
+_Line = tuple[int, str, str]  # a line: its indentation, its text, and the name of a rich style or an empty string
 
 
 def show(diagnosis: Diagnosis, *, as_json: bool = False) -> None:

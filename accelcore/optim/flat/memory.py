@@ -25,8 +25,7 @@ from accelcore.util.text import kind_of
 
 __all__ = ["Run", "Slot"]
 
-_ALIGNMENT = 512
-"""Bytes: the alignment of tensors by allocators of accelerators, and a multiple of a CPU's cache line."""
+_ALIGNMENT = 512  # bytes: the alignment of tensors by allocators of accelerators, and a multiple of a CPU's cache line
 
 _LARGE = 1 << 16
 """Elements. A gradient of this size or more is copied within backward, as the call costs little beside the copy."""

@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 
 from accelcore.optim.flat.memory import Run
 
-_WIDTH = 128
-"""Largest length of a row in a level of the tree, and largest number of elements of a block."""
+_WIDTH = 128  # largest length of a row in a level of the tree, and largest number of elements of a block
 
 
 @dataclass(frozen=True, eq=False)

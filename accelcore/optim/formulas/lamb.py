@@ -22,8 +22,7 @@ from accelcore.optim.formulas.formula import (
     plus_decay,
 )
 
-_LARGEST_NORM = 10.0
-"""Larger norms of a parameter are cut off here."""
+_LARGEST_NORM = 10.0  # larger norms of a parameter are cut off here
 
 
 class Lamb(FusibleFormula):

@@ -16,8 +16,7 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Gradients
 from accelcore.training.saving.parts import Part, Saved, as_dict, kind, malformed
 
-_CONVERTIBLE = {torch.float32, *LOW_PRECISION}
-"""Dtypes between which a restored model is converted."""
+_CONVERTIBLE = {torch.float32, *LOW_PRECISION}  # dtypes between which a restored model is converted
 
 
 class ModelPart(Part):

@@ -22,8 +22,7 @@ from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Entries that torch's schedulers write into the groups of their optimizer."""
-_OTHER_SHAPES = (Adafactor, LBFGS)
-"""Classes of torch whose state has other shapes than the parameters."""
+_OTHER_SHAPES = (Adafactor, LBFGS)  # classes of torch whose state has other shapes than the parameters
 
 
 class OptimizerPart(Part):
