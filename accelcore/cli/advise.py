@@ -7,14 +7,10 @@ import sys
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import click
 
 from accelcore.cli.options import check_script, common, device_option, json_option, number
-
-if TYPE_CHECKING:
-    from accelcore.advise.rule import Advice
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -92,19 +88,13 @@ def advise(
     advice = advise(
         Script(command, steps, timeout), presets=presets, every=every, seeds=seeds, rounds=rounds, show=show
     )
-    _print(advice, as_json=as_json)
+    if as_json:
+        click.echo(json.dumps(report.as_json(advice), indent=2))
+    else:
+        from rich.console import Console
+
+        # Not on a terminal, the table is as wide as it is: a file has no edge.
+        report.print_table(advice, Console(width=None if sys.stdout.isatty() else 200))
     if html is not None:  # last: an error here loses nothing
         report.write_page(advice, html)
     return advice.exit_code
-
-
-def _print(advice: Advice, *, as_json: bool) -> None:
-    from accelcore.advise import report
-
-    if as_json:
-        click.echo(json.dumps(report.as_json(advice), indent=2))
-        return
-    from rich.console import Console
-
-    # Not on a terminal, the table is as wide as it is: a file has no edge.
-    report.print_table(advice, Console(width=None if sys.stdout.isatty() else 200))

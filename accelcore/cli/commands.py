@@ -44,7 +44,9 @@ class Commands(click.Group):
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in self.list_commands(ctx):
             return own
-        return _Brought(cmd_name, short_help=_line(cmd_name))
+        labels = " and ".join(entry.label for entry in declared(COMMANDS) if entry.name == cmd_name)
+        line = _OFFERED[cmd_name][1] if cmd_name in _OFFERED else f"A command of {labels}"
+        return _Brought(cmd_name, short_help=line)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -68,12 +70,6 @@ class _Brought(click.Command):
     ) -> click.Context:
         assert self.name is not None, "the group names it"
         return _load(self.name).make_context(info_name, args, parent, **extra)
-
-
-def _line(name: str) -> str:
-    if name in _OFFERED:
-        return _OFFERED[name][1]
-    return "A command of " + " and ".join(entry.label for entry in declared(COMMANDS) if entry.name == name)
 
 
 def _load(name: str) -> click.Command:
