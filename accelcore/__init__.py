@@ -86,29 +86,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "API": "devices.hookspecs",
-    "Backend": "backend",
-    "Capabilities": "backend",
-    "FSDP": "training.options",
-    "KnownFault": "known_faults",
-    "Log": "training.monitoring.log",
-    "LossScale": "scaling.contract",
-    "Observer": "training.observers",
-    "Policy": "precision.policy",
-    "Probe": "devices.hookspecs",
-    "Progress": "training.monitoring.progress",
-    "Recompute": "training.options",
-    "Record": "parity.record",
-    "Replay": "parity.replay",
-    "ShardedStream": "training.data.sharding",
-    "Together": "training.saving.together",
-    "Trainer": "training.trainer",
-    "TrainerOptions": "training.options",
-    "compare_logprobs": "layerwise.logprobs",
-    "hookimpl": "devices.hookspecs",
-    "installed": "devices.select",
-    "select": "devices.select",
+    "backend": ("Backend", "Capabilities"),
+    "devices.hookspecs": ("API", "Probe", "hookimpl"),
+    "devices.select": ("installed", "select"),
+    "known_faults": ("KnownFault",),
+    "layerwise.logprobs": ("compare_logprobs",),
+    "parity.record": ("Record",),
+    "parity.replay": ("Replay",),
+    "precision.policy": ("Policy",),
+    "scaling.contract": ("LossScale",),
+    "training.data.sharding": ("ShardedStream",),
+    "training.monitoring.log": ("Log",),
+    "training.monitoring.progress": ("Progress",),
+    "training.observers": ("Observer",),
+    "training.options": ("FSDP", "Recompute", "TrainerOptions"),
+    "training.saving.together": ("Together",),
+    "training.trainer": ("Trainer",),
 }
+"""Names by module; all others are in `errors`."""
 
 _INSTEAD = {
     **dict.fromkeys(("Accelerator", "Fabric", "initialize", "init"), "accel = accelcore.select()"),
@@ -132,7 +127,8 @@ def __getattr__(name: str) -> object:
         from accelcore.util.text import no_attribute
 
         no_attribute(import_module(__name__), name, _INSTEAD)
-    value = getattr(import_module(f"accelcore.{_HOMES.get(name, 'errors')}"), name)
+    home = next((home for home, names in _HOMES.items() if name in names), "errors")
+    value = getattr(import_module(f"accelcore.{home}"), name)
     globals()[name] = value
     return value
 

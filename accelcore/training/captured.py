@@ -73,9 +73,10 @@ class CapturedStep:
                 remedy="put tensors, numbers and strings into the batch, or remove graph=True",
             ) from None
         if graph is None:
+            work = self._work(forward_backward, close, last=last)
             if not self._warm or key not in self._kinds:
-                return self._train_eagerly(batch, key, forward_backward, close, last=last)
-            graph = self._graphs[key] = self._capture(batch, self._work(forward_backward, close, last=last))
+                return self._train_eagerly(batch, key, work, last=last)
+            graph = self._graphs[key] = self._capture(batch, work)
         # One call for all: the host is what a short graph waits for.
         if graph.inputs:
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -93,9 +94,7 @@ class CapturedStep:
 
         return work
 
-    def _train_eagerly(
-        self, batch: Any, key: Any, forward_backward: ForwardBackward, close: Callable[[], None], *, last: bool
-    ) -> tuple[Tensor, Any]:
+    def _train_eagerly(self, batch: Any, key: Any, work: ForwardBackward, *, last: bool) -> tuple[Tensor, Any]:
         if key not in self._kinds and len(self._kinds) >= _LIMIT:
             raise TrainingError(
                 f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
@@ -104,7 +103,7 @@ class CapturedStep:
         self._kinds.add(key)
         self._windows += last
         with self._runtime.side_stream():  # captures run there, and autograd must not depend on other streams
-            return self._work(forward_backward, close, last=last)(batch)
+            return work(batch)
 
     def forget(self) -> None:
         """Drop all graphs, because the training has other memory now."""
