@@ -61,8 +61,7 @@ _INSTEAD = {
 }
 """Names of accelerate, Fabric and torch, or of a role, and what stands for them on a backend."""
 
-SHARDED = ("fsdp", "zero2", "zero3")
-"""Strategies of `Capabilities.parallel` that divide the model."""
+SHARDED = ("fsdp", "zero2", "zero3")  # strategies of `Capabilities.parallel` that divide the model
 
 
 @dataclass(frozen=True)

@@ -70,4 +70,3 @@ GET_CAPABILITIES = TorchFeature(
 """Returns the instructions of the host's processor."""
 
 TORCH_FEATURES = (GET_KERNEL, BACKWARD_PASS_AUTOCAST, UNUSED_SHARDS, RESET_ITER_STATE, GET_CAPABILITIES)
-"""All of them."""

@@ -13,10 +13,8 @@ from accelcore.util.text import is_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MODEL = "model"
-"""File of a model."""
-RANK = "rank-"
-"""Prefix of the files that belong to one rank."""
+MODEL = "model"  # file of a model
+RANK = "rank-"  # prefix of the files that belong to one rank
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that reading a damaged or forged file can raise."""
 

@@ -20,8 +20,7 @@ from accelcore.errors import AccelError
 if TYPE_CHECKING:
     import click
 
-USAGE = 64
-"""Exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings."""
+USAGE = 64  # exit code of an invalid request; `sysexits.h` calls it EX_USAGE. 1 and 2 belong to doctor's findings.
 
 ROLES = (
     *("backend", "operators", "precision", "scaler", "optimizers", "collectives", "compiler", "runtime", "training"),

@@ -24,8 +24,7 @@ from accelcore.devices.plugins import declared, describe
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.util.text import nearest
 
-COMMANDS = "accelcore.commands"
-"""Group of entry points: the name of a command, and a `click.Command`."""
+COMMANDS = "accelcore.commands"  # group of entry points: the name of a command, and a `click.Command`
 
 _OFFERED = {
     "lint": ("lint", "Find what ties a training script to one device, or is wrong on any device."),

@@ -15,8 +15,7 @@ from accelcore.scaling.contract import LossScale, LossScaler
 from accelcore.scaling.dynamic import Scalers
 from accelcore.util.text import Settings, did_you_mean, is_number, nearest
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Dtypes too coarse to accumulate small updates in."""
+LOW_PRECISION = (torch.bfloat16, torch.float16)  # dtypes too coarse to accumulate small updates in
 
 _TABLES = ("torch", "O1")
 _FLOATS = ("bfloat16", "float16", "float32", "float64")

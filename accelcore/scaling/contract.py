@@ -25,11 +25,9 @@ Given = Sequence[Tensor] | None
 AnyRank = Callable[[Tensor], Tensor] | None
 """Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did; None: this rank decides alone."""
 
-VERSION = 1
-"""Version of the states written here. States of other libraries have none."""
+VERSION = 1  # version of the states written here. States of other libraries have none.
 
-OF_APEX = {"loss_scale", "unskipped"}
-"""Keys of a state of apex, which are the same for static and dynamic scales."""
+OF_APEX = {"loss_scale", "unskipped"}  # keys of a state of apex, which are the same for static and dynamic scales
 
 _INSTEAD = {
     "get_growth_factor": 'scaler.state_dict()["growth_factor"]',

@@ -23,8 +23,7 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
 
-SHARED = "shared"
-"""File of the `shared_state` of every part but the model."""
+SHARED = "shared"  # file of the `shared_state` of every part but the model
 
 
 @dataclass(frozen=True)
