@@ -41,8 +41,7 @@ _REFUSED = {
 }
 
 
-Parameters = Iterable[Any]
-"""Tensors, or groups of them, as torch's optimizers take them."""
+Parameters = Iterable[Any]  # tensors, or groups of them, as torch's optimizers take them
 
 
 class _ByDevice(Optimizers):

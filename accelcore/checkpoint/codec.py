@@ -21,8 +21,7 @@ from accelcore.errors import CheckpointError
 from accelcore.optim.shards import as_shard, is_sharded, rows_of, to_local
 from accelcore.util.text import kind_of
 
-Pieces = dict[str, tuple[Tensor, int, int]]
-"""Shards of tensors by name, each with its first row and its number of rows."""
+Pieces = dict[str, tuple[Tensor, int, int]]  # shards of tensors by name, each with its first row and its number of rows
 
 _TAG = "$"
 _DEEPEST = 100  # levels of lists, tuples and dicts. Readers of JSON fail at some depth; how deep depends on the Python.
@@ -36,8 +35,7 @@ _DTYPES = {
 LikeOf = Callable[[str, Size], "Tensor | None"]
 """Function of a tensor's name and shape that returns the sharded tensor to divide it like; None to read it whole."""
 
-StoredRows = tuple[str, int, int]
-"""File, first row and number of the rows of a tensor."""
+StoredRows = tuple[str, int, int]  # file, first row and number of the rows of a tensor
 
 
 def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tensor]]:

@@ -27,8 +27,7 @@ _FREE_UPDATE = 4.0  # units of rounding of the parameter by which an update may 
 _HIDDEN = 0.02  # relative difference of the weights from which on only what needs no tolerance is compared
 WITHOUT_TOLERANCE = "batches, random numbers, what a step begins with, operators and equal gradients of all ranks"
 
-Pairs = Sequence[tuple[Seen, Seen]]
-"""Events that two runs have in common: of the recording, and of the replay."""
+Pairs = Sequence[tuple[Seen, Seen]]  # events that two runs have in common: of the recording, and of the replay
 
 
 class Parted(NamedTuple):

@@ -22,8 +22,7 @@ from accelcore.torch_internals import (
 )
 
 Kernel = Callable[..., Any]
-Maker = Callable[[Kernel], Kernel]
-"""Makes a kernel from torch's own for the same operator."""
+Maker = Callable[[Kernel], Kernel]  # makes a kernel from torch's own for the same operator
 
 
 class Overrides:

@@ -19,8 +19,7 @@ from accelcore.util.text import Settings, is_number, no_attribute
 
 __all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
 
-Given = Sequence[Tensor] | None
-"""Gradients that a scaler reads; None: those of the optimizer's parameters."""
+Given = Sequence[Tensor] | None  # gradients that a scaler reads; None: those of the optimizer's parameters
 
 AnyRank = Callable[[Tensor], Tensor] | None
 """Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did; None: this rank decides alone."""

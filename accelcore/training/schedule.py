@@ -22,8 +22,7 @@ from accelcore.util.text import did_you_mean, is_whole
 
 ScheduleBy = Literal["window", "script"]
 
-Make = Callable[[Optimizer, int], LRScheduler]
-"""Makes the scheduler of an optimizer for a number of updates."""
+Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an optimizer for a number of updates
 
 _METHODS = ("step", "state_dict", "load_state_dict")
 

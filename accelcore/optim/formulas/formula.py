@@ -16,8 +16,7 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Values of `state_dtype`. None: the parameter's dtype, and float32 for parameters of low precision."""
 
 Number: TypeAlias = "float | Tensor"
-Numbers = dict[str, Any]
-"""By name: numbers, switches, and None for a term that is left out."""
+Numbers = dict[str, Any]  # by name: numbers, switches, and None for a term that is left out
 State = dict[str, Tensor]
 ClipFactor = Callable[[float, Sequence[Tensor]], Tensor]
 """Function that returns the factor which clips the norm of all these gradients together."""

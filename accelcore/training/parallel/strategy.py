@@ -30,14 +30,11 @@ class Strategy(ABC):
     `check`, `shard` and `replicate` again.
     """
 
+    # layout of gradients: "tensors" if each must stay a tensor; "shards" if the model is divided among the ranks
     layout: Literal["any", "tensors", "shards"] = "any"
-    """Layout of gradients: "tensors" if each must stay a tensor; "shards" if the model is divided among the ranks."""
-
-    divisor: int = 1
-    """The factor that backward divides gradients by, so that their sum over ranks is their mean."""
-
+    divisor: int = 1  # what backward divides gradients by, so that their sum over ranks is their mean
+    # the rank that updates each parameter, by name, and has its optimizer state; None: every rank updates all
     owners: Mapping[str, int] | None = None
-    """The rank that updates each parameter, by name, and has its optimizer state; None: every rank updates all."""
 
     def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         self.collectives, self.device = backend.collectives, backend.device
