@@ -106,13 +106,8 @@ class Collectives(ABC):
 class NoCollectives(Collectives):
     """Collectives of a backend without process groups: there is always one process."""
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return 1
+    rank = 0
+    world_size = 1
 
     def init(self, launch: Launch | None, *, timeout: timedelta | None = None) -> None:
         if launch is not None and launch.world_size > 1:
