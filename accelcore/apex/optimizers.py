@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch.optim import Optimizer
+
 from accelcore.apex.state import backend_of
 from accelcore.errors import UnsupportedError
 from accelcore.optim.engine import Request, Route
@@ -48,7 +50,12 @@ class _ByDevice(Optimizers):
     """Registry that chooses among the routes of the parameters' device, wherever they are at that moment."""
 
     def choose(self, request: Request) -> Route:
-        return backend_of(request.parameters).optimizers.choose(request)
+        of_device = backend_of(request.parameters).optimizers
+        of_device._known(request.name)
+        return of_device.choose(request)
+
+    def _known(self, asked: str | type[Optimizer]) -> str:
+        return str(asked)  # the device's registry knows
 
 
 _create = _ByDevice().create

@@ -10,6 +10,7 @@ from torch import nn
 
 import accelcore
 from accelcore.apex import optimizers, parallel
+from accelcore.apex.state import backend_of
 
 BETAS, REQUIRED = (0.9, 0.999), inspect.Parameter.empty
 NINE = {
@@ -81,6 +82,12 @@ def test_names_arguments_and_defaults_are_those_of_ascends_apex(name):
 def test_those_of_nvidias_are_torchs(name, given, published):
     found = trained(getattr(optimizers, name)(parameters(), **given))
     torch.testing.assert_close(found, trained(published(parameters())), rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_without_a_route_on_the_device_is_refused(monkeypatch):
+    monkeypatch.delitem(backend_of(parameters()).optimizers._routes, "adagrad")
+    with pytest.raises(accelcore.UnsupportedError, match="there is no optimizer 'adagrad' here"):
+        optimizers.FusedAdagrad(parameters())
 
 
 @pytest.mark.parametrize(
