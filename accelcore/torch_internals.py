@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -293,6 +293,7 @@ def never_compile(function: Callable[..., Any]) -> None:
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
+    function = function.func if isinstance(function, partial) else function
     if isinstance(function, FunctionType):
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 

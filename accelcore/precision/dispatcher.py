@@ -22,7 +22,6 @@ from accelcore.torch_internals import (
 )
 
 Kernel = Callable[..., Any]
-Maker = Callable[[Kernel], Kernel]  # makes a kernel from torch's own for the same operator
 
 
 class Overrides:
@@ -81,17 +80,18 @@ overrides = Overrides()
 """Those for precision, which `accelcore.precision.reset()` removes."""
 
 
-def replace_kernels(name: str, makers: Mapping[OpOverload, Maker], dispatch_key: str) -> None:
+def replace_kernels(name: str, kernels: Mapping[OpOverload, Kernel], dispatch_key: str) -> None:
     """Replace torch's kernels of a device, below autograd and autocast; do nothing if that is done.
 
     The new kernels compute the same, faster. Everything in this process that calls the operators gets them, compiled
-    code included. A kernel has the signature of its operator. Raises UnsupportedError if this torch cannot return the
-    kernels that are replaced.
+    code included. A kernel gets torch's own, and then the arguments of its operator. Raises UnsupportedError if this
+    torch cannot return the kernels that are replaced.
     """
 
     def make() -> dict[tuple[OpOverload, str], Kernel]:
         return {
-            (operator, dispatch_key): maker(torch_kernel(operator, dispatch_key)) for operator, maker in makers.items()
+            (operator, dispatch_key): partial(kernel, torch_kernel(operator, dispatch_key))
+            for operator, kernel in kernels.items()
         }
 
     overrides.install(name, make, with_keyset=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import ConfigurationError
-from accelcore.precision.dispatcher import Kernel, Maker, torch_kernel
+from accelcore.precision.dispatcher import Kernel, torch_kernel
 from accelcore.torch_internals import OpOverload
 
 _aten = torch.ops.aten
@@ -31,46 +31,35 @@ def argument_values(operator: OpOverload, arguments: Sequence[Any], options: Map
     return {argument.name: values[argument.name] for argument in schema}
 
 
-def _cpu_kernel(operator: OpOverload) -> Kernel:
-    """Return torch's CPU kernel, which takes a generator of the host for a tensor of any device."""
-    kernel = torch_kernel(operator, "CPU")
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        for value in (*arguments, *options.values()):
-            if isinstance(value, torch.Generator) and value.device.type != "cpu":
-                raise ConfigurationError(
-                    f"a generator of {value.device} draws numbers that only {value.device.type} has",
-                    why='runtime.seed(..., same="everywhere") asks for numbers that are the same on all devices',
-                    remedy="pass a generator of the host, torch.Generator(); it serves tensors of any device",
-                )
-        return kernel(*arguments, **options)
-
-    return call
+def _draw_by(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
+    """Call torch's CPU kernel, which takes a generator of the host for a tensor of any device."""
+    for value in (*arguments, *options.values()):
+        if isinstance(value, torch.Generator) and value.device.type != "cpu":
+            raise ConfigurationError(
+                f"a generator of {value.device} draws numbers that only {value.device.type} has",
+                why='runtime.seed(..., same="everywhere") asks for numbers that are the same on all devices',
+                remedy="pass a generator of the host, torch.Generator(); it serves tensors of any device",
+            )
+    return kernel(*arguments, **options)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _filling(torchs: Kernel, *, integers: bool = False) -> Kernel:
-    """Make a kernel that fills a tensor on the host: in float64, or with integers in the tensor's own dtype."""
-
-    def fill(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        dtype = self.dtype if integers else _wide(self.dtype)  # the range of integers depends on the dtype
-        return self.copy_(torchs(torch.empty(self.shape, dtype=dtype), *arguments, **options))
-
-    return fill
+def _fill_wide(torchs: Kernel, self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    return self.copy_(torchs(torch.empty(self.shape, dtype=_wide(self.dtype)), *arguments, **options))
 
 
-def _computing(torchs: Kernel) -> Kernel:
-    """Make a kernel that draws by weights or rates in tensors, from their float64 copies on the host."""
+def _fill_integers(torchs: Kernel, self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    return self.copy_(torchs(torch.empty(self.shape, dtype=self.dtype), *arguments, **options))  # sets their range
 
-    def compute(self: Tensor, *arguments: Any, out: Tensor | None = None, **options: Any) -> Tensor:
-        copies = [_copied(argument) if isinstance(argument, Tensor) else argument for argument in arguments]
-        drawn: Tensor = torchs(_copied(self), *copies, **options)
-        return _given(drawn.to(self.dtype) if drawn.is_floating_point() else drawn, self.device, out)
 
-    return compute
+def _compute(torchs: Kernel, self: Tensor, *arguments: Any, out: Tensor | None = None, **options: Any) -> Tensor:
+    """Draw by weights or rates in tensors, from their float64 copies on the host."""
+    copies = [_copied(argument) if isinstance(argument, Tensor) else argument for argument in arguments]
+    drawn: Tensor = torchs(_copied(self), *copies, **options)
+    return _given(drawn.to(self.dtype) if drawn.is_floating_point() else drawn, self.device, out)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -87,30 +76,25 @@ def _uniforms(torchs: Kernel, shape: Sequence[int], generator: torch.Generator |
     return drawn
 
 
-def _uniform_(torchs: Kernel) -> Kernel:
-    def fill(self: Tensor, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
-        drawn = torchs(torch.empty(self.shape, dtype=_wide(self.dtype)), generator=generator)
-        if not self.is_complex():
-            # As many digits as the dtype has: rounding could give 1, which a uniform number never is.
-            steps = 2 / torch.finfo(self.dtype).eps
-            drawn = (drawn * steps).floor_() / steps
-        return self.copy_(drawn * (high - low) + low)
-
-    return fill
-
-
-def _bernoulli_(torchs: Kernel) -> Kernel:
-    def fill(self: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
-        return self.copy_(_uniforms(torchs, self.shape, generator) < _chance(p))
-
-    return fill
+def _uniform_(
+    torchs: Kernel, self: Tensor, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None
+) -> Tensor:
+    drawn = torchs(torch.empty(self.shape, dtype=_wide(self.dtype)), generator=generator)
+    if not self.is_complex():
+        # As many digits as the dtype has: rounding could give 1, which a uniform number never is.
+        steps = 2 / torch.finfo(self.dtype).eps
+        drawn = (drawn * steps).floor_() / steps
+    return self.copy_(drawn * (high - low) + low)
 
 
-def _bernoulli_out(torchs: Kernel) -> Kernel:
-    def draw(self: Tensor, *, generator: torch.Generator | None = None, out: Tensor) -> Tensor:
-        return out.resize_(self.shape).copy_(_uniforms(torchs, self.shape, generator) < _chance(self))
+def _bernoulli_(
+    torchs: Kernel, self: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None
+) -> Tensor:
+    return self.copy_(_uniforms(torchs, self.shape, generator) < _chance(p))
 
-    return draw
+
+def _bernoulli_out(torchs: Kernel, self: Tensor, *, generator: torch.Generator | None = None, out: Tensor) -> Tensor:
+    return out.resize_(self.shape).copy_(_uniforms(torchs, self.shape, generator) < _chance(self))
 
 
 def _chance(p: float | Tensor) -> float | Tensor:
@@ -121,68 +105,59 @@ def _chance(p: float | Tensor) -> float | Tensor:
     return p
 
 
-def _exponential_(torchs: Kernel) -> Kernel:
-    def fill(self: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
-        if lambd <= 0:
-            raise ValueError(f"exponential_ takes a lambda above 0, not {lambd}")
-        return self.copy_(-torch.log1p(-_uniforms(torchs, self.shape, generator)) / lambd)
-
-    return fill
-
-
-def _normal(torchs: Kernel) -> Kernel:
-    def draw(
-        mean: float | Tensor,
-        std: float | Tensor = 1.0,
-        *,
-        generator: torch.Generator | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        given = [value for value in (mean, std) if isinstance(value, Tensor)]
-        shape = torch.broadcast_tensors(*given)[0].shape  # type: ignore[no-untyped-call]
-        drawn: Tensor = torchs(torch.empty(shape, dtype=_wide(given[0].dtype)), generator=generator)
-        center, spread = (_copied(value) if isinstance(value, Tensor) else value for value in (mean, std))
-        if (torch.as_tensor(spread) < 0).any():
-            raise ValueError("normal takes standard deviations of 0 or more")
-        return _given((drawn * spread + center).to(given[0].dtype), given[0].device, out)
-
-    return draw
+def _exponential_(
+    torchs: Kernel, self: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None
+) -> Tensor:
+    if lambd <= 0:
+        raise ValueError(f"exponential_ takes a lambda above 0, not {lambd}")
+    return self.copy_(-torch.log1p(-_uniforms(torchs, self.shape, generator)) / lambd)
 
 
-def _rrelu_with_noise(torchs: Kernel) -> Kernel:
-    def draw(
-        self: Tensor,
-        noise: Tensor,
-        lower: float = 0.125,
-        upper: float = 1 / 3,
-        training: bool = False,
-        generator: torch.Generator | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        if training:
-            # One number for each element, needed or not: otherwise one element's last bit could shift all others.
-            slopes = _uniforms(torchs, self.shape, generator) * (upper - lower) + lower
-            noise.copy_(torch.where(self <= 0, slopes.to(self), 1))
-            result = self * noise
-        else:
-            result = torch.nn.functional.leaky_relu(self, (lower + upper) / 2)
-        return result if out is None else out.resize_(self.shape).copy_(result)
-
-    return draw
+def _normal(
+    torchs: Kernel,
+    mean: float | Tensor,
+    std: float | Tensor = 1.0,
+    *,
+    generator: torch.Generator | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    given = [value for value in (mean, std) if isinstance(value, Tensor)]
+    shape = torch.broadcast_tensors(*given)[0].shape  # type: ignore[no-untyped-call]
+    drawn: Tensor = torchs(torch.empty(shape, dtype=_wide(given[0].dtype)), generator=generator)
+    center, spread = (_copied(value) if isinstance(value, Tensor) else value for value in (mean, std))
+    if (torch.as_tensor(spread) < 0).any():
+        raise ValueError("normal takes standard deviations of 0 or more")
+    return _given((drawn * spread + center).to(given[0].dtype), given[0].device, out)
 
 
-def _rrelu_with_noise_(torchs: Kernel) -> Kernel:
-    draw = _rrelu_with_noise(torchs)
-    return lambda self, *arguments, **options: self.copy_(draw(self, *arguments, **options))
+def _rrelu_with_noise(
+    torchs: Kernel,
+    self: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if training:
+        # One number for each element, needed or not: otherwise one element's last bit could shift all others.
+        slopes = _uniforms(torchs, self.shape, generator) * (upper - lower) + lower
+        noise.copy_(torch.where(self <= 0, slopes.to(self), 1))
+        result = self * noise
+    else:
+        result = torch.nn.functional.leaky_relu(self, (lower + upper) / 2)
+    return result if out is None else out.resize_(self.shape).copy_(result)
 
 
-def _randperm(torchs: Kernel) -> Kernel:
-    def draw(n: int, *, generator: torch.Generator | None = None, out: Tensor) -> Tensor:
-        drawn = torchs(n, generator=generator, out=torch.empty(n, dtype=torch.int64))
-        return out.resize_(n).copy_(drawn)
+def _rrelu_with_noise_(torchs: Kernel, self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    return self.copy_(_rrelu_with_noise(torchs, self, *arguments, **options))
 
-    return draw
+
+def _randperm(torchs: Kernel, n: int, *, generator: torch.Generator | None = None, out: Tensor) -> Tensor:
+    drawn = torchs(n, generator=generator, out=torch.empty(n, dtype=torch.int64))
+    return out.resize_(n).copy_(drawn)
 
 
 @cache
@@ -192,8 +167,8 @@ def host_kernels() -> dict[OpOverload, Kernel]:
     The first call must come before any of torch's kernels is replaced.
     """
     uniform, normal = _aten.uniform_.default, _aten.normal_.default
-    # For each operator: the maker of its kernel, and the operator whose CPU kernel the maker gets.
-    made: dict[OpOverload, tuple[Maker, OpOverload]] = {
+    # For each operator: the function that draws, and the operator whose CPU kernel it gets first.
+    drawn: dict[OpOverload, tuple[Kernel, OpOverload]] = {
         uniform: (_uniform_, uniform),
         _aten.bernoulli_.float: (_bernoulli_, uniform),
         _aten.bernoulli_.Tensor: (_bernoulli_, uniform),
@@ -203,18 +178,21 @@ def host_kernels() -> dict[OpOverload, Kernel]:
         _aten.rrelu_with_noise.out: (_rrelu_with_noise, uniform),
         _aten.rrelu_with_noise_.default: (_rrelu_with_noise_, uniform),
         _aten.randperm.generator_out: (_randperm, _aten.randperm.generator_out),
-        _aten.multinomial.out: (_computing, _aten.multinomial.default),
+        _aten.multinomial.out: (_compute, _aten.multinomial.default),
     }
     for operator in (normal, _aten.cauchy_.default, _aten.geometric_.default, _aten.log_normal_.default):
-        made[operator] = (_filling, operator)
+        drawn[operator] = (_fill_wide, operator)
     for form in ("default", "from", "to"):
-        made[getattr(_aten.random_, form)] = (partial(_filling, integers=True), getattr(_aten.random_, form))
+        drawn[getattr(_aten.random_, form)] = (_fill_integers, getattr(_aten.random_, form))
     for name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
-        made[getattr(_aten, name).default] = (_computing, getattr(_aten, name).default)
+        drawn[getattr(_aten, name).default] = (_compute, getattr(_aten, name).default)
     for form in ("Tensor_Tensor", "Tensor_float", "float_Tensor"):
         for out in ("", "_out"):
-            made[getattr(_aten.normal, form + out)] = (_normal, normal)
-    return {operator: make(_cpu_kernel(base)) for operator, (make, base) in made.items()}
+            drawn[getattr(_aten.normal, form + out)] = (_normal, normal)
+    return {
+        operator: partial(draw, partial(_draw_by, torch_kernel(base, "CPU")))
+        for operator, (draw, base) in drawn.items()
+    }
 
 
 def _native_dropout(input: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:

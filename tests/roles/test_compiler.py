@@ -172,7 +172,7 @@ def _kernels(request):
     if request.param:
         if not GET_KERNEL.present:
             pytest.skip(f"torch has no {GET_KERNEL}")
-        replace_kernels("a test's", {torch.ops.aten.mm.default: lambda torchs: lambda *given: torchs(*given)}, "CPU")
+        replace_kernels("a test's", {torch.ops.aten.mm.default: lambda torchs, *given: torchs(*given)}, "CPU")
     yield
     accelcore.precision.reset()
 

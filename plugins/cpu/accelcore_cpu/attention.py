@@ -7,18 +7,19 @@ times as fast by products of whole matrices. In fp32 by oneDNN, to start a block
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from accelcore.precision.dispatcher import Kernel, Maker, replace_kernels
+from accelcore.precision.dispatcher import Kernel, replace_kernels
 from accelcore_cpu.processor import USUAL, with_setting
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+_NO_SETTING = nullcontext()
 # The lengths up to which a form is quicker, as measured on a Zen 5.
 _LONGEST_WHOLE = 256
 _LONGEST_BLOCKS = 768
@@ -28,42 +29,30 @@ _AT_A_TIME = 2**17
 
 def replace_attention() -> None:
     """Compute attention on the CPU in its fastest form from now on."""
-    replace_kernels("attention", _MAKERS, "CPU")
+    replace_kernels("attention", {_FORWARD: _forward, _BACKWARD: _backward}, "CPU")
 
 
-def _forward(torchs: Kernel) -> Kernel:
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
-        if query.dtype is torch.float16:
-            with with_setting(USUAL):
-                output, sums = torchs(query.float(), key.float(), value.float(), *arguments, **_widened(options))
-            return output.half(), sums
-        if _by_blocks(query, key):
-            with with_setting(USUAL):
-                return torchs(query, key, value, *arguments, **options)
+def _forward(torchs: Kernel, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
+    if query.dtype is torch.float16:
+        with with_setting(USUAL):
+            output, sums = torchs(query.float(), key.float(), value.float(), *arguments, **_widened(options))
+        return output.half(), sums
+    with with_setting(USUAL) if _by_blocks(query, key) else _NO_SETTING:
         return torchs(query, key, value, *arguments, **options)
 
-    return kernel
 
-
-def _backward(torchs: Kernel) -> Kernel:
-    def kernel(
-        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *arguments: Any, **options: Any
-    ) -> Any:
-        if query.dtype is torch.float16:
-            tensors = [each.float() for each in (gradient, query, key, value, output)]
-            with with_setting(USUAL):
-                return tuple(each.half() for each in torchs(*tensors, *arguments, **_widened(options)))
-        if _by_blocks(query, key):
-            with with_setting(USUAL):
-                return torchs(gradient, query, key, value, output, *arguments, **options)
-        if _fits_whole(query, key, *arguments[1:]):
-            return _whole_backward(gradient, query, key, value, output, *arguments[2:], **options)
+def _backward(
+    torchs: Kernel, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *arguments: Any,
+    **options: Any,
+) -> Any:  # fmt: skip
+    if query.dtype is torch.float16:
+        tensors = [each.float() for each in (gradient, query, key, value, output)]
+        with with_setting(USUAL):
+            return tuple(each.half() for each in torchs(*tensors, *arguments, **_widened(options)))
+    if _fits_whole(query, key, *arguments[1:]):
+        return _whole_backward(gradient, query, key, value, output, *arguments[2:], **options)
+    with with_setting(USUAL) if _by_blocks(query, key) else _NO_SETTING:
         return torchs(gradient, query, key, value, output, *arguments, **options)
-
-    return kernel
-
-
-_MAKERS: dict[OpOverload, Maker] = {_FORWARD: _forward, _BACKWARD: _backward}
 
 
 def _widened(options: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from accelcore.precision.dispatcher import Kernel, Maker, replace_kernels
+from accelcore.precision.dispatcher import Kernel, replace_kernels
 from accelcore_cpu.processor import USUAL, fast_format, fast_setting, lacks_lstm, with_setting
 
 _aten = torch.ops.aten
@@ -38,43 +38,33 @@ def install(dtype: torch.dtype) -> None:
         replace_kernels("products of fp16", _products(), "CPU")
 
 
-def _products() -> dict[OpOverload, Maker]:
+def _products() -> dict[OpOverload, Kernel]:
     rounded = partial(_rounded, (torch.float16,))
-    makers: dict[OpOverload, Maker] = dict.fromkeys(_OTHERS, rounded)
+    kernels: dict[OpOverload, Kernel] = dict.fromkeys(_OTHERS, rounded)
     for packet in _PRODUCTS:
-        makers[packet.default] = rounded
-        makers[packet.out] = _written(packet.default)
-    return makers
+        kernels[packet.default] = rounded
+        kernels[packet.out] = partial(_written, packet.default)
+    return kernels
 
 
-def _rounded(dtypes: tuple[torch.dtype, ...], torchs: Kernel) -> Kernel:
-    def kernel(*arguments: Any, **options: Any) -> Any:
-        dtype = arguments[0].dtype
-        if dtype not in dtypes:
-            return torchs(*arguments, **options)
-        with with_setting(_setting(arguments)):
-            found = torchs(*(_cast(each, dtype, torch.float32) for each in arguments), **options)
-        if isinstance(found, Tensor):
-            return _cast(found, torch.float32, dtype)
-        return tuple(_cast(each, torch.float32, dtype) for each in found)
-
-    return kernel
+def _rounded(dtypes: tuple[torch.dtype, ...], torchs: Kernel, *arguments: Any, **options: Any) -> Any:
+    dtype = arguments[0].dtype
+    if dtype not in dtypes:
+        return torchs(*arguments, **options)
+    with with_setting(_setting(arguments)):
+        found = torchs(*(_cast(each, dtype, torch.float32) for each in arguments), **options)
+    if isinstance(found, Tensor):
+        return _cast(found, torch.float32, dtype)
+    return tuple(_cast(each, torch.float32, dtype) for each in found)
 
 
-def _written(operator: OpOverload) -> Maker:
-    """Return the maker of a kernel that writes the result of `operator` to `out`, as compiled code calls it."""
-
-    def make(torchs: Kernel) -> Kernel:
-        def kernel(*arguments: Any, out: Tensor, **options: Any) -> Tensor:
-            if arguments[0].dtype is not torch.float16:
-                torchs(*arguments, out=out, **options)
-                return out
-            found = operator(*arguments, **options)
-            return out.resize_(found.shape).copy_(found)
-
-        return kernel
-
-    return make
+def _written(operator: OpOverload, torchs: Kernel, *arguments: Any, out: Tensor, **options: Any) -> Tensor:
+    """Write the result of `operator` to `out`, as compiled code calls it."""
+    if arguments[0].dtype is not torch.float16:
+        torchs(*arguments, out=out, **options)
+        return out
+    found = operator(*arguments, **options)
+    return out.resize_(found.shape).copy_(found)
 
 
 def _cast(value: Any, found: torch.dtype, dtype: torch.dtype) -> Any:
