@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accelcore.devices.hookspecs import Probe, hookimpl
+from accelcore.known_faults import KnownFault
+from accelcore_cpu.known_faults import KNOWN_FAULTS
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
-    from accelcore.known_faults import KnownFault
 
 
 @hookimpl
@@ -38,6 +39,4 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
 @hookimpl
 def accelcore_known_faults() -> tuple[KnownFault, ...]:
     """Return the known bugs of torch's kernels for the CPU."""
-    from accelcore_cpu.known_faults import KNOWN_FAULTS
-
     return KNOWN_FAULTS

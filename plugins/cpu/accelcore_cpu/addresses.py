@@ -41,25 +41,15 @@ _FOUND = tuple(Found)  # to look up a member takes a tenth of the time that Foun
 
 @dataclass
 class Member:
-    """A tensor that is updated.
+    """A tensor that is updated."""
 
-    Attributes:
-        group: the number of its group.
-        value: the tensor, dense, and of one of `TYPES`.
-        gradient: the dtype of its gradients.
-        entry: its state.
-        states: the elementwise tensors of its state, in the kernel's order; None for one that is not used.
-        parts: the offsets and shapes of the parameters in it, if the kernel has to tell them apart.
-        waits: whether it has had no gradient yet, and so no state.
-    """
-
-    group: int
-    value: Tensor
-    gradient: torch.dtype
-    entry: dict[str, Any]
-    states: Sequence[Tensor | None]
-    parts: Sequence[tuple[int, torch.Size]]
-    waits: bool
+    group: int  # the number of its group
+    value: Tensor  # dense, and of one of `TYPES`
+    gradient: torch.dtype  # of its gradients
+    entry: dict[str, Any]  # its state
+    states: Sequence[Tensor | None]  # its elementwise state, in the kernel's order; None for one that is not used
+    parts: Sequence[tuple[int, torch.Size]]  # offsets and shapes of its parameters, if the kernel tells them apart
+    waits: bool  # whether it has had no gradient yet, and so no state
 
 
 class Addresses:

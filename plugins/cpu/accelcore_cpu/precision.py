@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -11,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from accelcore.backend import Capabilities
+from accelcore.errors import logger
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision
 from accelcore.torch_features import GET_KERNEL
 from accelcore_cpu import processor, rounded_products
 from accelcore_cpu.attention import replace_attention
-
-logger = logging.getLogger("accelcore")
 
 
 class CpuPrecision(TorchPrecision):

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from accelcore_cuda.hardware import Hardware
-from accelcore_cuda.visible import Visible, visible
+from accelcore_cuda.visible import Fault, Hardware, Visible, visible
 
 _DEVICE = Path("/dev/kfd")
 _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -19,20 +18,18 @@ def present() -> bool:
     return _DEVICE.exists()
 
 
-def look(environ: Mapping[str, str]) -> Hardware:
+def look(environ: Mapping[str, str]) -> Hardware | Fault:
     """Return the AMD GPUs that this process may use, or why there are none."""
     if not present():
-        return Hardware(
-            fault=("torch is built for ROCm, and there is no AMD GPU (no /dev/kfd)", "install AMD's amdgpu driver")
-        )
+        return "torch is built for ROCm, and there is no AMD GPU (no /dev/kfd)", "install AMD's amdgpu driver"
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
-        return Hardware(fault=("this user may not open /dev/kfd", "join the group that owns it, often render"))
+        return "this user may not open /dev/kfd", "join the group that owns it, often render"
     uuids = _gpus()
     if not uuids:
-        return Hardware(fault=("AMD's driver is loaded, but it shows no GPU", "see the output of rocminfo"))
+        return "AMD's driver is loaded, but it shows no GPU", "see the output of rocminfo"
     seen = _visible(environ, uuids)
     if not seen.count:
-        return Hardware(fault=(seen.note, "unset that variable, or name GPUs in it that exist, each once"))
+        return seen.note, "unset that variable, or name GPUs in it that exist, each once"
     words = f"{seen.count} AMD GPU{'' if seen.count == 1 else 's'} through ROCm"
     return Hardware(words, seen.count, notes=(seen.note,) if seen.note else ())
 

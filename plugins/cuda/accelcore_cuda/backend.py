@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import logging
+import torch
+import torch.distributed as dist
 
 from accelcore.backend import Backend
-from accelcore.errors import BackendUnavailableError
+from accelcore.errors import BackendUnavailableError, logger
+from accelcore.jobs.collectives import NoCollectives
+from accelcore.scaling.dynamic import Scalers
 from accelcore.util.text import first_line
-
-logger = logging.getLogger("accelcore")
-
-_FIND_CAUSE = "run accelcore doctor and nvidia-smi to find the cause"
+from accelcore_cuda.collectives import CudaCollectives
+from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor
+from accelcore_cuda.declaration import declare, emulates_bfloat16, missing_kernels
+from accelcore_cuda.optimizers import create_optimizers, fused_kernels
+from accelcore_cuda.precision import CudaPrecision
+from accelcore_cuda.runtime import CudaRuntime, refuse_fork
 
 
 def create(index: int) -> Backend:
     """Compose the backend of one GPU.
 
     Raises:
-        BackendUnavailableError: torch or CUDA cannot be initialised here, or the GPU does not exist.
+        BackendUnavailableError: CUDA cannot be initialised here, or the GPU does not exist.
     """
     _initialise(index)
-
-    import torch
-    import torch.distributed as dist
-
-    from accelcore.jobs.collectives import NoCollectives
-    from accelcore.scaling.dynamic import Scalers
-    from accelcore_cuda.collectives import CudaCollectives
-    from accelcore_cuda.compiler import CudaCompiler, missing_for_inductor
-    from accelcore_cuda.declaration import declare, emulates_bfloat16
-    from accelcore_cuda.optimizers import create_optimizers, fused_kernels
-    from accelcore_cuda.precision import CudaPrecision
-    from accelcore_cuda.runtime import CudaRuntime
-
     device = torch.device("cuda", index)
     compute, rocm = torch.cuda.get_device_capability(device), torch.version.hip is not None
     nccl = dist.is_available() and dist.is_nccl_available()
@@ -57,24 +49,15 @@ def create(index: int) -> Backend:
 def _initialise(index: int) -> None:
     """Start CUDA, check the GPU, and make it the current one, which `.cuda()` and a loader's pinning thread use."""
     what = f"cuda:{index} cannot be used"
-    try:
-        import torch
-    except Exception as error:
-        # torch loads the packages of other accelerators, which may raise any kind of error.
-        raise BackendUnavailableError(
-            what, why=f"torch cannot be imported: {first_line(error) or type(error).__name__}", remedy=_FIND_CAUSE
-        ) from error
-
-    from accelcore_cuda.declaration import missing_kernels
-    from accelcore_cuda.runtime import refuse_fork
-
     refuse_fork()
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:
         raise BackendUnavailableError(
-            what, why=first_line(error) or type(error).__name__, remedy=_FIND_CAUSE
+            what,
+            why=first_line(error) or type(error).__name__,
+            remedy="run accelcore doctor and nvidia-smi to find the cause",
         ) from error
     if index >= count:
         raise BackendUnavailableError(

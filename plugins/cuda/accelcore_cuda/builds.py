@@ -25,17 +25,11 @@ _CUDA_RUNTIMES = re.compile(r"cuda-toolkit|nvidia-cuda-runtime(-cu[0-9]+)?")
 
 @dataclass(frozen=True)
 class Build:
-    """One build of torch.
+    """One build of torch."""
 
-    Attributes:
-        version: torch's version, with its label.
-        runtime: `"cuda"`, `"rocm"`, `"cpu"`, the first word of another label, or empty if unknown.
-        release: major and minor version of the runtime, as far as known.
-    """
-
-    version: str
-    runtime: str
-    release: tuple[int, ...] = ()
+    version: str  # torch's, with its label
+    runtime: str  # `"cuda"`, `"rocm"`, `"cpu"`, the first word of another label, or empty if unknown
+    release: tuple[int, ...] = ()  # major and minor version of the runtime, as far as known
 
     def __str__(self) -> str:
         names = {"cuda": "CUDA", "rocm": "ROCm"}
@@ -52,8 +46,7 @@ def installed_build() -> Build | None:
         return None
     _, _, label = installed.partition("+")
     for runtime, pattern in (("cuda", _CUDA_LABEL), ("rocm", _ROCM_LABEL)):
-        match = pattern.match(label)
-        if match:
+        if match := pattern.match(label):
             return Build(installed, runtime, (int(match[1]), int(match[2])))
     for runtime in ("cpu", "xpu"):
         if label.startswith(runtime):
@@ -63,9 +56,7 @@ def installed_build() -> Build | None:
 
 def minimum_driver(build: Build) -> str | None:
     """Return the oldest NVIDIA driver for a build; None if it is not published or the build has no CUDA."""
-    if build.runtime != "cuda" or not build.release:
-        return None
-    return MINIMUM_DRIVERS.get(build.release[0])
+    return MINIMUM_DRIVERS.get(build.release[0]) if build.runtime == "cuda" and build.release else None
 
 
 def numbers(dotted: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import shutil
 import sysconfig
@@ -13,10 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from accelcore.errors import logger
 from accelcore.roles.compiler import Compiled, TorchCompiler
 from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
-
-logger = logging.getLogger("accelcore")
 
 
 class CudaCompiler(TorchCompiler):

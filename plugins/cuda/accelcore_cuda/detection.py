@@ -13,7 +13,7 @@ from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import AUTOLOAD, autoload_enabled, autoloads
 from accelcore_cuda import amd, nvidia
 from accelcore_cuda.builds import Build, installed_build, minimum_driver, numbers
-from accelcore_cuda.hardware import Fault, Hardware
+from accelcore_cuda.visible import Fault, Hardware
 
 _ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
@@ -43,12 +43,15 @@ _TRANSFER = "torch_npu.contrib.transfer_to_npu"
 def detect() -> Probe:
     """Return the plugin's probe."""
     build = installed_build()
-    hardware = amd.look(os.environ) if build and build.runtime == "rocm" else nvidia.look(os.environ)
     rocm = build is not None and build.runtime == "rocm"
-    fault = _hardware_fault(hardware, build) or _torch_fault(hardware, build) or _in_the_way()
+    hardware = amd.look(os.environ) if rocm else nvidia.look(os.environ)
+    if not isinstance(hardware, Hardware):
+        if build is not None and not rocm and amd.present():
+            hardware = f"there is an AMD GPU, and {build} is not built for ROCm", "install a ROCm build of torch"
+        return _probe(*hardware, rocm=rocm)
+    fault = _torch_fault(hardware, build) or _in_the_way()
     if fault is not None:
-        reason, remedy = fault
-        return _probe(reason, remedy, rocm=rocm)
+        return _probe(*fault, rocm=rocm)
     words = "; ".join([f"{hardware.words}, {build}", *hardware.notes, *_notices()])
     return _probe(words, count=hardware.count, rocm=rocm)
 
@@ -69,14 +72,6 @@ def _probe(reason: str, remedy: str = "", count: int = 0, *, rocm: bool) -> Prob
         environment=_ENVIRONMENT,
         distributions=_DISTRIBUTIONS,
     )
-
-
-def _hardware_fault(hardware: Hardware, build: Build | None) -> Fault | None:
-    if hardware.fault is None:
-        return None
-    if build is not None and build.runtime != "rocm" and amd.present():
-        return f"there is an AMD GPU, and {build} is not built for ROCm", "install a ROCm build of torch"
-    return hardware.fault
 
 
 def _torch_fault(hardware: Hardware, build: Build | None) -> Fault | None:

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from accelcore_cuda.hardware import Hardware
-from accelcore_cuda.visible import visible
+from accelcore_cuda.visible import Fault, Hardware, visible
 
 LIBRARY = "libcuda.so.1"
 """Library of the driver. It decides which CUDA can run, even if it is newer than the kernel module (cuda-compat)."""
@@ -42,7 +41,7 @@ _UNHIDE = f"unset {_VARIABLE}, or name GPUs in it that exist, each once"
 _MOST = 64  # GPUs in one machine, torch's limit
 
 
-def look(environ: Mapping[str, str]) -> Hardware:
+def look(environ: Mapping[str, str]) -> Hardware | Fault:
     """Return the NVIDIA GPUs that this process may use, or why there are none."""
     control = _DEV / "nvidiactl"
     if control.exists():
@@ -51,25 +50,26 @@ def look(environ: Mapping[str, str]) -> Hardware:
         return _look_through_windows(environ)
     elif (_PROC / "version").exists() and _MODPROBE.exists():  # with it, the first use of CUDA makes the device files
         present = sum(1 for _ in _PROC.glob("gpus/*"))
-    else:
-        return _no_driver()
-    if not present:
-        return Hardware(fault=("the NVIDIA driver is loaded, but it shows no GPU", "see the output of nvidia-smi"))
-    if control.exists() and not os.access(control, os.R_OK | os.W_OK):
-        return Hardware(
-            fault=("this user may not open /dev/nvidiactl", "see its owner and mode, and join the group that may")
+    elif (_PROC / "version").exists():  # a container sees its host's
+        return (
+            "the NVIDIA driver is loaded, and there is no /dev/nvidiactl",
+            "run nvidia-smi as root, which makes it; a container has to be started with --gpus all",
         )
+    else:
+        return "no NVIDIA driver is loaded (there is no /dev/nvidiactl)", "install the NVIDIA driver for your GPU"
+    if not present:
+        return "the NVIDIA driver is loaded, but it shows no GPU", "see the output of nvidia-smi"
+    if control.exists() and not os.access(control, os.R_OK | os.W_OK):
+        return "this user may not open /dev/nvidiactl", "see its owner and mode, and join the group that may"
     library = _find_library(environ)
     if library is None and not _links():
-        return Hardware(
-            fault=(
-                f"there is an NVIDIA GPU, and the driver's {LIBRARY} is not found",
-                "install the driver's CUDA library, or start the container with --gpus all",
-            )
+        return (
+            f"there is an NVIDIA GPU, and the driver's {LIBRARY} is not found",
+            "install the driver's CUDA library, or start the container with --gpus all",
         )
     seen = visible(_VARIABLE, environ.get(_VARIABLE), present, _uuids())
     if not seen.count:
-        return Hardware(fault=(seen.note, _UNHIDE))
+        return seen.note, _UNHIDE
     of_library, of_kernel = _version_of(library) if library else None, _kernel_version()
     driver = of_library or of_kernel
     notes = [seen.note] if seen.note else []
@@ -79,35 +79,17 @@ def look(environ: Mapping[str, str]) -> Hardware:
     return Hardware(words, seen.count, driver, notes=tuple(notes))
 
 
-def _no_driver() -> Hardware:
-    if (_PROC / "version").exists():  # a container sees its host's
-        return Hardware(
-            fault=(
-                "the NVIDIA driver is loaded, and there is no /dev/nvidiactl",
-                "run nvidia-smi as root, which makes it; a container has to be started with --gpus all",
-            )
-        )
-    return Hardware(
-        fault=(
-            "no NVIDIA driver is loaded (there is no /dev/nvidiactl)",
-            "install the NVIDIA driver for your GPU",
-        )
-    )
-
-
-def _look_through_windows(environ: Mapping[str, str]) -> Hardware:
+def _look_through_windows(environ: Mapping[str, str]) -> Hardware | Fault:
     """Check WSL2, which uses the driver of Windows and whose device file does not list GPUs."""
     if not (_WSL / LIBRARY).exists():
-        return Hardware(
-            fault=(
-                f"no NVIDIA driver is loaded (this is WSL2, and Windows brings no {_WSL / LIBRARY})",
-                "install the NVIDIA driver in Windows, not in Linux",
-            )
+        return (
+            f"no NVIDIA driver is loaded (this is WSL2, and Windows brings no {_WSL / LIBRARY})",
+            "install the NVIDIA driver in Windows, not in Linux",
         )
     value = environ.get(_VARIABLE)
     seen = visible(_VARIABLE, value, 1 if value is None else _MOST)
     if not seen.count:
-        return Hardware(fault=(seen.note, _UNHIDE))
+        return seen.note, _UNHIDE
     assumed = "" if value is not None else f"; if there are several, name them in {_VARIABLE}"
     words = f"{_count(seen.count)} of WSL2, driver of unknown version{assumed}"
     return Hardware(words, seen.count, notes=(seen.note,) if seen.note else ())

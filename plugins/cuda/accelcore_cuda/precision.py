@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -10,11 +9,9 @@ from functools import cache
 import torch
 
 from accelcore.backend import Capabilities
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, logger
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision
-
-logger = logging.getLogger("accelcore")
 
 
 class CudaPrecision(TorchPrecision):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Literal
 
 import torch
 
-from accelcore.errors import BackendUnavailableError, ConfigurationError
+from accelcore.errors import BackendUnavailableError, ConfigurationError, logger
 from accelcore.roles.runtime import AcceleratorRuntime
 from accelcore.util.text import shown
-
-logger = logging.getLogger("accelcore")
 
 _VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC = (":4096:8", ":16:8")
@@ -25,7 +22,6 @@ class CudaRuntime(AcceleratorRuntime):
     """
 
     def __init__(self, device: torch.device) -> None:
-        refuse_fork()
         # thread_local: a loader's thread may pin the next batch during a capture, which would break a global one.
         super().__init__(device, graph=torch.cuda.CUDAGraph, capture={"capture_error_mode": "thread_local"})
 

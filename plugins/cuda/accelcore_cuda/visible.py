@@ -1,4 +1,4 @@
-"""Count of GPUs that CUDA_VISIBLE_DEVICES leaves visible, by CUDA's rules. This module does not import torch.
+"""GPUs that a process may use, and their count by CUDA's rules for CUDA_VISIBLE_DEVICES. Does not import torch.
 
 The variable is a list of indices or of UUIDs; the first entry decides which. An entry that names no GPU ends the list
 without an error: earlier entries stay visible. A GPU that is named twice hides all. A UUID may be shortened to a unique
@@ -17,17 +17,26 @@ from accelcore.util.text import shown
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)  # like strtoul, ignores the rest of an entry
 
 
+Fault = tuple[str, str]
+"""Reason why a device cannot be used, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The GPUs of one vendor that this process may use."""
+
+    words: str  # description: `"2 NVIDIA GPUs, driver 580.65.06"`
+    count: int
+    driver: str | None = None  # version of the driver; None if it cannot be read
+    notes: tuple[str, ...] = ()  # remarks that do not prevent use
+
+
 @dataclass(frozen=True)
 class Visible:
-    """GPUs that a variable leaves visible.
-
-    Attributes:
-        count: number of GPUs.
-        note: probably unintended effect of the variable; empty if there is none.
-    """
+    """GPUs that a variable leaves visible."""
 
     count: int
-    note: str = ""
+    note: str = ""  # probably unintended effect of the variable
 
 
 def visible(variable: str, value: str | None, present: int, uuids: Sequence[str] | None = None) -> Visible:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import accelcore_cuda
 import pytest
 import torch
@@ -84,20 +82,6 @@ def test_a_gpu_that_torch_has_no_code_for_is_refused(gpus):
         create(name="cuda", index=0)
     assert caught.value.why == "torch has code for sm_80, sm_90, and this GPU is sm_61"
     assert "build of torch" in caught.value.remedy
-
-
-def test_a_torch_that_cannot_be_imported_is_the_reason(monkeypatch):
-    class Broken:
-        def find_spec(self, name, path=None, target=None):
-            if name == "torch":
-                raise RuntimeError("Two accelerators cannot be used at the same time in PyTorch: npu and cuda.")
-
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    with pytest.raises(BackendUnavailableError) as caught:
-        create(name="cuda", index=0)
-    assert caught.value.why.startswith("torch cannot be imported: Two accelerators")
-    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 # After a fork.

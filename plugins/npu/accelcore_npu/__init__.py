@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accelcore.devices.hookspecs import Probe, hookimpl
+from accelcore.known_faults import KnownFault
+from accelcore_npu.detection import detect
+from accelcore_npu.known_faults import KNOWN_FAULTS
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend
-    from accelcore.known_faults import KnownFault
 
 
 @hookimpl
 def accelcore_probe() -> Probe:
     """Check device files, the environment and package metadata. Import and initialise nothing."""
-    from accelcore_npu.detection import detect
-
     return detect()
 
 
@@ -32,6 +32,4 @@ def accelcore_create_backend(name: str, index: int) -> Backend | None:
 @hookimpl
 def accelcore_known_faults() -> tuple[KnownFault, ...]:
     """Return the known bugs of torch_npu's kernels and classes."""
-    from accelcore_npu.known_faults import KNOWN_FAULTS
-
     return KNOWN_FAULTS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from functools import partial
 
@@ -10,11 +9,9 @@ import torch
 
 from accelcore.backend import Backend, Capabilities
 from accelcore.devices.plugins import describe
-from accelcore.errors import BackendUnavailableError
+from accelcore.errors import BackendUnavailableError, logger
 from accelcore.scaling.dynamic import Scalers
 from accelcore_npu.detection import emulated_devices
-
-logger = logging.getLogger("accelcore")
 
 
 def create(index: int) -> Backend:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from datetime import timedelta
@@ -11,11 +10,9 @@ import torch
 import torch.distributed as dist
 import torch_npu
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, logger
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.jobs.launchers import Launch
-
-logger = logging.getLogger("accelcore")
 
 _EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
 """Seconds that a collective of hccl may wait. hccl reads it when it connects ranks; it never reads torch's timeout."""

@@ -14,17 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Release:
-    """One published combination.
+    """One published combination."""
 
-    Attributes:
-        torch_npu: version of the package torch-npu.
-        torch: release of torch that it was built against.
-        cann: version of CANN that it was released for.
-    """
-
-    torch_npu: str
-    torch: str
-    cann: str
+    torch_npu: str  # version of the package torch-npu
+    torch: str  # release of torch that it was built against
+    cann: str  # version of CANN that it was released for
 
 
 RELEASES = (
@@ -65,10 +59,8 @@ def release_for(torch: str, cann: str | None) -> str:
     """Return the version of torch-npu to install for a torch and a CANN, as pip takes it."""
     base = torch_of(torch)
     fitting = [release for release in RELEASES if release.torch == base]
-    for release in fitting:
-        if release.cann == cann:
-            return release.torch_npu
-    return fitting[0].torch_npu if fitting else f"{base}.*"
+    best = next((release for release in fitting if release.cann == cann), fitting[0] if fitting else None)
+    return best.torch_npu if best else f"{base}.*"
 
 
 def built_for_cuda(torch: str, requirements: Iterable[str]) -> bool:

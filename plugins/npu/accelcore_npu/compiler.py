@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelcore.errors import logger
 from accelcore.roles.compiler import Compiled, TorchCompiler
-
-logger = logging.getLogger("accelcore")
 
 # Best first, each with the distribution that it needs and torch_npu does not install.
 _BACKENDS = {"npugraph_ex": None, "npugraphs": None, "npu": "protobuf", "inductor": "triton-ascend"}

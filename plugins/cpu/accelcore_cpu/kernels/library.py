@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import subprocess
 import tempfile
 import threading
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import torch
 
+from accelcore.errors import logger
 from accelcore_cpu.kernels import compiler, store
-
-logger = logging.getLogger("accelcore")
 
 _SOURCES = Path(__file__).parent
 _SECONDS = 0.5  # that the measurement of the prefetch takes
