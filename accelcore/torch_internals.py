@@ -32,8 +32,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from accelcore.errors import UnsupportedError
-from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, GET_KERNEL, RESET_ITER_STATE
+from accelcore.torch_features import BACKWARD_PASS_AUTOCAST, RESET_ITER_STATE
 
 pytree = _pytree
 """Flattens nested containers. Without it, tensors in unusual containers of a batch or an output are not found."""
@@ -307,13 +306,10 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def replaceable_kernel(operator: OpOverload, dispatch_key: str) -> Callable[..., Any]:
-    """Return the kernel that an operator has at a dispatch key now; it takes a set of dispatch keys first."""
-    if not GET_KERNEL.present:
-        raise UnsupportedError(
-            f"torch's own kernel of {operator_name(operator)} cannot be called once it is replaced",
-            why=f"torch {torch.__version__} has no {GET_KERNEL}",
-            remedy="install torch 2.10 or later",
-        )
+    """Return the kernel that an operator has at a dispatch key now; it takes a set of dispatch keys first.
+
+    Only with `GET_KERNEL`.
+    """
     kernel: Callable[..., Any] = torch.library.get_kernel(operator, dispatch_key).call_boxed
     return kernel
 

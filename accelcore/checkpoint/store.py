@@ -199,9 +199,9 @@ def keep_newest(newest: Path, keep: int, spared: Path | None = None) -> list[Pat
 
     The best one and the `spared` one are never deleted.
     """
-    run = _run_of(newest)
+    run = _recorded(newest, "run")
     found = checkpoints(newest.parent)
-    own = [path for path in found if _run_of(path) in (run, None)]
+    own = [path for path in found if _recorded(path, "run") in (run, None)]
     end, best = own.index(newest) + 1, _best_of(own)
     for path in own[: max(0, end - keep)]:
         if path == best or (spared is not None and path.resolve() == spared.resolve()):
@@ -215,20 +215,15 @@ def keep_newest(newest: Path, keep: int, spared: Path | None = None) -> list[Pat
 
 def _best_of(paths: list[Path]) -> Path | None:
     """Return the first checkpoint with the lowest metric; None if none has a metric."""
-    metrics: dict[Path, float] = {}
-    for path in paths:
-        with suppress(*UNREADABLE):
-            metric = read_manifest(path).get("metric")
-            if is_number(metric) and math.isfinite(metric):
-                metrics[path] = metric
+    found = {path: _recorded(path, "metric") for path in paths}
+    metrics = {path: metric for path, metric in found.items() if is_number(metric) and math.isfinite(metric)}
     return min(metrics, key=metrics.__getitem__) if metrics else None
 
 
-def _run_of(path: Path) -> str | None:
-    """Return the run that saved a checkpoint; None if its manifest cannot be read."""
+def _recorded(path: Path, fact: str) -> Any:
+    """Return an entry of a checkpoint's manifest; None if the manifest lacks it, or cannot be read."""
     with suppress(*UNREADABLE):
-        run = read_manifest(path)["run"]
-        return run if isinstance(run, str) else None
+        return read_manifest(path).get(fact)
     return None
 
 
@@ -330,7 +325,5 @@ def _steps_of(path: Path) -> int:
     """Return a checkpoint's steps; -1 if neither name nor manifest has them, so that any other one is preferred."""
     if _NAME.fullmatch(path.name):
         return _order_of(path)[0]
-    with suppress(*UNREADABLE):
-        steps = read_manifest(path)["steps"]
-        return steps if type(steps) is int else -1
-    return -1
+    steps = _recorded(path, "steps")
+    return steps if type(steps) is int else -1

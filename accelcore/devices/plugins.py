@@ -13,10 +13,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, metadata, requires
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -290,15 +291,11 @@ def _ask(offers: Sequence[Declared], deadline: float) -> tuple[Any, Probe, tuple
             f"{point.value} is written for plugin interface {written_for}, and this accelcore works with {works}",
             remedy=f"install a newer {newer}",
         )
-    return hooks, probe, tuple(_known_faults(point, hooks.accelcore_known_faults()))
-
-
-def _known_faults(point: EntryPoint, answers: Iterable[Any]) -> Iterator[KnownFault]:
-    for answer in answers:
-        for fault in answer:
-            if not isinstance(fault, KnownFault):
-                raise PluginError(f"{point.value} answers accelcore_known_faults with {fault!r}, not a KnownFault")
-            yield fault
+    faults = tuple(chain.from_iterable(hooks.accelcore_known_faults()))
+    for fault in faults:
+        if not isinstance(fault, KnownFault):
+            raise PluginError(f"{point.value} answers accelcore_known_faults with {fault!r}, not a KnownFault")
+    return hooks, probe, faults
 
 
 def _load(point: EntryPoint) -> _Call:

@@ -223,12 +223,11 @@ def _limited_by(probe: Probe) -> str:
 def rank_count(text: str, source: str, wanted: int | None = None) -> int:
     """Return how many ranks a job on this host has: `wanted`, or as many as a request's device has room for."""
     choices = parse(text, source)
-    if wanted is None:
-        probe, _ = decide(text, source, lambda found: found.candidate.probe, local_rank=0)
-        return probe.ranks
-    if choices is None or len(choices) > 1 or choices[0].index is not None:
+    if wanted is not None and (choices is None or len(choices) > 1 or choices[0].index is not None):
         return wanted  # each rank may use another device than the first that works
     probe, _ = decide(text, source, lambda found: found.candidate.probe, local_rank=0)
+    if wanted is None:
+        return probe.ranks
     if probe.exclusive and probe.count < wanted:
         schedulers = {"SLURM": probe.slurm, "Kubernetes": probe.kubernetes, "Ray": probe.ray}
         granted = ", ".join(f"{name} under {scheduler}" for scheduler, name in schedulers.items() if name)

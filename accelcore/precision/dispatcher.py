@@ -84,8 +84,7 @@ def replace_kernels(name: str, kernels: Mapping[OpOverload, Kernel], dispatch_ke
     """Replace torch's kernels of a device, below autograd and autocast; do nothing if that is done.
 
     The new kernels compute the same, faster. Everything in this process that calls the operators gets them, compiled
-    code included. A kernel gets torch's own, and then the arguments of its operator. Raises UnsupportedError if this
-    torch cannot return the kernels that are replaced.
+    code included. A kernel gets torch's own, and then the arguments of its operator. Only with `GET_KERNEL`.
     """
 
     def make() -> dict[tuple[OpOverload, str], Kernel]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from threading import local
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -43,11 +42,10 @@ class _Repeated:
         self._entered.__dict__.setdefault("contexts", []).append(context)
         return returned
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        context: Context = self._entered.contexts.pop()
-        return context.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> bool | None:
+        context: Any = self._entered.contexts.pop()
+        swallows: bool | None = context.__exit__(*error)
+        return swallows
 
 
 class Autocast(_Repeated):

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from hashlib import sha256
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -90,9 +89,7 @@ class Region:
             _mark_compiled_code(+1)
         _state.depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._is_o1:
             _state.torch_depth -= 1
         else:
@@ -100,7 +97,7 @@ class Region:
             if not _state.depth:
                 _mark_compiled_code(-1)
                 _state.casts.clear()
-        self._autocast.__exit__(kind, error, traceback)
+        self._autocast.__exit__(*error)
 
 
 def is_o1_active() -> bool:

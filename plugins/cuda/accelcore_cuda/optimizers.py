@@ -25,19 +25,17 @@ _COMPILED_PRIORITY = 20
 
 
 def fused_kernels() -> tuple[str, ...]:
-    """Return the optimizers for which this build of torch has a fused CUDA kernel."""
+    """Return the optimizers for which this build of torch has a fused CUDA kernel.
+
+    An older Adagrad refuses fused=True on CUDA although a kernel exists. A trial step would have to initialise CUDA, so
+    the source of the class is read.
+    """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return tuple(
-        name for name, kind in _FUSED.items() if has_kernel(f"aten::_fused_{name}_", "CUDA") and _takes_fused(kind)
+        name
+        for name, kind in _FUSED.items()
+        if has_kernel(f"aten::_fused_{name}_", "CUDA") and "cuda_unsupported=True" not in inspect.getsource(kind)
     )
-
-
-def _takes_fused(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether a class of torch takes fused=True on CUDA. An older Adagrad refuses it although a kernel exists.
-
-    A trial step would have to initialise CUDA, so its source is read.
-    """
-    return "cuda_unsupported=True" not in inspect.getsource(kind)
 
 
 def create_optimizers(fused: tuple[str, ...], *, no_compiler: str | None = None) -> Optimizers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from accelcore.errors import logger
 from accelcore.roles.compiler import Compiled, TorchCompiler
+from accelcore_npu.detection import installed_version
 
 # Best first, each with the distribution that it needs and torch_npu does not install.
 _BACKENDS = {"npugraph_ex": None, "npugraphs": None, "npu": "protobuf", "inductor": "triton-ascend"}
@@ -23,7 +23,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {"npugraph_ex": {"options": {"clone_output
 
 def installed_compilers() -> tuple[str, ...]:
     """Return the backends of torch.compile whose packages are installed, best first."""
-    return tuple(name for name, needs in _BACKENDS.items() if needs is None or _installed(needs))
+    return tuple(name for name, needs in _BACKENDS.items() if needs is None or installed_version(needs))
 
 
 class NpuCompiler(TorchCompiler):
@@ -62,7 +62,7 @@ class NpuCompiler(TorchCompiler):
 def _fault(backend: str, device: torch.device) -> str | None:
     """Train a small network with a backend until its graphs are replayed. Return why it does not work, or None."""
     needs = _BACKENDS[backend]
-    if needs is not None and not _installed(needs):
+    if needs is not None and not installed_version(needs):
         return f"{needs} is not installed"
     network = nn.Sequential(
         nn.Linear(8, 16, device="meta"),
@@ -100,10 +100,3 @@ def _results(call: Callable[[Tensor], Tensor], network: nn.Module, inputs: Tenso
     output.square().sum().backward()  # type: ignore[no-untyped-call]
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     return output.detach(), torch.cat([tensor.detach().flatten() for tensor in (output, *gradients)])
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False

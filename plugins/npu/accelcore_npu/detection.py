@@ -42,11 +42,12 @@ def detect() -> Probe:
     found = list(_package_faults())
     if _wants_emulation():
         return _detect_emulated(found)
-    visible, fault = _visible(_device_files())
+    visible, fault = _visible(sum(path.name[len("davinci") :].isdigit() for path in _DEVICES.glob("davinci[0-9]*")))
     if fault is not None:
         # A machine without an NPU lacks CANN, too. Report broken packages only if torch-npu is installed.
-        found = [fault, *(found if _installed("torch-npu") else ())]
-    found += _cann_fault(bool(found))
+        found = [fault, *(found if installed_version("torch-npu") else ())]
+    if not found or installed_version("torch-npu"):
+        found += filter(None, [libraries.cann_fault(os.environ)])
     found += _other_accelerator()
     if found:
         reasons, remedies = zip(*found, strict=True)
@@ -91,7 +92,7 @@ def _emulated_fault(devices: int | None) -> tuple[str, str]:
     start = "start with accelcore run --emulate npu, which sets every variable"
     if devices is not None:
         return "an environment variable ACCEL_EMULATED_... has an invalid value", f"{start} and names the invalid one"
-    if _installed(_EMULATOR) is None:
+    if installed_version(_EMULATOR) is None:
         return f"ACCEL_EMULATE=npu is set, and {_EMULATOR} is not installed", f"pip install {_EMULATOR}, and {start}"
     return "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH", start
 
@@ -113,10 +114,6 @@ def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
         environment=(*_ENVIRONMENT, *sorted(name for name in os.environ if name.startswith("ACCEL_EMULATED_"))),
         distributions=_DISTRIBUTIONS,
     )
-
-
-def _device_files() -> int:
-    return sum(path.name[len("davinci") :].isdigit() for path in _DEVICES.glob("davinci[0-9]*"))
 
 
 def _visible(present: int) -> tuple[int, tuple[str, str] | None]:
@@ -141,7 +138,8 @@ def _visible(present: int) -> tuple[int, tuple[str, str] | None]:
     return len(numbers), None
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -150,41 +148,33 @@ def _installed(package: str) -> str | None:
 
 def _package_faults() -> Iterator[tuple[str, str]]:
     """Yield the faults of torch and torch-npu, missing or not fitting, each with its remedy."""
-    torch, torch_npu = _installed("torch"), _installed("torch-npu")
+    torch, torch_npu = installed_version("torch"), installed_version("torch-npu")
     cann = libraries.cann_version(os.environ)
     if torch is None:
         yield "torch is not installed", "pip install torch"
     elif torch_npu is None:
         wanted = compatibility.release_for(torch, cann)
         yield "torch-npu is not installed", f"pip install 'torch-npu=={wanted}', which fits torch {torch}"
-    else:
-        fault = compatibility.fault(torch, torch_npu, cann)
-        if fault is not None:
-            yield fault
+    elif fault := compatibility.fault(torch, torch_npu, cann):
+        yield fault
 
 
-def _cann_fault(spoilt: bool) -> list[tuple[str, str]]:
-    if spoilt and not _installed("torch-npu"):
-        return []
-    fault = libraries.cann_fault(os.environ)
-    return [] if fault is None else [fault]
-
-
-def _other_accelerator() -> list[tuple[str, str]]:
+def _other_accelerator() -> Iterator[tuple[str, str]]:
     """Report a working GPU: torch has one accelerator a process, and torch_npu refuses to be imported beside a GPU."""
-    if _cuda_build() and (_DEVICES / "nvidiactl").exists() and _installed("torch-npu"):
-        reason = f"torch {_installed('torch')} is built for CUDA, there is an NVIDIA GPU, and torch_npu refuses both"
-        return [(reason, "install the CPU build of torch beside torch-npu, or use cuda here")]
-    return []
+    if _cuda_build() and (_DEVICES / "nvidiactl").exists() and installed_version("torch-npu"):
+        reason = (
+            f"torch {installed_version('torch')} is built for CUDA, there is an NVIDIA GPU, and torch_npu refuses both"
+        )
+        yield reason, "install the CPU build of torch beside torch-npu, or use cuda here"
 
 
 def _cuda_build() -> bool:
-    torch = _installed("torch")
+    torch = installed_version("torch")
     return torch is not None and compatibility.built_for_cuda(torch, requires("torch") or ())
 
 
 def _works(visible: int) -> str:
-    torch_npu = _installed("torch-npu")
+    torch_npu = installed_version("torch-npu")
     cann = libraries.cann_version(os.environ) or "of unknown version"
     return f"{_count(visible)}, torch-npu {torch_npu}, CANN {cann}"
 
@@ -195,13 +185,13 @@ def _count(devices: int) -> str:
 
 def _notices() -> Iterator[str]:
     """Yield notes that do not prevent the use of NPUs."""
-    torch_npu = _installed("torch-npu")
+    torch_npu = installed_version("torch-npu")
     released = compatibility.cann_of(torch_npu) if torch_npu else None
     cann = libraries.cann_version(os.environ)
     if released and cann and released != cann:
         yield f"torch-npu {torch_npu} was released for CANN {released}"
     if _cuda_build():
-        yield f"torch {_installed('torch')} is built for CUDA, which it cannot use beside torch-npu"
+        yield f"torch {installed_version('torch')} is built for CUDA, which it cannot use beside torch-npu"
     others = {autoload.distribution for autoload in autoloads() if autoload.package != "torch_npu"}
     if others and autoload_enabled(os.environ):
         yield f"torch also loads {', '.join(sorted(others))}: one process has one accelerator"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,27 +52,18 @@ def _refuse_all() -> object:
     """Register a kernel that raises for each operator without one. The cache keeps the library, and so the kernels."""
     torch.npu.init()  # type: ignore[attr-defined]  # some kernels are registered only now
     make: Callable[[str, str], Any] = torch.library.Library
-    library = make("aten", "IMPL")
+    library, has_kernel = make("aten", "IMPL"), torch._C._dispatch_has_kernel_for_dispatch_key
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of kernels from Python
-        for name in _without_kernel():
-            library.impl(name.removeprefix("aten::"), _refusal(name), "PrivateUse1")
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("aten::") and not any(has_kernel(name, key) for key in _KEYS):
+                library.impl(name.removeprefix("aten::"), partial(_refuse, name), "PrivateUse1")
     return library
 
 
-def _without_kernel() -> Iterator[str]:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and not any(has_kernel(name, key) for key in _KEYS):
-            yield name
-
-
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(
-            f"the operator {name} has no kernel for the NPU",
-            why=f"torch_npu would compute it on the host, which {VARIABLE}=raise refuses",
-            remedy=f"use another operator, or set {VARIABLE}=allow",
-        )
-
-    return refuse
+def _refuse(name: str, *arguments: Any, **options: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"the operator {name} has no kernel for the NPU",
+        why=f"torch_npu would compute it on the host, which {VARIABLE}=raise refuses",
+        remedy=f"use another operator, or set {VARIABLE}=allow",
+    )
