@@ -53,14 +53,7 @@ class Member:
 
 
 class Addresses:
-    """Addresses of the tensors that one kernel updates.
-
-    Args:
-        kernel: the kernel's name.
-        members: the tensors, in the order of the groups.
-        entries: all state of the optimizer.
-        by_row: whether the kernel looks at each row of a matrix.
-    """
+    """Addresses of the tensors that one kernel updates; `entries` are all state of the optimizer."""
 
     def __init__(
         self, kernel: str, members: Sequence[Member], entries: Sequence[dict[str, Any]], *, by_row: bool

@@ -24,16 +24,11 @@ class Native(Formula):
 
     The kernel reads gradients where backward left them. A step with a `grad_scale` divides them by it in memory, as
     torch's fused kernels do.
-
-    Attributes:
-        kernel: its name in kernels/kernels.cpp, which is the registry's.
-        states: the names of the elementwise state, in the order of kernels/elementwise.h and kernels/normed.h.
-        by_row: whether it looks at each row of a matrix.
     """
 
-    kernel: ClassVar[str]
-    states: ClassVar[tuple[str, ...]]
-    by_row: ClassVar[bool] = False
+    kernel: ClassVar[str]  # its name in kernels/kernels.cpp, which is the registry's
+    states: ClassVar[tuple[str, ...]]  # the names of its state, in the order of kernels/elementwise.h and normed.h
+    by_row: ClassVar[bool] = False  # whether it looks at each row of a matrix
     _step_supports_amp_scaling = True
     _addresses: Addresses | None = None
     _wanted: Sequence[tuple[str, ...]] = ()
@@ -148,12 +143,7 @@ class Native(Formula):
 
 
 def refusal(values: Sequence[Tensor], *, by_row: bool) -> str | None:
-    """Return why a kernel cannot update these tensors, or None.
-
-    Args:
-        values: parameters, or what stands for them.
-        by_row: whether the kernel looks at each row of a matrix.
-    """
+    """Return why a kernel, which looks at each row of a matrix if `by_row`, cannot update these tensors, or None."""
     for value in values:
         if value.dtype not in TYPES:
             return f"the kernel takes real floating-point parameters, not {value.dtype}"

@@ -19,11 +19,7 @@ from accelcore_cuda.runtime import CudaRuntime, refuse_fork
 
 
 def create(index: int) -> Backend:
-    """Compose the backend of one GPU.
-
-    Raises:
-        BackendUnavailableError: CUDA cannot be initialised here, or the GPU does not exist.
-    """
+    """Compose the backend of one GPU."""
     _initialise(index)
     device = torch.device("cuda", index)
     compute, rocm = torch.cuda.get_device_capability(device), torch.version.hip is not None

@@ -18,12 +18,7 @@ from accelcore_cuda.known_faults import MIX_ORDER_REDUCTION
 
 
 class CudaCompiler(TorchCompiler):
-    """Compiler that checks the requirements of inductor. Other backends of torch.compile run without checks.
-
-    Args:
-        compute: compute capability of the GPU.
-        rocm: whether torch is built for ROCm.
-    """
+    """Compiler that checks the requirements of inductor. Other backends of torch.compile run without checks."""
 
     def __init__(self, compute: tuple[int, int], *, rocm: bool) -> None:
         super().__init__(avoids=(MIX_ORDER_REDUCTION,))

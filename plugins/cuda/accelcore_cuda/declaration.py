@@ -17,15 +17,12 @@ def declare(compute: Compute, *, rocm: bool, nccl: bool, fused: Iterable[str]) -
 
     fp16 arithmetic begins with sm_53. bf16 and TF32 units begin with sm_80. On older GPUs torch computes bf16 in fp32
     units and rounds, which is correct but slow. There bf16 is declared for autocast, after fp16, and not for models.
+    Every GPU that ROCm supports has bf16; there fp32="fast" is not available.
 
-    Args:
-        compute: compute capability; ignored with ROCm.
-        rocm: whether torch is built for ROCm. Every GPU it supports has bf16; fp32="fast" is not available.
-        nccl: whether torch is built with NCCL (ROCm: RCCL).
-        fused: optimizers for which torch has a fused kernel on this device.
+    `nccl`: whether torch is built with NCCL (ROCm: RCCL). `fused`: optimizers with a fused kernel in torch.
     """
     half = rocm or compute >= _HALF
-    native = rocm or compute >= _TENSOR_CORES
+    native = not emulates_bfloat16(compute, rocm=rocm)
     low = ("bfloat16", "float16") if native else ("float16", "bfloat16")
     return Capabilities(
         autocast_dtypes=low if half else (),

@@ -39,12 +39,7 @@ def fused_kernels() -> tuple[str, ...]:
 
 
 def create_optimizers(fused: tuple[str, ...], *, no_compiler: str | None = None) -> Optimizers:
-    """Return the optimizer registry of a CUDA backend.
-
-    Args:
-        fused: optimizers with a fused kernel.
-        no_compiler: reason why inductor cannot compile here, or None.
-    """
+    """Return the optimizer registry of a CUDA backend; `no_compiler` is the reason why inductor cannot compile."""
     registry = Optimizers()
     register_torch_optimizers(registry, fused=fused, prefers_foreach=True)
     for name, kind in FLAT_FORMULAS.items():

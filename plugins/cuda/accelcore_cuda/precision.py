@@ -18,10 +18,6 @@ class CudaPrecision(TorchPrecision):
     """Autocast by torch's lists; fp32 by torch's two legacy switches, for matrix products and for cuDNN.
 
     cuDNN's switch is on by default: without `fp32="ieee"` convolutions use TF32 if the GPU has it.
-
-    Args:
-        capabilities: capabilities of the GPU.
-        emulated_bfloat16: whether the GPU computes bf16 in fp32 units and rounds.
     """
 
     def __init__(self, capabilities: Capabilities, *, emulated_bfloat16: bool) -> None:

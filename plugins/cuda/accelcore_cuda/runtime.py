@@ -51,9 +51,6 @@ def make_deterministic(device: torch.device) -> None:
 
     cuBLAS and torch read CUBLAS_WORKSPACE_CONFIG once, at the first matrix product. It is not known if one ran already,
     unless the device has never held a tensor. Otherwise a warning is logged.
-
-    Raises:
-        ConfigurationError: CUBLAS_WORKSPACE_CONFIG asks for a workspace that is not deterministic.
     """
     value = os.environ.get(_VARIABLE)
     if value is None:

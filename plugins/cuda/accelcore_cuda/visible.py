@@ -40,11 +40,9 @@ class Visible:
 
 
 def visible(variable: str, value: str | None, present: int, uuids: Sequence[str] | None = None) -> Visible:
-    """Count the GPUs that `variable` leaves visible of `present` ones.
+    """Count the GPUs that `variable` leaves visible of `present` ones; a `value` of None means that it is not set.
 
-    Args:
-        value: value of the variable; None if it is not set.
-        uuids: UUIDs of the GPUs; if None, every entry that could be a UUID counts.
+    Without `uuids` of the GPUs, every entry that could be a UUID counts.
     """
     if value is None:
         return Visible(present)

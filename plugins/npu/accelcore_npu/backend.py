@@ -15,12 +15,7 @@ from accelcore_npu.detection import emulated_devices
 
 
 def create(index: int) -> Backend:
-    """Compose the backend of one NPU.
-
-    Raises:
-        BackendUnavailableError: torch_npu cannot be imported, or the device does not exist.
-        ConfigurationError: ACCEL_NPU_FALLBACK is invalid.
-    """
+    """Compose the backend of one NPU."""
     late = "torch_npu" not in sys.modules
     _import_runtime()
 

@@ -31,11 +31,7 @@ _KEYS = (
 
 
 def apply_setting() -> None:
-    """Apply ACCEL_NPU_FALLBACK for the rest of the process.
-
-    Raises:
-        ConfigurationError: the variable has another value.
-    """
+    """Apply ACCEL_NPU_FALLBACK for the rest of the process."""
     setting = os.environ.get(VARIABLE) or "allow"
     if setting not in _SETTINGS:
         raise ConfigurationError(

@@ -17,13 +17,9 @@ from accelcore.optim.formulas import Formula
 
 
 class FusedFormula(Formula):
-    """Base of optimizers with a formula's options and torch_npu's arithmetic; put it before the formula's class.
+    """Base of optimizers with a formula's options and torch_npu's arithmetic; put it before the formula's class."""
 
-    Attributes:
-        vendor: torch_npu's class.
-    """
-
-    vendor: type
+    vendor: type  # torch_npu's class
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         self._combine()

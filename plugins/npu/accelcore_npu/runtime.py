@@ -18,10 +18,7 @@ class NpuRuntime(AcceleratorRuntime):
 
     The constructor makes the device current and sets two switches for the whole process. `jit_compile` is off:
     operators come compiled instead of being compiled for each new shape. `allow_internal_format` is off: tensors keep
-    torch's memory format. By default, torch_npu takes both from the environment or the chip.
-
-    Attributes:
-        settings: the two switches.
+    torch's memory format. By default, torch_npu takes both from the environment or the chip. `settings` has the two.
     """
 
     settings: Mapping[str, bool]

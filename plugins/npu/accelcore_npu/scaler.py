@@ -28,10 +28,7 @@ class NpuScaler(GradScaler):
 class FlagScaler(NpuScaler):
     """Loss scaler that also reads the device's overflow flag, and clears it before the first backward pass of a step.
 
-    Args:
-        device: the NPU.
-        settings: initial scale, and how it grows and shrinks.
-        collectives: used to share an overflow with the other ranks.
+    `collectives` share an overflow with the other ranks.
     """
 
     def __init__(self, device: torch.device, settings: LossScale, *, collectives: Collectives) -> None:

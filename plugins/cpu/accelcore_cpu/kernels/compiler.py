@@ -44,20 +44,12 @@ def missing_compiler() -> str | None:
 
 
 def compiler_version() -> str:
-    """Return the compiler's own description.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it cannot be run.
-    """
+    """Return the compiler's own description; an OSError or SubprocessError says that it cannot be run."""
     return _version(tuple(_command()))
 
 
 def compile_to(sources: Sequence[Path], library: Path) -> None:
-    """Compile files to a shared library, with torch's headers and library of tensors.
-
-    Raises:
-        OSError, subprocess.SubprocessError: the build failed; `stderr` of a CalledProcessError has the messages.
-    """
+    """Compile files to a shared library, with torch's headers and library of tensors; errors as `compiler_version`."""
     libraries = _TORCH / "lib"
     torchs = (f"-I{_TORCH / 'include'}", *map(str, sources), f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}")
     _run((*_command(), *FLAGS, *torchs, "-o", str(library)))

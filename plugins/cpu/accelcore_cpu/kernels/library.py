@@ -23,11 +23,7 @@ _failed: list[str] = []
 
 
 def unavailable(*, build: bool) -> str | None:
-    """Return why there are no kernels here, or None.
-
-    Args:
-        build: whether to build and load them; if not, only look for a compiler.
-    """
+    """Return why there are no kernels here, or None. Without `build`, only look for a compiler."""
     if not _loaded and not _failed:
         reason = compiler.missing_compiler()
         if not build:

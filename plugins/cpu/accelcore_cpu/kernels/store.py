@@ -20,11 +20,7 @@ _VARIABLE = "ACCEL_KERNEL_CACHE"
 
 
 def folder() -> Path:
-    """Return the folder of ACCEL_KERNEL_CACHE, or one in the user's cache.
-
-    Raises:
-        ConfigurationError: the variable is not an absolute path, or is the path of a file.
-    """
+    """Return the folder of ACCEL_KERNEL_CACHE, or one in the user's cache."""
     named = os.environ.get(_VARIABLE)
     if not named:
         return Path(user_cache_dir("accelcore")) / "kernels"
@@ -38,11 +34,7 @@ def folder() -> Path:
 
 
 def open_folder() -> Path:
-    """Create the folder if needed, and return it.
-
-    Raises:
-        OSError: the folder cannot be used, for the reason in the message.
-    """
+    """Create the folder if needed, and return it; an OSError has the reason why it cannot be used."""
     path = folder()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(path.stat(), path)
@@ -67,14 +59,7 @@ def find(path: Path, key: str) -> tuple[Path, int] | None:
 
 
 def keep(path: Path, key: str, built: Path, choice: int) -> Path:
-    """Move a built file into the folder, atomically; it replaces other files for `key`.
-
-    Args:
-        path: the folder.
-        key: of the build.
-        built: the file.
-        choice: a number that was measured with this build.
-    """
+    """Move a built file into the folder, atomically; it replaces other files for `key`."""
     built.chmod(0o700)
     place = _named(path, key, choice, built.read_bytes())
     os.replace(built, place)
