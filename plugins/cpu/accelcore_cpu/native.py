@@ -20,7 +20,7 @@ _NO_MEMORY = "a parameter has less memory than elements: its storage was resized
 
 
 class Native(Formula):
-    """Formula computed by a kernel. Subclasses put this class before the formula with the options, checks and state.
+    """Formula computed by a kernel. A subclass has this class before the formula with the options, checks and state.
 
     The kernel reads gradients where backward left them. A step with a `grad_scale` divides them by it in memory, as
     torch's fused kernels do.
@@ -35,7 +35,8 @@ class Native(Formula):
     _runs: Sequence[Run] = ()
     _found: Found | None = None
 
-    def numbers(self, group: dict[str, Any]) -> tuple[float, ...]:
+    @staticmethod
+    def numbers(group: dict[str, Any]) -> tuple[float, ...]:
         """Return the options of a group, in the order in which its struct in kernels/*.h reads them."""
         raise NotImplementedError
 

@@ -5,19 +5,14 @@ Routes are our kernels, torch's fused kernels and torch's loops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from accelcore.optim.engine import Request
-from accelcore.optim.formulas.adadelta import Adadelta
-from accelcore.optim.formulas.adam import Adam, AdamW
-from accelcore.optim.formulas.adamp import AdamP
-from accelcore.optim.formulas.bertadam import BertAdam
-from accelcore.optim.formulas.lamb import Lamb
-from accelcore.optim.formulas.rmsprop import RMSprop, RMSpropTF
-from accelcore.optim.formulas.sgd import SGD
+from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 from accelcore_cpu.kernels.library import unavailable
@@ -33,112 +28,70 @@ Group = dict[str, Any]
 Numbers = tuple[float, ...]
 
 
-class NativeAdadelta(Native, Adadelta):
-    """`Adadelta` by its kernel."""
-
-    kernel, states = "adadelta", ("square_avg", "acc_delta")
-
-    def numbers(self, group: Group) -> Numbers:
-        return group["lr"], group["weight_decay"], group["maximize"], group["rho"], group["eps"]
+# Of each kernel: the options of a group, in the order in which its struct in kernels/*.h reads them.
 
 
-class _Adam(Native):
-    kernel, states = "adam", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-    def numbers(self, group: Group) -> Numbers:
-        shared = group["lr"], group["weight_decay"], group["maximize"], *group["betas"], group["eps"]
-        return *shared, group["amsgrad"], group["decoupled_weight_decay"]
+def _adadelta(group: Group) -> Numbers:
+    return group["lr"], group["weight_decay"], group["maximize"], group["rho"], group["eps"]
 
 
-class NativeAdam(_Adam, Adam):
-    """`Adam` by its kernel."""
+def _adam(group: Group) -> Numbers:
+    shared = group["lr"], group["weight_decay"], group["maximize"], *group["betas"], group["eps"]
+    return *shared, group["amsgrad"], group["decoupled_weight_decay"]
 
 
-class NativeAdamW(_Adam, AdamW):
-    """`AdamW` by its kernel."""
-
-    kernel = "adamw"
-
-
-class NativeAdamP(Native, AdamP):
-    """`AdamP` by its kernel."""
-
-    kernel, states, by_row = "adamp", ("exp_avg", "exp_avg_sq"), True
-
-    def numbers(self, group: Group) -> Numbers:
-        adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
-        return *adams, group["delta"], group["wd_ratio"], group["nesterov"]
+def _adamp(group: Group) -> Numbers:
+    adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
+    return *adams, group["delta"], group["wd_ratio"], group["nesterov"]
 
 
-class NativeBertAdam(Native, BertAdam):
-    """`BertAdam` by its kernel."""
-
-    kernel, states = "bertadam", ("exp_avg", "exp_avg_sq")
-
-    def numbers(self, group: Group) -> Numbers:
-        adams = group["lr"], group["weight_decay"], group["b1"], group["b2"], group["e"], group["max_grad_norm"]
-        return *adams, group["warmup"], group["t_total"], _SCHEDULES[group["schedule"]]
+def _bertadam(group: Group) -> Numbers:
+    adams = group["lr"], group["weight_decay"], group["b1"], group["b2"], group["e"], group["max_grad_norm"]
+    return *adams, group["warmup"], group["t_total"], _SCHEDULES[group["schedule"]]
 
 
-class NativeLamb(Native, Lamb):
-    """`Lamb` by its kernel."""
-
-    kernel, states = "lamb", ("exp_avg", "exp_avg_sq")
-
-    def numbers(self, group: Group) -> Numbers:
-        adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
-        return *adams, group["adam"], group["use_global_grad_norm"]
+def _lamb(group: Group) -> Numbers:
+    adams = group["lr"], group["weight_decay"], *group["betas"], group["eps"]
+    return *adams, group["adam"], group["use_global_grad_norm"]
 
 
-class _RMSprop(Native):
-    states = ("square_avg", "momentum_buffer", "grad_avg")
-
-    def numbers(self, group: Group) -> Numbers:
-        shared = group["lr"], group["weight_decay"], group.get("maximize", False), group["alpha"], group["eps"]
-        only_tf = group.get("decoupled_decay", False), group.get("lr_in_momentum", False)
-        return *shared, group["momentum"], group["centered"], *only_tf
+def _rmsprop(group: Group) -> Numbers:
+    shared = group["lr"], group["weight_decay"], group.get("maximize", False), group["alpha"], group["eps"]
+    only_tf = group.get("decoupled_decay", False), group.get("lr_in_momentum", False)
+    return *shared, group["momentum"], group["centered"], *only_tf
 
 
-class NativeRMSprop(_RMSprop, RMSprop):
-    """`RMSprop` by its kernel."""
-
-    kernel = "rmsprop"
-
-
-class NativeRMSpropTF(_RMSprop, RMSpropTF):
-    """`RMSpropTF` by its kernel."""
-
-    kernel = "rmsproptf"
+def _sgd(group: Group) -> Numbers:
+    shared = group["lr"], group["weight_decay"], group["maximize"]
+    return *shared, group["momentum"], group["dampening"], group["nesterov"]
 
 
-class NativeSGD(Native, SGD):
-    """`SGD` by its kernel."""
+def _native(
+    name: str, numbers: Callable[[Group], Numbers], states: tuple[str, ...], *, by_row: bool = False
+) -> type[Native]:
+    """Return the formula of that name, computed by its kernel."""
+    formula = FORMULAS[name]
+    own = {"kernel": name, "numbers": staticmethod(numbers), "states": states, "by_row": by_row}
+    return type(f"Native{formula.__name__}", (Native, formula), own)
 
-    kernel, states = "sgd", ("momentum_buffer",)
 
-    def numbers(self, group: Group) -> Numbers:
-        shared = group["lr"], group["weight_decay"], group["maximize"]
-        return *shared, group["momentum"], group["dampening"], group["nesterov"]
-
-
-NATIVE: dict[str, type[Native]] = {
-    kind.kernel: kind
-    for kind in (
-        NativeAdadelta,
-        NativeAdam,
-        NativeAdamP,
-        NativeAdamW,
-        NativeBertAdam,
-        NativeLamb,
-        NativeRMSprop,
-        NativeRMSpropTF,
-        NativeSGD,
-    )
-}
-"""By the registry's name."""
-
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_RMSPROPS = ("square_avg", "momentum_buffer", "grad_avg")
 # Numbers as in kernels/elementwise.h.
 _SCHEDULES = {"warmup_constant": 0, "warmup_cosine": 1, "warmup_linear": 2, "warmup_poly": 3}
+
+NATIVE = {
+    "adadelta": _native("adadelta", _adadelta, ("square_avg", "acc_delta")),
+    "adam": _native("adam", _adam, (*_MOMENTS, "max_exp_avg_sq")),
+    "adamp": _native("adamp", _adamp, _MOMENTS, by_row=True),
+    "adamw": _native("adamw", _adam, (*_MOMENTS, "max_exp_avg_sq")),
+    "bertadam": _native("bertadam", _bertadam, _MOMENTS),
+    "lamb": _native("lamb", _lamb, _MOMENTS),
+    "rmsprop": _native("rmsprop", _rmsprop, _RMSPROPS),
+    "rmsproptf": _native("rmsproptf", _rmsprop, _RMSPROPS),
+    "sgd": _native("sgd", _sgd, ("momentum_buffer",)),
+}
+"""The formulas that our kernels compute, by the registry's name, with their elementwise state in the kernel's order."""
 
 
 def create_optimizers() -> Optimizers:
