@@ -23,15 +23,30 @@ _import_error: BaseException | None = None
 _import_lock = threading.Lock()
 
 
-def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
-    """Create the backend of a plugin whose probe reported that it is available; messages name the user's `request`."""
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A device that is available according to its plugin's probe."""
+
+    candidate: Candidate
+    index: int
+    request: str  # the user's request, for messages
+
+    def __str__(self) -> str:
+        return f"{self.candidate.name}:{self.index}"
+
+
+def create_backend(found: Found) -> Backend:
+    """Create the backend of a device."""
+    candidate, index = found.candidate, found.index
     import_torch()
     try:
         backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
     except (AccelError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _broken(candidate, f"{request}: {candidate.distribution} could not create its backend", error) from error
+        raise _broken(
+            candidate, f"{found.request}: {candidate.distribution} could not create its backend", error
+        ) from error
     if not isinstance(backend, Backend) or (backend.name, backend.index) != (candidate.name, index):
         returned = f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__
         raise PluginError(
@@ -40,7 +55,7 @@ def create_backend(candidate: Candidate, index: int, request: str) -> Backend:
         )
     extended, failure = _extended(backend, candidate.hooks)
     if failure is not None:
-        what = f"{request}: {candidate.distribution} could not register its optimizers"
+        what = f"{found.request}: {candidate.distribution} could not register its optimizers"
         raise _broken(candidate, what, failure) from failure
     for extension in plugins.extensions():
         extended, failure = _extended(extended, extension.hooks)

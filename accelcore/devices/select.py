@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from accelcore.devices import plugins
-from accelcore.devices.create import create_backend
+from accelcore.devices.create import Found, create_backend
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
 from accelcore.devices.request import Choice, parse, requested_device
@@ -54,18 +54,6 @@ def accelcore_create_backend(name, index):
 
     return from_torch("{name}", index) if name == "{name}" else None
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A device that is available according to its plugin's probe."""
-
-    candidate: Candidate
-    index: int
-    request: str  # the user's request, for messages
-
-    def __str__(self) -> str:
-        return f"{self.candidate.name}:{self.index}"
 
 
 def installed() -> dict[str, Probe]:
@@ -110,10 +98,7 @@ def select(device: str | torch.device | None = None, *, local_rank: int | None =
     if text is None or text == "":
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
 
-    def create(found: Found) -> Backend:
-        return create_backend(found.candidate, found.index, found.request)
-
-    backend, passed_over = decide(text, source, create, local_rank=local_rank)
+    backend, passed_over = decide(text, source, create_backend, local_rank=local_rank)
     _say_once(text, source, backend, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)
 

@@ -333,23 +333,19 @@ def host_rng_state() -> dict[str, Tensor]:
 
 def set_host_rng_state(state: Mapping[str, Tensor]) -> list[str]:
     """Restore `host_rng_state`. Return the names of states without a generator."""
-    unknown = set(state)
-    if {"torch", "python", "python_gauss"} - unknown:
+    unknown = set(state) - {"torch", "python", "python_gauss", "numpy", "numpy_gauss"}
+    if not {"torch", "python", "python_gauss"} <= set(state):
         raise CheckpointError("the saved random state lacks the generators of torch or of Python")
     torch.set_rng_state(state["torch"])
     version, *words = state["python"].tolist()
     random.setstate((version, tuple(words), next(iter(state["python_gauss"].tolist()), None)))
-    unknown -= {"torch", "python", "python_gauss"}
     if "numpy" in state:
-        try:
-            import numpy
-        except ModuleNotFoundError:
-            return sorted(unknown)
+        import numpy  # not for every process
+
         *keys, position, has_gauss = state["numpy"].tolist()
         numpy.random.set_state(
             ("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, state["numpy_gauss"].item())
         )
-        unknown -= {"numpy", "numpy_gauss"}
     return sorted(unknown)
 
 

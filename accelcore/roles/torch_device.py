@@ -215,8 +215,6 @@ def _has_generator(device: torch.device) -> bool:
 
 def _process_group(kind: str) -> str | None:
     """Return torch.distributed's backend for a device type; None if this build of torch has no such backend."""
-    if not dist.is_available():
-        return None
     name = dist.Backend.default_device_backend_map.get(kind)
     return name if name is not None and dist.is_backend_available(name) else None
 

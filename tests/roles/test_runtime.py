@@ -143,33 +143,6 @@ def test_a_random_state_without_numpys_leaves_numpys_alone(accel):
     assert numpy.random.rand(3).tolist() == first
 
 
-def test_without_numpy_the_other_generators_are_seeded_saved_and_restored(run_python):
-    run_python("""
-        import sys, warnings
-        from importlib.abc import MetaPathFinder
-
-        class WithoutNumpy(MetaPathFinder):
-            def find_spec(self, name, path, target=None):
-                if name.split(".")[0] == "numpy":
-                    raise ModuleNotFoundError("numpy is not installed", name=name)
-
-        sys.meta_path.insert(0, WithoutNumpy())
-        warnings.simplefilter("ignore")  # torch says that it found no NumPy
-        import torch
-        import accelcore
-
-        runtime = accelcore.select("cpu").runtime
-        runtime.seed(3)
-        state = runtime.rng_state()
-        assert set(state) == {"torch", "python", "python_gauss"}
-        first = torch.rand(3)
-        elsewhere = {**state, "numpy": torch.zeros(626, dtype=torch.int64), "numpy_gauss": torch.zeros(1)}
-        for saved, unknown in ((state, []), (elsewhere, ["numpy", "numpy_gauss"])):
-            assert runtime.set_rng_state(saved) == unknown
-            assert torch.equal(torch.rand(3), first)
-    """)
-
-
 # The way onto the device.
 
 

@@ -19,8 +19,7 @@ from accelcore_cpu.kernels.library import unavailable
 from accelcore_cpu.known_faults import LOW_PRECISION_SGD
 from accelcore_cpu.native import Native, refusal
 
-FUSED = ("adagrad", "adam", "adamw", "sgd")
-"""Optimizers with a fused kernel in torch."""
+FUSED = ("adagrad", "adam", "adamw", "sgd")  # optimizers with a fused kernel in torch
 
 _PRIORITY = 20
 

@@ -81,5 +81,5 @@ def warn_without_units(dtype: torch.dtype) -> None:
 
 def _warn(message: str, *values: object) -> None:
     """Log a warning; in a job, on its first rank only."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+    if not (dist.is_initialized() and dist.get_rank()):
         logger.warning(message, *values)

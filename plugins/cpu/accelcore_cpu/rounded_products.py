@@ -26,8 +26,7 @@ _OTHERS = (
     _aten.convolution_backward.default,
 )
 _LSTM = (_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default)
-_SMALL = 2**24
-"""Operations of a product of 200 x 200: a smaller one costs oneDNN more to start than it gains."""
+_SMALL = 2**24  # operations of a product of 200 x 200: a smaller one costs oneDNN more to start than it gains
 
 
 def install(dtype: torch.dtype) -> None:

@@ -23,7 +23,7 @@ def create(index: int) -> Backend:
     _initialise(index)
     device = torch.device("cuda", index)
     compute, rocm = torch.cuda.get_device_capability(device), torch.version.hip is not None
-    nccl = dist.is_available() and dist.is_nccl_available()
+    nccl = dist.is_nccl_available()
     capabilities = declare(compute, rocm=rocm, nccl=nccl, fused=fused_kernels())
     logger.info("cuda:%d: %s", index, torch.cuda.get_device_name(device))
     return Backend(

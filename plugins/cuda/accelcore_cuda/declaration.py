@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from accelcore.backend import Capabilities
 
-Compute = tuple[int, int]
-"""Compute capability: `(8, 0)` for sm_80."""
+Compute = tuple[int, int]  # compute capability: `(8, 0)` for sm_80
 
 _HALF, _TENSOR_CORES, _TRITON = (5, 3), (8, 0), (7, 0)
 

@@ -17,8 +17,7 @@ from accelcore.util.text import shown
 _NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)  # like strtoul, ignores the rest of an entry
 
 
-Fault = tuple[str, str]
-"""Reason why a device cannot be used, and the remedy."""
+Fault = tuple[str, str]  # reason why a device cannot be used, and the remedy
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from accelcore.jobs.launchers import Launch
 _EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
 """Seconds that a collective of hccl may wait. hccl reads it when it connects ranks; it never reads torch's timeout."""
 
-_RECORDS = {"TORCH_FR_BUFFER_SIZE": "16"}
-"""torch's flight recorder, for collectives over gloo."""
+_RECORDS = {"TORCH_FR_BUFFER_SIZE": "16"}  # torch's flight recorder, for collectives over gloo
 
 _DETAILED = {
     "TORCH_HCCL_DESYNC_DEBUG": "1",

@@ -17,8 +17,7 @@ import torch
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.util.text import shown
 
-VARIABLE = "ACCEL_NPU_FALLBACK"
-"""`allow`, torch_npu's default, or `raise`."""
+VARIABLE = "ACCEL_NPU_FALLBACK"  # `allow`, torch_npu's default, or `raise`
 
 _SETTINGS = ("allow", "raise")
 # An operator with a kernel under one of these keys runs on the device.
