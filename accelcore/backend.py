@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelcore.devices.hookspecs import Probe
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.util.text import is_number, no_attribute
+from accelcore.util.text import Suggests, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +104,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, repr=False)
-class Backend:
+class Backend(Suggests):
     """One device, ready to use. `accelcore.select()` makes it; a process may have several.
 
     Backends of one kind of device share the vendor's runtime and its process-wide settings. Creating one may change
@@ -132,10 +132,7 @@ class Backend:
     runtime: Runtime
     passed_over: tuple[Probe, ...] = ()
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
-
-        def __getattr__(self, name: str) -> None:
-            no_attribute(self, name, _INSTEAD)
+    _instead = _INSTEAD
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks, root
-from accelcore.util.text import kind_of, no_attribute
+from accelcore.util.text import Suggests, kind_of
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -44,7 +44,7 @@ _EXIT_TIMEOUT = timedelta(minutes=1)
 """Time that a rank waits for the others at exit, because a rank may have ended without a trace."""
 
 
-class Job:
+class Job(Suggests):
     """Words for scripts about the ranks of a job. Without a job, this process is rank 0 of 1.
 
     After the block of `with accel.distributed() as job:` the job keeps its numbers: `job.is_main` is true on one rank
@@ -70,10 +70,7 @@ class Job:
         self._joined, self._launch, self._missing = collectives, launch, missing
         self.rank, self.world_size = collectives.rank, collectives.world_size
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
-
-        def __getattr__(self, name: str) -> None:
-            no_attribute(self, name, _INSTEAD)
+    _instead = _INSTEAD
 
     @property
     def _collectives(self) -> Collectives:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from accelcore.torch_internals import (
 )
 
 Kernel = Callable[..., Any]
+Placed = tuple[tuple[OpOverload, str], Kernel]  # an operator, a dispatch key, and the kernel for both
 
 
 class Overrides:
@@ -35,10 +36,8 @@ class Overrides:
     def __bool__(self) -> bool:
         return bool(self._removals)
 
-    def install(
-        self, name: str, make: Callable[[], Mapping[tuple[OpOverload, str], Kernel]], *, with_keyset: bool = True
-    ) -> None:
-        """Install the kernels that `make` returns, all or none; do nothing if a set of that name is installed.
+    def install(self, name: str, make: Callable[[], Iterator[Placed]], *, with_keyset: bool = True) -> None:
+        """Install the kernels that `make` yields, all or none; do nothing if a set of that name is installed.
 
         `with_keyset`: whether the kernels take the set of dispatch keys as their first argument.
         """
@@ -49,7 +48,7 @@ class Overrides:
                 return
             # torch warns of a kernel that is replaced; it is back after `remove`.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            kernels, libraries = make(), dict[str, Any]()
+            kernels, libraries = dict(make()), dict[str, Any]()
             for operator, key in kernels:
                 removal.callback(forget_python_dispatch, operator, key)  # called after the libraries are removed
             for (operator, key), kernel in kernels.items():
@@ -65,7 +64,7 @@ class Overrides:
             self._kernels |= kernels
 
     def kernel_at(self, operator: OpOverload, dispatch_key: str) -> Kernel | None:
-        """Return the kernel that was installed last for an operator at a dispatch key, as `make` returned it."""
+        """Return the kernel that was installed last for an operator at a dispatch key, as `make` yielded it."""
         return self._kernels.get((operator, dispatch_key))
 
     def remove(self) -> None:
@@ -87,11 +86,9 @@ def replace_kernels(name: str, kernels: Mapping[OpOverload, Kernel], dispatch_ke
     code included. A kernel gets torch's own, and then the arguments of its operator. Only with `GET_KERNEL`.
     """
 
-    def make() -> dict[tuple[OpOverload, str], Kernel]:
-        return {
-            (operator, dispatch_key): partial(kernel, torch_kernel(operator, dispatch_key))
-            for operator, kernel in kernels.items()
-        }
+    def make() -> Iterator[Placed]:
+        for operator, kernel in kernels.items():
+            yield (operator, dispatch_key), partial(kernel, torch_kernel(operator, dispatch_key))
 
     overrides.install(name, make, with_keyset=False)
 

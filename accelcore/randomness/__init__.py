@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from accelcore.errors import UnsupportedError
-from accelcore.precision.dispatcher import Kernel, Overrides, torch_kernel
+from accelcore.precision.dispatcher import Kernel, Overrides, Placed, torch_kernel
 from accelcore.randomness.host_kernels import COMPOSED, argument_values, host_kernels
 from accelcore.torch_features import GET_KERNEL
 from accelcore.torch_internals import (
@@ -74,7 +74,7 @@ def draws_on_host() -> bool:
     return bool(_overrides)
 
 
-def _kernels(device_type: str) -> Mapping[tuple[OpOverload, str], Kernel]:
+def _kernels(device_type: str) -> Iterator[Placed]:
     device = device_dispatch_key(device_type)
     keys = (device, f"Autograd{device}")
     kernels: dict[tuple[OpOverload, str], Kernel] = {
@@ -84,7 +84,8 @@ def _kernels(device_type: str) -> Mapping[tuple[OpOverload, str], Kernel]:
     }
     kernels |= {(operator, key): compose for operator, compose in COMPOSED.items() for key in keys}
     kernels |= {(operator, device): kernel for operator, kernel in host_kernels().items()}
-    return {place: _if_it_draws(*place, kernel, device_type) for place, kernel in kernels.items()}
+    for place, kernel in kernels.items():
+        yield place, _if_it_draws(*place, kernel, device_type)
 
 
 def _random_operators(dispatch_key: str) -> Iterator[OpOverload]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.scaling.overflow_streak import FindBad, OverflowStreak
-from accelcore.util.text import Settings, is_number, no_attribute
+from accelcore.util.text import Settings, Suggests, is_number
 
 __all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
 
@@ -87,7 +87,7 @@ class LossScale(Settings):
             )
 
 
-class LossScaler(ABC):
+class LossScaler(Suggests, ABC):
     """Loss scale of a training. A step calls `scale`, `unscale_` if gradients are read, `step`, `update` in this order.
 
     With several optimizers, `unscale_` and `step` are called for each, and `update` once. All have one scale. Only the
@@ -109,10 +109,7 @@ class LossScaler(ABC):
     takes_fp16 = False
     streak: OverflowStreak | None = None
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
-
-        def __getattr__(self, name: str) -> None:
-            no_attribute(self, name, _INSTEAD)
+    _instead = _INSTEAD
 
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
@@ -144,7 +141,7 @@ class LossScaler(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; raises CheckpointError if the state is that of another kind of scaler."""
 
-    def abandon(self) -> None:  # noqa: B027  # most scalers keep nothing during a step
+    def abandon(self) -> None:  # most scalers keep nothing during a step
         """Forget a step that has failed, so that the next one can begin."""
 
     @property

@@ -32,7 +32,7 @@ from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
-from accelcore.util.text import no_attribute
+from accelcore.util.text import Suggests
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,7 +74,7 @@ _INSTEAD = {
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
-class Trainer(Checkpoints):
+class Trainer(Suggests, Checkpoints):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::
@@ -140,10 +140,7 @@ class Trainer(Checkpoints):
         for listener in plan.listeners.begin:
             listener(proxy(self))
 
-    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
-
-        def __getattr__(self, name: str) -> None:
-            no_attribute(self, name, _INSTEAD)
+    _instead = _INSTEAD
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FIXED:

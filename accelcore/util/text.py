@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeGuard
 
 from accelcore.errors import ConfigurationError
 
@@ -36,6 +36,17 @@ def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> NoRetu
         # Without the owner: Python would add a similar name to this, also a private one.
         raise AttributeError(f"{label} has no attribute {name!r}; write {instead[name]}", name=name, obj=None)
     raise AttributeError(f"{label} has no attribute {name!r}", name=name, obj=owner)  # Python adds a similar name
+
+
+class Suggests:
+    """Base of classes that say what to write instead of a name that other libraries have: see `no_attribute`."""
+
+    _instead: ClassVar[Mapping[str, str]]
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+        def __getattr__(self, name: str) -> None:
+            no_attribute(self, name, self._instead)
 
 
 def kind_of(value: object) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError
-from accelcore.precision.dispatcher import Kernel, overrides
+from accelcore.precision.dispatcher import Kernel, Placed, overrides
 from accelcore.precision.o1.table import O1, O1_REPLACES, PROMOTES_BY_ITSELF, Treatment, torch_treatment
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.torch_features import GET_KERNEL
@@ -77,10 +77,12 @@ class Region:
     def __init__(self, device_type: str, dtype: torch.dtype, table: str, dispatch_key: str) -> None:
         self._is_o1 = table == "O1"
         self._autocast = torch.autocast(device_type, dtype, cache_enabled=not self._is_o1)
-        self._place = device_type, dispatch_key
+        kernels = _o1_kernels if self._is_o1 else _refusals
+        name = dispatch_key if self._is_o1 else f"refused on {dispatch_key}"
+        self._kernels = name, partial(kernels, device_type, dispatch_key)
 
     def __enter__(self) -> None:
-        (_install_o1 if self._is_o1 else _install_refusals)(*self._place)
+        overrides.install(*self._kernels)
         self._autocast.__enter__()  # type: ignore[no-untyped-call]
         if not self._is_o1:
             _state.torch_depth += 1
@@ -127,36 +129,28 @@ def clear_cast_cache() -> None:
     _state.casts.clear()
 
 
-def _install_o1(device_type: str, dispatch_key: str) -> None:
-    """Install O1's kernels for a device type, once. Outside O1's regions they do what torch does.
+def _o1_kernels(device_type: str, dispatch_key: str) -> Iterator[Placed]:
+    """Yield O1's kernels for a device type. Outside O1's regions they do what torch does.
 
     If torch's own kernel does what the table says, it stays; most low-precision operators are such a case.
     """
-
-    def make() -> Iterator[tuple[tuple[OpOverload, str], Kernel]]:
-        known = _torch_operators[dispatch_key] = operators_registered_at(dispatch_key)
-        for operator, treatment in listed_operators():
-            if _is_needed(operator, treatment, known):
-                outside = _kernel_before(operator, dispatch_key, known, device_type)
-                yield (operator, dispatch_key), _o1_kernel(_treated(operator, treatment, device_type), outside)
-
-    overrides.install(dispatch_key, lambda: dict(make()))
+    known = _torch_operators[dispatch_key] = operators_registered_at(dispatch_key)
+    for operator, treatment in listed_operators():
+        if _is_needed(operator, treatment, known):
+            outside = _kernel_before(operator, dispatch_key, known, device_type)
+            yield (operator, dispatch_key), _o1_kernel(_treated(operator, treatment, device_type), outside)
 
 
-def _install_refusals(device_type: str, dispatch_key: str) -> None:
-    """Install kernels that refuse, under torch's table too, what O1 refuses: alike on every device.
+def _refusals(device_type: str, dispatch_key: str) -> Iterator[Placed]:
+    """Yield kernels that refuse, under torch's table too, what O1 refuses: alike on every device.
 
     torch refuses these operators on some devices, whatever their dtype, and computes them in fp32 on others.
     """
-
-    def make() -> Iterator[tuple[tuple[OpOverload, str], Kernel]]:
-        known = operators_registered_at(dispatch_key)
-        for operator, treatment in listed_operators():
-            if treatment is Treatment.REFUSED:
-                outside = _kernel_before(operator, dispatch_key, known, device_type)
-                yield (operator, dispatch_key), _refusing_kernel(operator, device_type, outside)
-
-    overrides.install(f"refused on {dispatch_key}", lambda: dict(make()))
+    known = operators_registered_at(dispatch_key)
+    for operator, treatment in listed_operators():
+        if treatment is Treatment.REFUSED:
+            outside = _kernel_before(operator, dispatch_key, known, device_type)
+            yield (operator, dispatch_key), _refusing_kernel(operator, device_type, outside)
 
 
 def forget_installed() -> None:
