@@ -24,6 +24,7 @@ __all__ = ["Autocast", "Contexts", "Precision", "TorchPrecision"]
 Context = AbstractContextManager[object]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class _Repeated:
@@ -169,7 +170,7 @@ class TorchPrecision(Precision):
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:
         """Return the context of `fp32` for a valid mode. A device with other switches than torch's overrides this."""
-        self._legacy_setting()  # raises now if the setting could not be restored later
+        legacy_setting(torch.get_float32_matmul_precision)  # raises now if it could not be restored later
         return self._switched(self._fast_setting if fast else "highest")
 
     def table(self, name: str = "torch") -> frozenset[str]:
@@ -183,22 +184,12 @@ class TorchPrecision(Precision):
     @contextmanager
     def _switched(self, setting: str) -> Iterator[None]:
         # The legacy setter on purpose: after a write through the new API, inductor's legacy reads raise.
-        before = self._legacy_setting()
+        before = legacy_setting(torch.get_float32_matmul_precision)
         torch.set_float32_matmul_precision(setting)
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(before)
-
-    def _legacy_setting(self) -> str:
-        try:
-            return torch.get_float32_matmul_precision()
-        except RuntimeError as error:
-            raise ConfigurationError(
-                "the precision of fp32 products was set through torch.backends...fp32_precision",
-                why="torch cannot read that setting together with the one that fp32= changes",
-                remedy="use either fp32= or torch.backends...fp32_precision",
-            ) from error
 
     def _check_table(self, name: str) -> None:
         if name not in self._capabilities.autocast_tables:
@@ -206,6 +197,18 @@ class TorchPrecision(Precision):
                 f"there is no autocast table {name!r} on {self._device_type}",
                 available=", ".join(self._capabilities.autocast_tables),
             )
+
+
+def legacy_setting(read: Callable[[], T], of: str = "products") -> T:
+    """Return a setting that `fp32=` changes; raise ConfigurationError if torch refuses to read it."""
+    try:
+        return read()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"the precision of fp32 {of} was set through torch.backends...fp32_precision",
+            why="torch cannot read that setting together with the one that fp32= changes",
+            remedy="use either fp32= or torch.backends...fp32_precision",
+        ) from error
 
 
 class Contexts:

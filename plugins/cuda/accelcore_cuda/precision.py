@@ -9,9 +9,9 @@ from functools import cache
 import torch
 
 from accelcore.backend import Capabilities
-from accelcore.errors import ConfigurationError, logger
+from accelcore.errors import logger
 from accelcore.precision.o1.table import Treatment
-from accelcore.precision.role import TorchPrecision
+from accelcore.precision.role import TorchPrecision, legacy_setting
 
 
 class CudaPrecision(TorchPrecision):
@@ -37,14 +37,7 @@ class CudaPrecision(TorchPrecision):
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:
         matrices = super().products(fast=fast)
-        try:
-            _ = torch.backends.cudnn.allow_tf32
-        except RuntimeError as error:
-            raise ConfigurationError(
-                "the precision of fp32 convolutions was set through torch.backends...fp32_precision",
-                why="torch cannot read that setting together with the one that fp32= changes",
-                remedy="remove fp32=, or the other setting",
-            ) from error
+        legacy_setting(lambda: torch.backends.cudnn.allow_tf32, of="convolutions")
         return _with_convolutions(matrices, fast)
 
 
