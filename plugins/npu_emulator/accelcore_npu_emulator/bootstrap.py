@@ -22,11 +22,7 @@ from accelcore_npu_emulator.settings import Settings
 
 
 def environment(settings: Settings | None = None) -> dict[str, str]:
-    """Return the environment variables that a launcher sets for an emulated process. Compile the emulator if needed.
-
-    Args:
-        settings: the machine to emulate; what ACCEL_EMULATED_* say if None.
-    """
+    """Return the environment variables that a launcher sets for an emulated process. Compile the emulator if needed."""
     return _variables(settings, build.libraries())
 
 

@@ -17,14 +17,7 @@ from accelcore_npu_emulator.wheel import INSTALL, cache, fitting, place, within
 def install(options: Sequence[str] = ()) -> Path:
     """Let pip install the torch-npu that fits torch into the cache, or do nothing if it is there; return the folder.
 
-    An interrupted installation leaves no folder; the next one starts again.
-
-    Args:
-        options: further options of `pip install`, such as `["--no-index", "--find-links", "wheels"]`.
-
-    Raises:
-        BackendUnavailableError: the emulator does not work with the installed torch, or pip fails.
-        ConfigurationError: pip is missing, or the cache cannot be written.
+    An interrupted installation leaves no folder; the next one starts again. `options` are further ones of pip.
     """
     wanted = fitting()
     folder, scratch = place(), cache() / ".installing-torch-npu"

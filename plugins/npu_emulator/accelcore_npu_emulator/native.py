@@ -17,11 +17,7 @@ _GraphHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ct
 
 
 def opened(*, load: bool = False) -> ctypes.CDLL | None:
-    """Return the emulator's libascendcl in this process, or None.
-
-    Args:
-        load: load the library from the loader's search path if none is loaded.
-    """
+    """Return the emulator's libascendcl in this process, or None; with `load`, load it if none is loaded."""
     try:
         library = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOW if load else os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:
@@ -31,17 +27,11 @@ def opened(*, load: bool = False) -> ctypes.CDLL | None:
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since the process began, by name.
+    """Counts since the process began, by name."""
 
-    Attributes:
-        launches: operators executed on the device.
-        synchronizations: waits of the host.
-        copies: number of copies and total bytes, by direction.
-    """
-
-    launches: dict[str, int]
-    synchronizations: dict[str, int]
-    copies: dict[str, tuple[int, int]]
+    launches: dict[str, int]  # operators executed on the device
+    synchronizations: dict[str, int]  # waits of the host
+    copies: dict[str, tuple[int, int]]  # number of copies and total bytes, by direction
 
 
 def read_counters(library: ctypes.CDLL) -> Counters:
@@ -61,14 +51,10 @@ class Native:
     """Interface between the host kernels and the emulated CANN.
 
     Each counting method uses the device. It raises RuntimeError if the process was forked after the NPU's start.
-
-    Attributes:
-        library: the emulator's libascendcl.
-        settings: settings of the emulated machine.
     """
 
-    library: ctypes.CDLL
-    settings: Settings
+    library: ctypes.CDLL  # the emulator's libascendcl
+    settings: Settings  # of the emulated machine
 
     def count_launch(self, name: str) -> None:
         """Count one operator on the device."""

@@ -14,14 +14,7 @@ from accelcore_npu_emulator.settings import Settings
 
 @hookimpl
 def accelcore_emulate(name: str, devices: int) -> Mapping[str, str] | None:
-    """Compile the emulated CANN. Return the environment variables of a process that uses it.
-
-    The process gets at least `devices` devices.
-
-    Raises:
-        BackendUnavailableError: torch-npu is missing or does not fit, or the emulator cannot be built.
-        ConfigurationError: an ACCEL_EMULATED_ variable is invalid, or allows fewer devices.
-    """
+    """Compile the emulated CANN. Return the variables of a process that uses it, with `devices` devices or more."""
     if name != "npu":
         return None
     settings = Settings.from_environment()

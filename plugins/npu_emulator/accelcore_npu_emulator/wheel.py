@@ -27,9 +27,6 @@ def torch_npu() -> Distribution:
     """Return the metadata of torch-npu: of an installed one, or of the one in the cache.
 
     An installed one may be another release for the same torch than the one in `RELEASES`.
-
-    Raises:
-        BackendUnavailableError: there is none, or it does not fit torch, or the emulator does not work with this torch.
     """
     wanted, torch = fitting(), distribution("torch").version
     found = _importable() or within(place())
@@ -54,11 +51,7 @@ def path_entry() -> str | None:
 
 
 def cache() -> Path:
-    """Return the emulator's folder in the user's cache, and create it if needed.
-
-    Raises:
-        ConfigurationError: it cannot be written.
-    """
+    """Return the emulator's folder in the user's cache, and create it if needed."""
     folder = _cache()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,11 +73,7 @@ def _cache() -> Path:
 
 
 def place() -> Path:
-    """Return torch-npu's folder. It names what the wheel was built for, because machines and Pythons share caches.
-
-    Raises:
-        BackendUnavailableError: the emulator does not work with the installed torch.
-    """
+    """Return torch-npu's folder. It names what the wheel was built for, because machines and Pythons share caches."""
     return _cache() / f"torch-npu-{fitting()}-{sys.implementation.cache_tag}-{platform.machine()}"
 
 
@@ -101,11 +90,7 @@ def within(folder: Path) -> Distribution | None:
 
 
 def fitting() -> str:
-    """Return the version of torch-npu to install for the installed torch.
-
-    Raises:
-        BackendUnavailableError: torch is missing, or the emulator does not work with it.
-    """
+    """Return the version of torch-npu to install for the installed torch."""
     *_, newest = RELEASES
     try:
         torch = distribution("torch").version

@@ -81,11 +81,8 @@ _OF_ONE_TYPE = frozenset({"addcdiv", "addcmul"})
 def dtype_check(name: str, base: str) -> Callable[[Sequence[object]], None] | None:
     """Return a function that refuses arguments of an unsupported type; None if no limits are known.
 
-    The function raises RuntimeError, like a device with the code EZ1001 and its compiler with EZ9999.
-
-    Args:
-        name: the operator's name for the error.
-        base: its name alone, such as `"mm"`.
+    The function raises RuntimeError, like a device with the code EZ1001 and its compiler with EZ9999. The error has the
+    `name`, and `base` is the name alone, such as `"mm"`.
     """
     if base.removesuffix("_") in _OF_ONE_TYPE:
         return _one_type_check(name)

@@ -27,12 +27,7 @@ def room_finder(
     """Return a function of host arguments and a device that raises OutOfMemoryError if the results do not fit.
 
     The function allocates the memory of the results on the device and frees it. It does so only for results that may
-    exceed the whole device, because finding shapes takes longer than computing a small result.
-
-    Args:
-        operator: operator that computes the shapes of its results.
-        signature: places of its tensors.
-        memory: bytes of the device.
+    exceed the whole device, which has `memory` bytes: finding shapes takes longer than computing a small result.
     """
     pointwise = torch.Tag.pointwise in operator.tags
 

@@ -26,34 +26,21 @@ _GOAL = 0.98
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of one operator in one dtype and form.
+    """Comparison of one operator in one dtype and form."""
 
-    Attributes:
-        operator: its name as torch's tests spell it, such as `"nn.functional.gelu"`.
-        dtype: such as `"float32"`.
-        form: one of `FORMS`.
-        verdict: one of `VERDICTS`; of several samples, the worst.
-        reason: the difference or the error.
-    """
-
-    operator: str
-    dtype: str
-    form: str
-    verdict: str
-    reason: str = ""
+    operator: str  # its name as torch's tests spell it, such as `"nn.functional.gelu"`
+    dtype: str  # such as `"float32"`
+    form: str  # one of `FORMS`
+    verdict: str  # one of `VERDICTS`; of several samples, the worst
+    reason: str = ""  # the difference or the error
 
 
 @dataclass
 class Report:
-    """All comparisons. They concern the emulator, not a real NPU.
-
-    Attributes:
-        comparisons: comparisons in order.
-        unknown: operators that the CPU cannot run, which are not counted.
-    """
+    """All comparisons. They concern the emulator, not a real NPU."""
 
     comparisons: list[Comparison] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # operators that the CPU cannot run, which are not counted
 
     def count(self, verdict: str, form: str | None = None) -> int:
         """Return the number of comparisons with a verdict, in all forms or in one."""
