@@ -7,6 +7,7 @@ instead, and what to do, in this order.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 __all__ = [
     "AccelError",
@@ -49,11 +50,8 @@ class AccelError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors are pickled between processes, such as loader workers; the default would lose the keywords.
-        return (_rebuild, (type(self), self.what, self.why, self.available, self.remedy))
-
-
-def _rebuild(kind: type[AccelError], what: str, why: str, available: str, remedy: str) -> AccelError:
-    return kind(what, why=why, available=available, remedy=remedy)
+        told = {"why": self.why, "available": self.available, "remedy": self.remedy}
+        return (partial(type(self), self.what, **told), ())
 
 
 class ConfigurationError(AccelError, ValueError):
