@@ -30,7 +30,7 @@ class Overrides:
 
     def __init__(self) -> None:
         self._removals: dict[str, ExitStack] = {}  # by the names of the sets
-        self._kernels: dict[tuple[OpOverload, str], Kernel] = {}
+        self.kernels: dict[tuple[OpOverload, str], Kernel] = {}  # the one that was installed last at each place
         self._lock = threading.Lock()
 
     def __bool__(self) -> bool:
@@ -61,16 +61,12 @@ class Overrides:
             for operator, key in kernels:
                 forget_python_dispatch(operator, key)
             self._removals[name] = removal.pop_all()
-            self._kernels |= kernels
-
-    def kernel_at(self, operator: OpOverload, dispatch_key: str) -> Kernel | None:
-        """Return the kernel that was installed last for an operator at a dispatch key, as `make` yielded it."""
-        return self._kernels.get((operator, dispatch_key))
+            self.kernels |= kernels
 
     def remove(self) -> None:
         """Remove all sets, so that torch's own kernels are back."""
         with self._lock:
-            self._kernels.clear()
+            self.kernels.clear()
             while self._removals:
                 self._removals.popitem()[1].close()
 

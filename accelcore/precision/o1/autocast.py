@@ -241,7 +241,7 @@ def _is_needed(operator: OpOverload, treatment: Treatment, known: frozenset[str]
 
 def _kernel_before(operator: OpOverload, dispatch_key: str, known: frozenset[str], device_type: str) -> Kernel:
     """Return what the dispatcher called at this key before an O1 kernel."""
-    if (ours := overrides.kernel_at(operator, dispatch_key)) is not None:
+    if (ours := overrides.kernels.get((operator, dispatch_key))) is not None:
         return ours
     if operator_name(operator) in known:
         if GET_KERNEL.present:
