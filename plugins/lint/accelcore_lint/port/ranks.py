@@ -18,6 +18,9 @@ _LOCAL_RANK = re.compile(
 )
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
 _DECIMAL = re.compile(r"[\"'][a-z]+:%[di][\"']")
+_NUMBERS = (".get_rank", ".device_count", ".current_device")
+"""Functions of torch that return a whole number."""
+
 _RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
 
 
@@ -91,7 +94,7 @@ class Ranks(Tree):
             return True
         text = text_of(node)
         if isinstance(node, cst.Call):
-            return text_of(node.func) == "int" or (self.name(node.func) or "").endswith((".get_rank", ".device_count"))
+            return text_of(node.func) == "int" or (self.name(node.func) or "").endswith(_NUMBERS)
         if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, (cst.Add, cst.Modulo, cst.Multiply)):
             return self._is_whole(node.left, seen) and self._is_whole(node.right, seen)
         formatted = self.parent(node)

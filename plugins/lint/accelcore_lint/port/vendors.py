@@ -22,7 +22,7 @@ OTHERS = ("numba", "cupy")
 
 _WORDS = {*DEVICES, *MODULES, "cudnn", "npu_fusion_attention"}
 _ARGUMENTS = ("device_ids", "output_device")
-_REPLICAS = "DataParallel"
+_REPLICAS = re.compile(r"\bDataParallel(?: as (\w+))?")
 """A class of torch that takes the numbers of any accelerator's devices, and ignores them where there is none."""
 
 _OTHER_REPLICAS = re.compile(
@@ -115,7 +115,7 @@ def vendor_lines(source: str) -> set[int]:
     before = earlier = ""
     calls: list[str] = []
     in_accelcore = False
-    has_other_replicas = _OTHER_REPLICAS.search(source) is not None
+    replicas = set() if _OTHER_REPLICAS.search(source) else {"DataParallel", *_REPLICAS.findall(source)}
     words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
@@ -133,7 +133,7 @@ def vendor_lines(source: str) -> set[int]:
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
             is_flag = is_argument and text in (*DEVICES, "apex")
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
-            is_devices = is_devices and (calls[-1] != _REPLICAS or has_other_replicas)
+            is_devices = is_devices and calls[-1] not in replicas
             is_word = text in words or (text in _WORDS and before in ("from", "import"))
             if is_devices or ((is_word or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)

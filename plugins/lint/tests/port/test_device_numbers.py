@@ -344,3 +344,10 @@ def test_a_seed_of_all_devices_seeds_all_of_them(model, before, kept):
     source = f"import torch\nfrom torch import nn\n\nseed = 3\n{before}"
     source += f"torch.cuda.manual_seed_all(seed)\nmodel = {model}.cuda()\n"
     assert ("torch.cuda.manual_seed_all(seed)" in port_source(source, Level.ROLES).source) is kept
+
+
+def test_the_number_of_the_current_device_is_a_number():
+    source = (
+        "import torch\n\n\ndef move(net):\n    here = torch.cuda.current_device()\n    return net.cuda(device=here)\n"
+    )
+    assert "net.to(torch.device(current_device.type, here))" in port_source(source, Level.ROLES).source

@@ -141,3 +141,70 @@ def test_contexts_of_a_tensors_device_and_of_the_current_one():
     assert "device_index(torch.accelerator.current_device_index() if torch" in ported.source
     assert "from torch import nn\n" in ported.source
     assert ported.after == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "body", "opens"),
+    [("out.data", "z = z.cuda()", True), ("out.data", "print(z)", False), ("out", "z = z.cuda()", False)],
+)
+def test_an_instance_of_a_type_of_one_device_has_its_dtype(asked, body, opens):
+    test = f"isinstance({asked}, torch.cuda.FloatTensor)"
+    source = f"import torch\n\n\ndef f(out, z):\n    if {test}:\n        {body}\n    return z\n"
+    ported = port_source(source, Level.ROLES).source
+    assert ('    if out.data.dtype == torch.float32 and out.data.device.type != "cpu":\n' in ported) is opens
+    assert (test in ported) is not opens
+
+
+@pytest.mark.parametrize(
+    ("name", "guard", "certain"),
+    [
+        ("get_device", "torch.cuda.is_available()", True),
+        ("best", "torch.cuda.is_available()", False),
+        ("device", "x", False),
+    ],
+)
+def test_a_function_that_is_called_as_a_device_returns_its_type(name, guard, certain):
+    source = f"import torch\n\n\ndef {name}(x):\n    if {guard}:\n        return 'cuda'\n    return 'cpu'\n"
+    outcome = port_source(source, Level.ROLES)
+    assert ("return current_device.type" in outcome.source) is certain
+    assert (outcome.after == 0) is certain
+
+
+@pytest.mark.parametrize("module", ["torch.cuda.amp", "torch.cuda.amp.grad_scaler"])
+def test_an_annotation_of_a_scaler_is_of_any_device(module):
+    source = f"import torch\nfrom {module} import GradScaler\n\n\nclass A:\n    scaler: GradScaler = None\n\n"
+    outcome = port_source(f"{source}    def get(self) -> GradScaler:\n        return self.scaler\n", Level.ROLES)
+    assert outcome.after == 0
+    assert "scaler: torch.amp.GradScaler = None" in outcome.source
+
+
+def test_a_device_map_takes_the_name_of_a_device():
+    source = "import torch\nfrom transformers import AutoModel\n\n"
+    source += "model = AutoModel.from_pretrained(path, device_map='cuda:0')\n"
+    assert "device_map=accel.device.type" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(("called", "kept"), [("context()", False), ("context(True)", True), ("print(context)", False)])
+def test_autocast_by_another_name_may_be_one_of_two_contexts(called, kept):
+    source = (
+        "import contextlib\nimport torch\nfrom torch.cuda.amp import autocast\n\n\ndef run(args):\n"
+        f"    context = autocast if args.amp else contextlib.nullcontext\n    return {called}\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert (
+        "context = functools.partial(torch.autocast, current_device.type, dtype=torch.float16" in ported
+    ) is not kept
+    assert ("from torch.cuda.amp import autocast" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("value", "precision"),
+    [
+        ("True", '"high"'),
+        ("args.tf32", '"high" if args.tf32 else "highest"'),
+        ("True if args else False", '"high" if (True if args else False) else "highest"'),
+    ],
+)
+def test_the_precision_of_products_follows_the_scripts_own_value(value, precision):
+    source = f"import torch\n\n\ndef f(args):\n    torch.backends.cuda.matmul.allow_tf32 = {value}\n"
+    assert f"    torch.set_float32_matmul_precision({precision})\n" in port_source(source, Level.ROLES).source

@@ -56,6 +56,7 @@ def test_an_attribute_that_the_script_sets_is_no_vendor_line():
         ("net = DDP(net, device_ids=device_ids)", 1),
         ("net = DDP(net, device_ids=[0] if many else None)", 0),
         ("net = torch.nn.DataParallel(net, device_ids=[0, 1], output_device=0)", 0),
+        ("from torch.nn import DataParallel as DP\nnet = DP(net, device_ids=[0, 1])", 0),
         ("net = torch.nn.DataParallel(DDP(net, device_ids=[0]))", 1),
         ("from torch_geometric.nn import DataParallel\nnet = DataParallel(net, device_ids=[0])", 1),
         ("class DataParallel: pass\nnet = DataParallel(net, device_ids=[0])", 1),

@@ -78,7 +78,7 @@ def _both(test: str, enabled: str) -> str:
     return f"{test} and {enabled if plain else f'({enabled})'}"
 
 
-def _decide_name(node: cst.Attribute, facts: Facts) -> Rewrite | None:
+def _decide_name(node: cst.Attribute | cst.Name, facts: Facts) -> Rewrite | None:
     """Replace the class where it is no call: `context = torch.cuda.amp.autocast`, if that is called by keywords."""
     holder = facts.parent(node)
     if facts.name(node) not in _OF_DEVICE or not isinstance(holder, (cst.Assign, cst.IfExp)):
@@ -148,7 +148,7 @@ AUTOCAST = Rule(
 AUTOCAST_NAME = Rule(
     "autocast by name",
     "autocast of a vendor's device that is called by another name, or asked for",
-    (cst.Attribute, cst.Call),
+    (cst.Attribute, cst.Name, cst.Call),
     lambda node, facts: (_decide_question if isinstance(node, cst.Call) else _decide_name)(node, facts),
     (
         Example(

@@ -261,6 +261,8 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = holder.name.value
     elif isinstance(holder, cst.DictElement) and isinstance(holder.key, cst.SimpleString):
         name = str(holder.key.evaluated_value)
+    if isinstance(holder, cst.Return) and facts.guards(node):
+        name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
     if isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts):
         return Left(DECLARED)
     if name is not None and is_device_name(name):
@@ -317,7 +319,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
         return "device"
     if keyword == "map_location":
         return "location"
-    return "kind" if keyword == "device" or (method == "to" and first) else None
+    return "kind" if keyword in ("device", "device_map") or (method == "to" and first) else None
 
 
 CHOICES = Rule(

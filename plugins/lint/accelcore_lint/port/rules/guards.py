@@ -31,9 +31,12 @@ _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 
 
-def _decide(node: cst.Comparison | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
+def _decide(node: cst.Comparison | cst.Attribute | cst.Call, facts: Facts) -> Rewrite | Left | None:
     """Ask the condition of every accelerator, unless the script also runs on one that does not have what it guards."""
-    decision = _decide_flag(node, facts) if isinstance(node, cst.Attribute) else _decide_comparison(node, facts)
+    if isinstance(node, cst.Call):
+        decision: Rewrite | Left | None = _decide_instance(node, facts)
+    else:
+        decision = _decide_flag(node, facts) if isinstance(node, cst.Attribute) else _decide_comparison(node, facts)
     waits = isinstance(decision, Left) and decision.retry is not None
     return _left(node) if waits and facts.names_others and _may_fail(node, facts) else decision
 
@@ -93,16 +96,28 @@ def _kind_of(left: cst.BaseExpression, right: cst.BaseExpression) -> str:
 
 def _decide_kind(node: cst.Comparison, kind: str, facts: Facts) -> Rewrite | Left:
     """Ask for the dtype on any accelerator, if what the condition guards is about numbers."""
-    tensor = text_of(node.left).removesuffix(".type()")
-    test = f'{tensor}.dtype == {facts.torch}.{kind} and {tensor}.device.type != "cpu"'
     guard = facts.parent(node)
     body = guard.body if isinstance(guard, (cst.If, cst.IfExp)) and guard.test is node else None
-    rewrite = whole(node, test if body is not None else f"({test})", facts.needs_torch)
-    return (
-        rewrite
-        if body is not None and not _VENDORS.search(text_of(body))
-        else Left(_SKIPS, node.children, retry=rewrite)
-    )
+    rewrite = _of_kind(node, text_of(node.left).removesuffix(".type()"), kind, facts)
+    is_numbers = body is not None and not _VENDORS.search(text_of(body))
+    return rewrite if is_numbers else Left(_SKIPS, node.children, retry=rewrite)
+
+
+def _of_kind(node: cst.BaseExpression, tensor: str, kind: str, facts: Facts) -> Rewrite:
+    """Ask whether a tensor has a dtype and is on an accelerator."""
+    test, guard = f'{tensor}.dtype == {facts.torch}.{kind} and {tensor}.device.type != "cpu"', facts.parent(node)
+    plain = isinstance(guard, (cst.If, cst.IfExp)) and guard.test is node
+    return whole(node, test if plain else f"({test})", facts.needs_torch)
+
+
+def _decide_instance(node: cst.Call, facts: Facts) -> Left | None:
+    """Write `isinstance(x.data, torch.cuda.FloatTensor)` as a question for the dtype and the device."""
+    if text_of(node.func) != "isinstance" or len(node.args) != 2 or not text_of(node.args[0].value).endswith(".data"):
+        return None
+    module, _, kind = (facts.name(node.args[1].value) or "").rpartition(".")
+    if module not in {f"torch.{device}" for device in DEVICES} or kind not in DTYPES:
+        return None
+    return Left(_SKIPS, node.children, retry=_of_kind(node, text_of(node.args[0].value), DTYPES[kind], facts))
 
 
 def _is_type(device: cst.BaseExpression, facts: Facts) -> bool:
@@ -174,7 +189,7 @@ def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
     return any(facts.name(call.func) in AVAILABLE and guard.body in facts.parents(call) for call in facts.calls)
 
 
-def _left(node: cst.Comparison | cst.Attribute) -> Left:
+def _left(node: cst.Comparison | cst.Attribute | cst.Call) -> Left:
     return Left(_SKIPS, node.children)
 
 
@@ -195,7 +210,7 @@ def _mentions(node: cst.Comparison) -> bool:
 GUARDS = Rule(
     "condition",
     "conditions on a vendor's device, if all that they guard is rewritten",
-    (cst.Comparison,),
+    (cst.Comparison, cst.Call),
     _decide,
     (
         Example(

@@ -35,10 +35,10 @@ _DEFAULT = "one vendor's function, without a generic one"
 
 
 _ERRORS = tuple(f"torch.{device}.OutOfMemoryError" for device in DEVICES)
-_SCALERS = tuple(f"torch.{device}.amp.GradScaler" for device in DEVICES)
+_SCALERS = tuple(f"torch.{device}.amp.{module}GradScaler" for device in DEVICES for module in ("", "grad_scaler."))
 
 
-def _decide_class(node: cst.Attribute, facts: Facts) -> Rewrite | None:
+def _decide_class(node: cst.Attribute | cst.Name, facts: Facts) -> Rewrite | None:
     """Write the error by the name that torch has for it on all devices; it is the same class. Scalers likewise."""
     name = facts.name(node)
     if name in _ERRORS:
@@ -123,7 +123,7 @@ LEFTOVERS = (
     Rule(
         "class",
         "the error of a device that is out of memory, and annotations of scalers",
-        (cst.Attribute,),
+        (cst.Attribute, cst.Name),
         _decide_class,
         (
             Example(

@@ -19,10 +19,8 @@ _DEFAULTS = {
     f"{_CUDNN}allow_tf32": "True",
 }
 _OTHERWISE = re.compile(r"\bsetattr\([^,\n]*\bcudnn *,|\bcudnn\.set_flags\(")
-_GENERIC = {
-    ("torch.backends.cuda.matmul.allow_tf32", "True"): 'set_float32_matmul_precision("high")',
-    ("torch.backends.cuda.matmul.allow_tf32", "False"): 'set_float32_matmul_precision("highest")',
-}
+_TF32 = "torch.backends.cuda.matmul.allow_tf32"
+_PRECISIONS = {"True": '"high"', "False": '"highest"'}
 
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
@@ -33,10 +31,12 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
     name, value = facts.name(target) or "", text_of(assign.value)
     if _DEFAULTS.get(name) == value and _takes_nothing_back(node, target, name, facts):
         return Rewrite(removed, node.body)
-    source = _GENERIC.get((name, value))
-    if source is None:
+    if name != _TF32:
         return _by_full_name(node, target, name, facts)
-    new = cst.Expr(cst.parse_expression(f"{facts.torch}.{source}"))
+    if isinstance(assign.value, (cst.IfExp, cst.Lambda)):
+        value = f"({value})"
+    precision = _PRECISIONS.get(value, f'"high" if {value} else "highest"')
+    new = cst.Expr(cst.parse_expression(f"{facts.torch}.set_float32_matmul_precision({precision})"))
     return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, facts.needs_torch)
 
 
