@@ -41,12 +41,8 @@ from accelcore.training.stages.parameters import Bind
 class Prepared:
     """Optimizer that `amp.initialize` has prepared: the gradients for its next step, overflows and methods.
 
-    If the optimizer cannot be used so, the constructor raises, and nothing has changed.
-
-    Args:
-        flat: whether parameters and gradients lie in one piece of memory each.
-        exchanges: whether ranks exchange gradients here.
-        warns: whether a skipped step is logged.
+    If the optimizer cannot be used so, the constructor raises, and nothing has changed. `flat`: whether parameters and
+    gradients lie in one piece of memory each. `exchanges`: whether ranks exchange gradients here.
     """
 
     def __init__(

@@ -114,14 +114,8 @@ def same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
 def compare_batch_sizes(model: nn.Module, given: tuple[Any, Any], size: int) -> list[LayerDifference]:
     """Run a model on a batch, and again on `size` rows of it at a time, and compare its layers.
 
-    It runs in evaluation mode, because dropout and BatchNorm depend on the batch otherwise.
-
-    Args:
-        given: the model's arguments. Tensors as long as the first one are divided; others are given whole.
-
-    Raises:
-        ConfigurationError: the batch has no more than `size` rows.
-        UnsupportedError: no module's values have a dimension of rows.
+    It runs in evaluation mode, because dropout and BatchNorm depend on the batch otherwise. Of the arguments `given`,
+    tensors as long as the first one are divided; others are given whole.
     """
     own = tensors(given)
     count = next((tensor.shape[0] for tensor in own if tensor.dim()), 0)

@@ -41,13 +41,7 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall
 
 
 def libraries() -> Path:
-    """Return the folder of the emulated CANN's libraries and its home, `cann`. Compile it if needed.
-
-    Raises:
-        BackendUnavailableError: torch-npu or a C++ compiler is missing, torch-npu does not fit torch, or the
-            compiler fails.
-        ConfigurationError: the folder for cached files cannot be written.
-    """
+    """Return the folder of the emulated CANN's libraries and its home, `cann`. Compile it if needed."""
     found = torch_npu()
     headers = Path(str(found.locate_file("torch_npu/include")))
     compiler = _compiler()

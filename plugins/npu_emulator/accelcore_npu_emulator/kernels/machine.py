@@ -34,11 +34,7 @@ class Machine:
         self._profiler_was_seen = False
 
     def count_launch(self, name: str) -> None:
-        """Count one operator on the device; an active profiler records only the host's work.
-
-        Raises:
-            RuntimeError: torch_npu was asked to check for memory that an error made unsafe.
-        """
+        """Count one operator on the device; an active profiler records only the host's work."""
         self._count_launch(name)
         if self._looks_for_unsafe_memory():
             raise RuntimeError(
@@ -49,11 +45,7 @@ class Machine:
             warnings.warn("EMULATED: torch.profiler records the host; a device's times are not emulated", stacklevel=2)
 
     def synchronize(self, what: str) -> None:
-        """Count one wait of the host for the device. Refuse it in a capture; obey torch_npu's sync debug mode.
-
-        Raises:
-            RuntimeError: a graph is being captured, or `torch_npu.npu.set_sync_debug_mode("error")` was called.
-        """
+        """Count one wait of the host for the device. Refuse it in a capture; obey torch_npu's sync debug mode."""
         import torch_npu
 
         if self.recorder.tape is not None:

@@ -22,15 +22,10 @@ _WORST_LAST = list(VERDICTS)
 
 
 def sweep(names: Sequence[str] = (), sample_limit: int = 3, every: int = 1) -> Report:
-    """Compare operators.
+    """Compare operators by a few samples each.
 
-    Args:
-        names: names of operators as torch's tests spell them, such as `"nn.functional.gelu"`; all when empty.
-        sample_limit: how many of an operator's samples to run.
-        every: 3 runs every third of these operators, from the first.
-
-    Raises:
-        ValueError: a name is unknown.
+    `names` are as torch's tests spell them, such as `"nn.functional.gelu"`; all if empty. An `every` of 3 takes every
+    third of them.
     """
     import torch_npu  # noqa: F401  registers the device "npu" if torch does not load its backends
     from torch.testing._internal.common_methods_invocations import op_db
