@@ -14,6 +14,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.model import Left, Note, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.syntax import is_import, reasons_above, text_of
 
@@ -32,8 +33,12 @@ _Test = cst.FunctionDef | cst.ClassDef
 _Guard = cst.If | cst.IfExp | _Test
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
+    r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b"
 )
-"""Words of a vendor's tools beside torch, which no other device has."""
+"""Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`."""
+
+_SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
+"""Statements that end a test without a failure."""
 
 _GPU = re.compile(r"[\"']gpu[\"']")
 """The name by which other packages, such as DALI and Lightning, choose a vendor's device."""
@@ -121,7 +126,7 @@ class Decisions(cst.CSTVisitor):
             foreign = any(self._is_foreign(test, guard.body) for test in _tests_of(guard))
             if self._unset & _names_in(guard.body) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
-            if isinstance(guard, cst.If) and self._corrects(guard):
+            if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
             if opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
@@ -204,11 +209,14 @@ class Decisions(cst.CSTVisitor):
     def _end_of(self, guard: _Guard) -> cst.CSTNode:
         """Return the node after which it is known what a guard guards: itself, or its block if it returns.
 
-        After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices.
+        After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices. So
+        does the rest of a test after a skip.
         """
         lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
         last = lines[-1] if lines else None
-        returns = isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Return)
+        returns = isinstance(last, cst.SimpleStatementLine) and (
+            isinstance(last.body[-1], cst.Return) or _SKIP.match(text_of(last.body[-1])) is not None
+        )
         block = self._facts.parent(guard)
         is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
         return block if is_early and isinstance(block, cst.IndentedBlock) else guard
@@ -264,6 +272,16 @@ class Decisions(cst.CSTVisitor):
         is_option = made[1].split(".")[-1] in self._facts.options.names
         left = any(note.rule in ("device string", "unknown name") for note in self.left)
         return left or not (values or is_option)
+
+    def _precedes_other(self, guard: cst.If) -> bool:
+        """Return whether another accelerator has the next branch, while nothing in this one is rewritten.
+
+        torch's current device may be that accelerator, which would take this branch.
+        """
+        other = guard.orelse
+        if not isinstance(other, cst.If) or OTHERS.search(text_of(other.test)) is None:
+            return False
+        return not any(guard.body in self._facts.parents(node) for node in self.rewrites)
 
     def _all_names(self, line: cst.CSTNode) -> set[str]:
         return self._facts.names_in(line) | set(map(text_of, matchers.findall(line, matchers.Attribute())))

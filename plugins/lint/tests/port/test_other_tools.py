@@ -200,3 +200,50 @@ def test_a_function_that_imports_torch_late_needs_no_import_at_the_top():
     ported = port_source(source, Level.ROLES, Known(steered=True)).source  # by a file that chooses the device
     assert ported.count("import torch\n") == 1
     assert "current_device = torch.accelerator" in ported
+
+
+@pytest.mark.parametrize(
+    ("call", "known", "kept"),
+    [
+        ("faiss.Kmeans(8, gpu={})", Known(), True),
+        ("faiss.Kmeans(8, verbose={})", Known(), False),
+        ("faiss.Kmeans(8, gpu={})", Known(modules=frozenset({"faiss"})), False),
+    ],
+)
+@pytest.mark.parametrize("made", ["found = {}\n    cluster = {}", ""])
+def test_another_package_computes_on_the_gpu_only_if_it_did_so_before(call, known, kept, made):
+    asked = "torch.cuda.is_available()"
+    body = made.format(asked, call.format("found")) if made else f"cluster = {call.format(asked)}"
+    source = f"import faiss\nimport torch\n\n\ndef group(x):\n    {body}\n    return cluster(x.cuda())\n"
+    ported = port_source(source, Level.ROLES, known).source
+    assert (asked in ported) is kept
+    assert "x.cuda()" not in ported
+
+
+@pytest.mark.parametrize(
+    ("body", "other", "kept"),
+    [
+        ("return 'GPU'", "elif torch.mps.is_available():\n        return 'MPS'\n    ", True),
+        ("return 'GPU'", "", False),
+        ("return torch.device('cuda')", "elif torch.mps.is_available():\n        return 'MPS'\n    ", False),
+        ("return Device.CUDA", "", True),
+        ("return config.CUDA", "", False),
+    ],
+)
+def test_a_branch_for_one_vendor_does_not_take_another_accelerator(body, other, kept):
+    source = (
+        "import torch\n\n\ndef chosen(config):\n    if torch.cuda.is_available():\n"
+        f"        {body}\n    {other}return torch.ones(2).cuda()\n"
+    )
+    assert ("torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize("skip", ["pytest.skip('no CUDA')", "self.skipTest('')", "raise unittest.SkipTest('')"])
+@pytest.mark.parametrize(("asserted", "kept"), [("x.is_cuda", True), ("x.sum() == 2", False)])
+def test_a_test_that_skips_itself_still_does_so_if_a_line_of_it_is_left(skip, asserted, kept):
+    source = (
+        "import pytest\nimport torch\nimport unittest\n\n\ndef test_move(self):\n    if not torch.cuda.is_available():\n"
+        f"        {skip}\n    x = torch.ones(2).cuda()\n    assert {asserted}\n"
+    )
+    ported = port_source(source, Level.ROLES, Known(imported=True)).source
+    assert ("not torch.cuda.is_available()" in ported) is kept

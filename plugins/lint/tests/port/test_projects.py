@@ -139,3 +139,12 @@ def test_a_function_stays_that_a_test_replaces_by_its_name(tmp_path, replaced):
     ported = port_source(timer, Level.ROLES, read_project(paths).known(paths[0])).source
     assert ("torch.cuda.synchronize()" in ported) is (replaced != "pass")
     assert "torch.accelerator.empty_cache()" in ported
+
+
+def test_a_negated_question_stays_that_a_test_replaces_by_its_name(tmp_path):
+    net = "import torch\n\n\ndef f(x):\n    if not torch.cuda.is_available():\n        return x\n    return x.cuda()\n"
+    test = "from unittest import mock\n\n\n@mock.patch('torch.cuda.is_available')\ndef test_f(asked):\n    pass\n"
+    paths = written(tmp_path, {"net.py": net, "test_net.py": test})
+    ported = port_source(net, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert "if not torch.cuda.is_available():" in ported
+    assert "x.cuda()" not in ported

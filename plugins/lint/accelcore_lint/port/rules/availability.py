@@ -17,7 +17,9 @@ from accelcore_lint.port.vendors import DEVICES, GROUPS
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
+_GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
+_OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _GROUP = re.compile(rf"[\"']({'|'.join(GROUPS)})[\"']")
 _SAME = {"device_count": "device_count", "current_device": "current_device_index"}
 
@@ -85,7 +87,22 @@ def _decide_available(node: cst.Call | cst.UnaryOperation, facts: Facts, source:
         return Left(_LOADS, node.children, harmless=True)
     if isinstance(node, cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
         return Left(_OTHER, node.children)
+    if _is_given_away(whole_test, facts):
+        return Left(_GIVEN, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, source), some=True)
+
+
+def _is_given_away(answer: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether an answer, or the name to which it is assigned, is an option `gpu=` of another package."""
+    holder = facts.parent(answer)
+    name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else text_of(answer)
+    own = ("torch", "accelcore", *facts.known.modules)
+    for call in facts.calls:
+        package = (facts.name(call.func) or "").split(".")[0]
+        options = [arg.value for arg in call.args if arg.keyword and _OPTION.fullmatch(arg.keyword.value)]
+        if package and package not in own and any(text_of(value) == name for value in options):
+            return True
+    return False
 
 
 def _operands(test: cst.CSTNode) -> list[cst.CSTNode]:

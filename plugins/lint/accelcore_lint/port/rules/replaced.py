@@ -11,11 +11,12 @@ from accelcore_lint.port.model import Left, Rule
 _REPLACED = "a test of the project replaces this function by its name: change both"
 
 
-def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) -> Left | None:
+def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp | cst.UnaryOperation, facts: Facts) -> Left | None:
     replaced = facts.known.replaced
     if not replaced:
         return None
     called = node.test if isinstance(node, cst.IfExp) else node
+    called = called.expression if isinstance(called, cst.UnaryOperation) else called
     if isinstance(node, cst.SimpleStatementLine):
         only = node.body[0]
         called = only.value if len(node.body) == 1 and isinstance(only, cst.Expr) else node
@@ -30,6 +31,6 @@ def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) 
 REPLACED = Rule(
     "replaced function",
     "functions that a test of the project replaces",
-    (cst.SimpleStatementLine, cst.Call, cst.IfExp),
+    (cst.SimpleStatementLine, cst.Call, cst.IfExp, cst.UnaryOperation),
     _decide,
 )
