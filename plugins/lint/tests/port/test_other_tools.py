@@ -242,8 +242,8 @@ def test_a_branch_for_one_vendor_does_not_take_another_accelerator(body, other, 
 @pytest.mark.parametrize(("asserted", "kept"), [("x.is_cuda", True), ("x.sum() == 2", False)])
 def test_a_test_that_skips_itself_still_does_so_if_a_line_of_it_is_left(skip, asserted, kept):
     source = (
-        "import pytest\nimport torch\nimport unittest\n\n\ndef test_move(self):\n    if not torch.cuda.is_available():\n"
-        f"        {skip}\n    x = torch.ones(2).cuda()\n    assert {asserted}\n"
+        "import pytest\nimport torch\nimport unittest\n\n\ndef test_move(self):\n"
+        f"    if not torch.cuda.is_available():\n        {skip}\n    x = torch.ones(2).cuda()\n    assert {asserted}\n"
     )
     ported = port_source(source, Level.ROLES, Known(imported=True)).source
     assert ("not torch.cuda.is_available()" in ported) is kept
