@@ -59,14 +59,14 @@ def as_path(given: Any) -> Path:
     try:
         path = Path(given)
         path.stat()
-    except (TypeError, ValueError):  # a NUL in it, or not a path at all
-        raise ConfigurationError(f"{given!r} is not a path", remedy="give a string or a pathlib.Path") from None
+    except (TypeError, ValueError) as error:  # a NUL in it, or not a path at all
+        raise ConfigurationError(f"{given!r} is not a path", remedy="give a string or a pathlib.Path") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise ConfigurationError(
                 f"the path {str(given)[:60]!r}... has {len(str(given))} characters, too many for the file system",
                 remedy="give a shorter path",
-            ) from None
+            ) from error
     return path
 
 
@@ -120,12 +120,12 @@ def alone(folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BlockingIOError as error:
             raise CheckpointError(
                 f"another process is saving a checkpoint in {folder}",
                 why="two runs that save to one folder would overwrite each other",
                 remedy="give each run its own folder; in a job of several ranks, use accel.distributed()",
-            ) from None
+            ) from error
         shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)  # left by a process that was killed
         (folder / _INCOMPLETE).mkdir()
         try:

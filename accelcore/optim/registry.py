@@ -178,7 +178,7 @@ class Optimizers:
                 f"optimizer {name!r} cannot be made of these parameters",
                 why=str(error),
                 remedy="give model.parameters(), or groups: [{'params': model.parameters(), 'lr': 0.1}]",
-            ) from None
+            ) from error
         if lr is not _DEFAULT_LR:
             options["lr"] = lr
         for key, value in chain(options.items(), *(group.items() for group in groups)):

@@ -71,7 +71,7 @@ class CapturedStep:
                 "a batch holds a value that is neither a tensor nor hashable",
                 why=f"a graph bakes such values in, and is looked up by them: {error}",
                 remedy="put tensors, numbers and strings into the batch, or remove graph=True",
-            ) from None
+            ) from error
         if graph is None:
             work = self._work(forward_backward, close, last=last)
             if not self._warm or key not in self._kinds:

@@ -34,7 +34,7 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"the page cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
-        ) from None
+        ) from error
 
 
 def table(rows: Iterable[Sequence[object]], *, head: Sequence[str] = (), best: str | None = None) -> str:

@@ -167,7 +167,7 @@ class Log(Meter):
         except OSError as error:
             raise ConfigurationError(
                 f"no log can be written in {self._folder}", why=str(error), remedy="give a folder that you may write to"
-            ) from None
+            ) from error
         if self._tensorboard:
             self._sinks.append(_tensorboard(self._folder, done))
         if self._wandb is not False:
@@ -219,7 +219,7 @@ class Log(Meter):
                 f"the log {file.name} cannot be written",
                 why=str(error),
                 remedy="make room or give another folder, and resume; training does not need its log",
-            ) from None
+            ) from error
         step = values.pop("step")
         for write, _ in self._sinks:
             write(values, step)

@@ -32,7 +32,7 @@ def read_records(folder: Path) -> list[Record]:
             why=f"{path}: {error.strerror}",
             available=", ".join(logs[:5]),
             remedy="give the folder that accelcore.Log(folder) was given",
-        ) from None
+        ) from error
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -42,7 +42,7 @@ def read_records(folder: Path) -> list[Record]:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigurationError(
                 f"line {number} of {path} is damaged", why=repr(error), remedy="delete that line"
-            ) from None
+            ) from error
         records.append(record)
     return records
 
@@ -116,11 +116,11 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
         except ValueError as error:
             raise ConfigurationError(
                 f"a plot cannot be written to {path}", why=str(error), available=".png, .svg, .pdf, .html"
-            ) from None
+            ) from error
         except OSError as error:
             raise ConfigurationError(
                 f"a plot cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
-            ) from None
+            ) from error
 
 
 def _columns(records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
