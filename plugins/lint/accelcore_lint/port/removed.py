@@ -16,6 +16,9 @@ _MARK = "__accelcore_removed__"
 
 _VARIABLE = r"(?:environ\[[\"']LOCAL_RANK[\"']\]|getenv\([\"']LOCAL_RANK[\"']\))"
 _READ_RANK = re.compile(rf"(?m)^[ \t]*(\w+) = int\(os\.{_VARIABLE}\)[ \t]*\r?$")
+_CHOICE = re.compile(r"(?m)^(\w+) = accelcore\.select\(\)\n")
+"""The line by which a script chooses its backend."""
+
 _PLAIN = (cst.Comparison, cst.Name, cst.Attribute)
 
 Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
@@ -45,6 +48,17 @@ def sweep(module: cst.Module) -> cst.Module:
 def without_unused(module: cst.Module, name: str) -> cst.Module:
     """Delete the lines that assign a name which the rest of their block does not use: what used it was removed."""
     return module.visit(_Unused(name)) if f"{name} = " in module.code else module
+
+
+def without_choice(module: cst.Module) -> cst.Module:
+    """Delete the choice of a backend, and the import for it, if all that needed it was removed."""
+    made = _CHOICE.search(module.code)
+    if made is None:
+        return module
+    names = [cst.ensure_type(name, cst.Name).value for name in matchers.findall(module, matchers.Name())]
+    if names.count(made[1]) != 1 or names.count("accelcore") != 2:
+        return module
+    return cst.parse_module(_CHOICE.sub("", module.code, count=1).replace("import accelcore\n", "", 1))
 
 
 def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]) -> cst.Module:

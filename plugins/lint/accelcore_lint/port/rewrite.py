@@ -16,7 +16,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.project import Known
-from accelcore_lint.port.removed import sweep, without_ranks, without_unused
+from accelcore_lint.port.removed import sweep, without_choice, without_ranks, without_unused
 from accelcore_lint.port.split import Split
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
@@ -99,7 +99,8 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     )
     swept = without_ranks(sweep(imports.apply(rewritten)), module, facts.known.taken)
     name = facts.place.current
-    outcome.source = (swept if name in facts.identifiers else without_unused(swept, name)).code
+    swept = swept if name in facts.identifiers else without_unused(swept, name)
+    outcome.source = (swept if facts.identifiers & {facts.place.name, "accelcore"} else without_choice(swept)).code
     if level is Level.TRAINER:
         outcome.source, outcome.loops = with_trainers(outcome.source, source)
     outcome.rewritten += imports.rewritten

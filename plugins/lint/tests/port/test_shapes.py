@@ -141,3 +141,14 @@ def test_branches_for_two_vendors_become_one():
 def test_a_question_that_was_negated_is_no_double_negation():
     ported = _ported("import torch\n\n\ndef f(x):\n    if not x.is_cuda:\n        x = x.cuda()\n    return x\n").source
     assert '    if x.device.type == "cpu":\n' in ported
+
+
+@pytest.mark.parametrize(("line", "chosen"), [("print(1)", False), ("print(torch.ones(2).cuda())", True)])
+def test_a_script_of_which_only_a_seed_is_removed_chooses_no_device(line, chosen):
+    source = (
+        "import sys\nimport torch\n\ntorch.manual_seed(1)\nif torch.cuda.is_available():\n"
+        f"    torch.cuda.manual_seed_all(1)\n\n{line}\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert (ported.count("accelcore") == 2) is chosen
+    assert chosen or ported == f"import sys\nimport torch\n\ntorch.manual_seed(1)\n\n{line}\n"
