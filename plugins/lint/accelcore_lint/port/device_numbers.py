@@ -79,7 +79,7 @@ class DeviceNumbers(Ranks):
     @cached_property
     def has_several(self) -> bool:
         """Return whether the script may use several devices in one process, by numbers that it gives them."""
-        numbers = {number for node, number in self.numbered.items() if not self._is_default(node)}
+        numbers = {number for node, number in self.numbered.items() if self.in_default(node) is None}
         return bool(numbers - {"0", self.index_option}) or any(map(self._is_other, self.moved_to))
 
     def _is_default(self, node: cst.CSTNode) -> bool:

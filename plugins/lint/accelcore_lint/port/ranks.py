@@ -109,12 +109,24 @@ class Ranks(Tree):
             return all(
                 self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
             )
+        if self._is_counted(node, text):
+            return True
         values = self.assigned.get(text, [])
         if not values:  # what a caller gives, or None, which is no index
             around = self.code if isinstance(node, cst.Attribute) else text_of(self.function_of(node) or self.module)
             numbers = rf"(?<![\w.]){re.escape(text)} *([=!]=|[<>]=?) *\d"
             return isinstance(node, (cst.Name, cst.Attribute)) and re.search(numbers, around) is not None
         return text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
+
+    def _is_counted(self, node: cst.CSTNode, text: str) -> bool:
+        """Return whether a name is the variable of a loop around it, over `range(...)`."""
+        for outer in self.parents(node):
+            loop: cst.For | cst.CompFor | None = outer if isinstance(outer, cst.For) else getattr(outer, "for_in", None)
+            while loop is not None:
+                if text_of(loop.target) == text:
+                    return isinstance(loop.iter, cst.Call) and text_of(loop.iter.func) == "range"
+                loop = loop.inner_for_in if isinstance(loop, cst.CompFor) else None
+        return False
 
     def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Return what the file assigns to a name."""

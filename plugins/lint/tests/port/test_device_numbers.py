@@ -351,3 +351,34 @@ def test_the_number_of_the_current_device_is_a_number():
         "import torch\n\n\ndef move(net):\n    here = torch.cuda.current_device()\n    return net.cuda(device=here)\n"
     )
     assert "net.to(torch.device(current_device.type, here))" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("return [x.cuda(i) for i in range(n)]", True),
+        ("return [[x.cuda(i) for y in x] for i in range(n)]", True),
+        ("for i in range(n):\n        x = [x.cuda(i)]", True),
+        ("return [x.cuda(i) for i in names]", False),
+        ("return [[x.cuda(i) for i in names] for i in range(n)]", False),
+        ("return [i for i in range(n)], x.cuda(i)", False),
+    ],
+)
+def test_what_counts_the_devices_in_a_loop_is_a_number(line, number):
+    ported = port_source(f"import torch\n\n\ndef f(x, n, names, i):\n    {line}\n", Level.ROLES).source
+    assert ("x.to(torch.device(current_device.type, i))" in ported) is number
+    assert ("x.to(i if i is not None else current_device)" in ported) is not number
+
+
+@pytest.mark.parametrize(
+    ("default", "new"), [("cuda:1", 'f"{current_device.type}:1"'), ("cuda:0", "accel.device.type")]
+)
+def test_an_option_whose_default_is_another_device_keeps_its_number(default, new):
+    source = (
+        "import argparse\nimport torch\n\nparser = argparse.ArgumentParser()\n"
+        f"parser.add_argument('--device', default='{default}')\nargs = parser.parse_args()\n"
+        "net = torch.nn.Linear(2, 2).to(args.device)\noptimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert f"default={new})" in ported
+    assert ("torch.optim.SGD(" in ported) is (default == "cuda:1")
