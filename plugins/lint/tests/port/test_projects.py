@@ -148,3 +148,27 @@ def test_a_negated_question_stays_that_a_test_replaces_by_its_name(tmp_path):
     ported = port_source(net, Level.ROLES, read_project(paths).known(paths[0])).source
     assert "if not torch.cuda.is_available():" in ported
     assert "x.cuda()" not in ported
+
+
+@pytest.mark.parametrize(("replaces", "kept"), [("torch.cuda.is_available", True), ("torch.cuda.empty_cache", False)])
+def test_a_function_that_names_a_device_stays_if_a_test_replaces_its_question(tmp_path, replaces, kept):
+    best = (
+        "import torch\n\n\ndef get_device():\n    if torch.cuda.is_available():\n        return 'cuda'\n"
+        "    return 'cpu'\n"
+    )
+    test = f"from unittest import mock\n\n\n@mock.patch('{replaces}')\ndef test_best(asked):\n    pass\n"
+    paths = written(tmp_path, {"best.py": best, "test_best.py": test})
+    ported = port_source(best, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert ("return 'cuda'" in ported) is kept
+
+
+@pytest.mark.parametrize(("patch", "kept"), [("@mock.patch('torch.cuda.is_available')\n", True), ("", False)])
+def test_a_test_asks_the_function_that_only_another_test_replaces(tmp_path, patch, kept):
+    test = (
+        "import pytest\nimport torch\nfrom unittest import mock\n\n\n@mock.patch('torch.cuda.is_available')\n"
+        f"def test_a(asked):\n    pass\n\n\n{patch}@pytest.mark.skipif(not torch.cuda.is_available(), reason='')\n"
+        "def test_b(*args):\n    assert torch.ones(2).cuda().sum() == 2\n"
+    )
+    paths = written(tmp_path, {"test_net.py": test})
+    ported = port_source(test, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert ("skipif(not torch.cuda.is_available()" in ported) is kept

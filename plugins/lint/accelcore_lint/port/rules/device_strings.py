@@ -261,7 +261,7 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = holder.name.value
     elif isinstance(holder, cst.DictElement) and isinstance(holder.key, cst.SimpleString):
         name = str(holder.key.evaluated_value)
-    if isinstance(holder, cst.Return) and facts.guards(node):
+    if isinstance(holder, cst.Return) and facts.guards(node) and facts.known.replaced.isdisjoint(AVAILABLE):
         name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
     if isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts):
         return Left(DECLARED)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Left, Rule
+from accelcore_lint.port.syntax import text_of
 
 _REPLACED = "a test of the project replaces this function by its name: change both"
 
@@ -23,9 +26,16 @@ def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp | cst.UnaryOper
         if called is node:
             return None
     calls = matchers.findall(called, matchers.Call()) if isinstance(node, cst.IfExp) else [called]
-    if any(isinstance(call, cst.Call) and facts.name(call.func) in replaced for call in calls):
-        return Left(_REPLACED, node.children)
-    return None
+    names = {facts.name(call.func) for call in calls if isinstance(call, cst.Call)} & replaced
+    return Left(_REPLACED, node.children) if names and not _is_in_test_without(names, node, facts) else None
+
+
+def _is_in_test_without(names: set[str | None], node: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether a node is in a test, or decides whether it is skipped, that replaces none of some functions."""
+    functions = (outer for outer in facts.parents(node) if isinstance(outer, cst.FunctionDef))
+    test = next((function for function in functions if function.name.value.startswith("test")), None)
+    last = "|".join(str(name).rpartition(".")[2] for name in names)
+    return test is not None and re.search(rf"[\"'.]({last})[\"']", text_of(test)) is None
 
 
 REPLACED = Rule(
