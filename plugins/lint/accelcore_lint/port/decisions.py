@@ -33,9 +33,12 @@ _Test = cst.FunctionDef | cst.ClassDef
 _Guard = cst.If | cst.IfExp | _Test
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
-    r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b"
+    r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b"
 )
-"""Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`."""
+"""Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
+
+PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA only.
+"""
 
 _SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
 """Statements that end a test without a failure."""

@@ -68,6 +68,13 @@ def test_a_flag_that_chooses_among_other_packages_devices_stays(value):
     assert port_source(inline, Level.ROLES).source.endswith(inline.split("\n", 4)[4])
 
 
+@pytest.mark.parametrize(("loader", "kept"), [("DataListLoader", True), ("FastLoader", False)])
+def test_a_loader_for_another_packages_replicas_stays_cudas(loader, kept):
+    question = f"{loader} if torch.cuda.is_available() else DataLoader"
+    source = f"import torch\n\n\ndef load(data, x):\n    kind = {question}\n    return kind(data), x.cuda()\n"
+    assert (question in port_source(source, Level.ROLES).source) is kept
+
+
 @pytest.mark.parametrize("skip", ["@unittest.skipIf(not CUDA, 'no CUDA')", "@pytest.mark.skipif(not CUDA, reason='')"])
 def test_a_question_stays_by_which_tests_are_skipped_that_are_left(skip):
     source = f"import torch\n\nCUDA = torch.cuda.is_available()\n\n\n{skip}\ndef test(x):\n    check(x, 'cuda')\n"
