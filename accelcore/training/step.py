@@ -24,13 +24,15 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached, is_on
 
+_WALKED = 64  # windows between two walks of the model; the first walks follow windows 1, 2, 4, 8, 16 and 32
+
 
 class Step:
     """Train on micro-batches, and update the parameters at the end of a window.
 
     Everything that a step needs is bound here. A step walks neither the model nor the optimizer's groups; `check_model`
-    does, when an epoch begins and before a save. In one process the strategy does nothing; without a loss scale, the
-    scaler only steps the optimizer.
+    does, after some of the windows, when an epoch begins and before a save. In one process the strategy does nothing;
+    without a loss scale, the scaler only steps the optimizer.
     """
 
     def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
@@ -192,6 +194,8 @@ class Step:
             raise
         self._window.steps += 1
         self._schedule.window_ended(warns=self._job.rank == 0)
+        if self._window.steps % _WALKED == 0 or self._window.steps.bit_count() == 1:  # the same windows on all ranks
+            self._snapshot.check_model()  # before observers, which may call `Trainer.refresh`
         _tell(self._listeners.loss, loss)
         _tell(self._listeners.gradient_norm, self._norm)
         _tell(self._listeners.overflow, self._overflow)

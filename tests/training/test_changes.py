@@ -210,16 +210,35 @@ def test_another_model_is_refused_and_nothing_moves(accel, tmp_path, kind, flat,
 @FLAT
 def test_a_deleted_layer_is_no_longer_trained_and_cannot_be_saved(accel, tmp_path, kind, flat):
     trainer, hand = make(accel, kind, flat), Hand()
-    train(trainer, data(2))
-    hand.train(data(2))
+    train(trainer, data(6))
+    hand.train(data(6))
     for model in (trainer.model, hand.model):
         model.forward = lambda x, model=model: model.last(torch.tanh(model.first(x)))
         del model.middle
-    train(trainer, data(2, seed=3))
+    with pytest.raises(accelcore.TrainingError, match=r"middle\.weight"):
+        train(trainer, data(2, seed=3))  # window 4
     hand.train(data(2, seed=3))
     same(trainer.model, hand.model)
     with pytest.raises(accelcore.TrainingError, match=r"middle\.weight"):
         trainer.save(tmp_path)
+
+
+@pytest.mark.parametrize("windows", [0, 1, 5, 64, 100])
+@pytest.mark.parametrize("change", ["parameter", "layer", "frozen layer"])
+def test_a_loop_without_epochs_notices_another_layer_at_a_power_of_two_or_every_64th_window(accel, windows, change):
+    model = nn.Sequential(nn.Linear(2, 1))
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), loss=lambda model, x: model(x).sum())
+    for _ in range(windows):
+        trainer(torch.ones(1, 2))
+    if change == "parameter":
+        model[0].weight = nn.Parameter(torch.zeros(1, 2))
+    else:
+        model.append(nn.Linear(1, 1).requires_grad_(change == "layer"))
+    name = r"'0\.weight' was removed or replaced" if change == "parameter" else r"'1\.(weight|bias)' is new"
+    with pytest.raises(accelcore.TrainingError, match=name):  # noqa: PT012
+        for _ in range(64):
+            trainer(torch.ones(1, 2))
+    assert trainer.steps == {0: 1, 1: 2, 5: 8, 64: 128, 100: 128}[windows]
 
 
 @HOW
