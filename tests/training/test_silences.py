@@ -79,6 +79,19 @@ def test_an_epoch_without_batches_is_reported(accel, caplog):
     assert "no batches" in caplog.text
 
 
+def test_a_second_epoch_of_an_iterator_is_reported_and_a_training_without_batches_is_an_error(accel, caplog):
+    trainer, used_up = make(accel), iter(data(2))
+    for _ in trainer.epochs(2):
+        for batch in trainer.batches(used_up):
+            trainer(batch)
+    assert "an iterator gives its batches once" in caplog.text
+    assert trainer.steps == 2
+    trainer = make(accel)
+    with pytest.raises(accelcore.TrainingError, match=r"none of its epochs had a batch(.|\n)*pass a list"):  # noqa: PT012
+        for _ in trainer.epochs(2):
+            list(trainer.batches(used_up))
+
+
 def test_a_folder_without_a_checkpoint_is_reported_or_refused(accel, tmp_path, caplog):
     trainer, there = make(accel), tmp_path / "there"
     assert trainer.resume(tmp_path / "elsewhere") is None

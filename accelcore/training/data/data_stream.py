@@ -43,7 +43,8 @@ class DataStream:
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._warned = False
+        self._warned = self._had_batches = False
+        self._advice = ""  # what to do about an epoch that had no batch, if there was one
         self._total_epochs: int | None = None
         self._batches: int | None = None
         self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
@@ -82,10 +83,15 @@ class DataStream:
                         why="inside it a checkpoint was resumed, the epoch was set, or another loop began",
                         remedy="start a new loop after trainer.resume(...); read two loaders as one: zip(one, other)",
                     )
-            if not self.taken and self._collectives.rank == 0:
-                logger.warning("the loader has no batches: this epoch trains nothing; look for drop_last=True")
+            if not self.taken:
+                self._advice = "look for drop_last=True"
+                if isinstance(loader, Iterator):
+                    self._advice = "an iterator gives its batches once: pass a list or a DataLoader"
+                if self._collectives.rank == 0:
+                    logger.warning("the loader has no batches: this epoch trains nothing; %s", self._advice)
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
+                self._had_batches = self._had_batches or self.taken > 0
                 self.epoch, self.taken = self.epoch + 1, 0
                 self._stateful = None
                 self._generators_start = [generator.get_state() for generator in generators]
@@ -111,6 +117,8 @@ class DataStream:
             yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
+        if self._advice and not self._had_batches:
+            raise TrainingError("the training has ended, and none of its epochs had a batch", remedy=self._advice)
 
     def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
         """Note how many batches an epoch of `loader` has, for `total_steps`."""
