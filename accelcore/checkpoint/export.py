@@ -11,6 +11,7 @@ from torch import Tensor
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.util.text import remedy_of_writing
 
 __all__ = ["export"]
 
@@ -72,7 +73,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         raise CheckpointError(
             f"the model could not be written to {target}",
             why=str(error),
-            remedy="free disk space, or check the permissions of the folder",
+            remedy=remedy_of_writing(error),
         ) from error
     finally:
         with suppress(OSError):

@@ -48,7 +48,7 @@ from accelcore.checkpoint.manifest import (
     verify,
 )
 from accelcore.errors import CheckpointError, ConfigurationError
-from accelcore.util.text import is_number
+from accelcore.util.text import is_number, remedy_of_writing
 
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _INCOMPLETE, _FACTS = ".incomplete", ".facts"
@@ -108,7 +108,7 @@ def writing(folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"no checkpoint could be saved in {folder}",
             why=f"{file} is a file" if file else str(error),
-            remedy="give a folder" if file else "free disk space, or check the permissions of the folder",
+            remedy="give a folder" if file else remedy_of_writing(error),
         ) from error
 
 

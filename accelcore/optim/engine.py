@@ -7,6 +7,7 @@ is an adapter.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,12 +130,14 @@ class Route:
         except (TypeError, ValueError, KeyError) as error:
             known = _options(self.factory)
             unknown = [name for name in request.options if known and name not in known]
+            route = "" if request.route == "auto" else f" by the route {self.name!r}"
+            corrections = [_in_place_of(name, known) for name in unknown] if unknown else [_correction(str(error))]
             raise ConfigurationError(
-                f"optimizer {request.name!r} (route {self.name!r}) refuses these arguments",
+                f"optimizer {request.name!r}{route} refuses these arguments",
                 why=str(error),
                 available=", ".join(known) if unknown else "",
-                remedy=" ".join(filter(None, (_in_place_of(name, known) for name in unknown))),
-            ) from (None if unknown else error)  # the factory's own error says no more about an unknown option
+                remedy=" ".join(filter(None, corrections)),
+            ) from error
         if not isinstance(made, Optimizer) or (hasattr(made, "place_runs") and not isinstance(made, Engine)):
             raise PluginError(
                 f"route {self.name!r} of optimizer {request.name!r} made a {type(made).__name__}",
@@ -276,6 +279,17 @@ def _in_place_of(name: str, known: list[str]) -> str:
     """Return a hint for an unknown option, such as `lr` for `learning_rate`, or `weight_decay` for `wd`."""
     meant = next((option for option in known if _initials(name) == option or _initials(option) == name), None)
     return f"did you mean {meant!r}?" if meant else did_you_mean(name, known)
+
+
+def _correction(why: str) -> str:
+    """Return a remedy for a value that torch's optimizers refuse, by their message; "" for another message."""
+    if why.startswith("Invalid learning rate"):
+        return "give lr above 0, such as lr=1e-3"
+    if why.startswith("Invalid beta"):
+        return "give each beta a value of at least 0 and below 1, such as betas=(0.9, 0.999)"
+    other = re.match(r"Invalid (\w+) value", why)
+    name = {"epsilon": "eps"}.get(other[1], other[1]) if other else ""
+    return f"give {name}= a value of 0 or more" if name else ""
 
 
 def _initials(name: str) -> str:

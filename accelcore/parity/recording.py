@@ -30,7 +30,7 @@ from torch import Tensor
 from accelcore.errors import RecordingError
 from accelcore.parity.events import Event, Row, Step
 from accelcore.util.containers import bytes_of
-from accelcore.util.text import replace_file
+from accelcore.util.text import remedy_of_writing, replace_file
 
 _FORMAT = 1
 _FILE = "recording.json"
@@ -200,5 +200,5 @@ def _writing(folder: Path) -> Iterator[None]:
         raise RecordingError(
             f"the recording cannot be written to {folder}",
             why=str(error),
-            remedy="free disk space, or check the permissions of the folder",
+            remedy=remedy_of_writing(error),
         ) from error

@@ -118,6 +118,16 @@ def no_loss(loss: object) -> TrainingError:
     )
 
 
+def second_backward(step: int) -> TrainingError:
+    """Return the error for a backward pass through a graph that an earlier one has freed."""
+    return TrainingError(
+        f"in step {step}, trainer.backward(loss) was called a second time for one forward pass",
+        why="the first call frees what backward needs",
+        remedy="add the losses of a forward pass up, and call trainer.backward(sum) once. Call detach() on what is kept"
+        " from an earlier batch",
+    )
+
+
 def _takes(function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
     """Return whether a function can be called with these arguments, as far as its signature says."""
     try:

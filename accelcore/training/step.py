@@ -16,7 +16,7 @@ from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.loss import LossOfModel, no_loss, split_loss
+from accelcore.training.loss import LossOfModel, no_loss, second_backward, split_loss
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
@@ -139,6 +139,8 @@ class Step:
             self._add(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
             self.drop(error)
+            if "backward through the graph a second time" in str(error):
+                raise second_backward(self._window.steps + 1) from error
             raise
         loss = loss.detach()
         self.finite.losses.append((self._window.steps + 1, loss, loss._version))
@@ -270,7 +272,8 @@ class Step:
             self._snapshot.check_model()  # if all layers were replaced, this names one
             raise TrainingError(
                 "no parameter received a gradient in this window",
-                remedy="look for frozen parameters, or a loss that does not depend on them",
+                remedy="look for frozen parameters, or a loss of another model: the function loss= must use the model "
+                "that it is given, a loop of your own trainer.forward",
             )
 
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,17 @@ from accelcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_REMEDIES_OF_WRITING = {
+    errno.ENOENT: "create the folder, or see who has removed it",
+    errno.ENOTDIR: "name a folder; a part of this path is a file",
+    errno.EACCES: "check the permissions of the folder",
+    errno.EPERM: "check the permissions of the folder",
+    errno.EROFS: "name a folder in a file system that is not mounted read-only",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or raise the quota",
+    errno.EFBIG: "raise the limit on the size of a file: ulimit -f",
+}
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -109,6 +121,13 @@ class Settings:
                     remedy=did_you_mean(name, known, "choose one of those"),
                 )
         return super().__new__(cls)
+
+
+def remedy_of_writing(error: Exception) -> str:
+    """Return what to do about an error of the file system; safetensors tells its number only in the message."""
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    return _REMEDIES_OF_WRITING.get(number or 0, "check the disk, or name another folder")
 
 
 def replace_file(path: Path, content: bytes) -> None:

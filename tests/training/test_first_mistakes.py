@@ -212,6 +212,17 @@ def test_an_offload_of_a_model_without_parts_says_what_to_do(accel):
         accel.trainer(model, sgd(model), offload=nn.Linear)
 
 
+def test_a_second_backward_of_one_forward_pass_is_named_and_a_kept_graph_allows_it(accel):
+    model = net()
+    trainer = accel.trainer(model, sgd(model))
+    loss = trainer.forward(torch.ones(1, 4)).sum()
+    trainer.backward(loss, retain_graph=True)
+    trainer.backward(loss)
+    with pytest.raises(accelcore.TrainingError, match=r"in step 1(.|\n)*second time(.|\n)*add the losses") as caught:
+        trainer.backward(loss)
+    assert type(caught.value.__cause__) is RuntimeError
+
+
 def test_a_model_whose_layers_were_all_replaced_is_named(accel):
     model = nn.Sequential(net())
     trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch).sum())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 import accelcore
 from accelcore.checkpoint import store
+from accelcore.util.text import remedy_of_writing
 
 
 def test_two_savers_in_one_folder_do_not_mix(accel, tmp_path, build):
@@ -84,3 +88,5 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_family(accel, tmp_pa
     (tmp_path / "file").write_text("x")
     with pytest.raises(accelcore.CheckpointError, match="could be saved"):
         trainer.save(tmp_path / "file")
+    assert remedy_of_writing(PermissionError(errno.EACCES, "no")) == "check the permissions of the folder"
+    assert remedy_of_writing(SafetensorError("I/O error: No space left on device (os error 28)")) == "free disk space"
