@@ -37,17 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from accelcore.cli.commands import app
 
+    arguments = sys.argv[1:] if arguments is None else arguments
     settings = SimpleNamespace(debug=False)
     try:
-        code = app.main(
-            None if arguments is None else list(arguments), prog_name="accelcore", standalone_mode=False, obj=settings
-        )
+        code = app.main(list(arguments), prog_name="accelcore", standalone_mode=False, obj=settings)
         sys.stdout.flush()
     except (AccelError, click.ClickException) as error:
         if settings.debug:
             traceback.print_exc()
         elif isinstance(error, click.ClickException):
-            _show(error)
+            _show(error, arguments)
         else:
             print(f"accelcore: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
@@ -60,16 +59,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(code or 0)
 
 
-def _show(error: click.ClickException) -> None:
+def _show(error: click.ClickException, arguments: Sequence[str]) -> None:
     """Print an error of click in the form of accelcore's own errors."""
+    import click
+
     text = error.format_message()
-    context: click.Context | None = getattr(error, "ctx", None)
-    if context is not None and not text.startswith("Usage:"):  # the help of a group that was called without a command
+    if isinstance(error, click.UsageError) and not text.startswith("Usage:"):  # else the help of a group
+        context = error.ctx or _context(arguments)
+        remedy = f"see {context.command_path} --help"
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            text, remedy = error.message, f"did you mean {' or '.join(error.possibilities)}? Else {remedy}"
+        elif isinstance(error, click.MissingParameter) and error.param is not None:
+            given = next((name for name in error.param.opts if name in arguments and name.startswith("-")), None)
+            if given is not None:
+                remedy = f"write {given} before the script: what follows the script are its own options"
         text = "\n".join(
             (
                 f"accelcore: {text[:1].lower()}{text[1:].removesuffix('.')}",
                 f"  usage: {context.get_usage().removeprefix('Usage: ')}",
-                f"  what to do: see {context.command_path} --help",
+                f"  what to do: {remedy}",
             )
         )
     print(text, file=sys.stderr)  # noqa: T201
+
+
+def _context(arguments: Sequence[str]) -> click.Context:
+    """Return the context of the command that was called: click gives none with an option that lacks its value."""
+    import click
+
+    from accelcore.cli.commands import app
+
+    context = click.Context(app, info_name="accelcore")
+    for word in arguments:
+        command = context.command.get_command(context, word) if isinstance(context.command, click.Group) else None
+        if command is not None:
+            context = click.Context(command, info_name=word, parent=context)
+    return context

@@ -139,8 +139,10 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     from accelcore.checkpoint.export import export as write
 
+    replaced, folder_is_new = Path(file).exists(), not Path(file).parent.exists()
     found = write(checkpoint, file, trainer=trainer, best=best)
-    click.echo(f"{file}: the model of {found}" if trainer is None else f"{file}: the model of {trainer} of {found}")
+    done = " (replaced)" if replaced else " (in a new folder)" if folder_is_new else ""
+    click.echo(f"{file}{done}: the model of {found if trainer is None else f'{trainer} of {found}'}")
 
 
 @app.command()

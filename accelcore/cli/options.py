@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,3 +74,19 @@ def check_script(script: str) -> None:
             why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",
             remedy="correct the path, or give a module with -m",
         )
+
+
+def check_module(name: str) -> None:
+    """Raise ConfigurationError if there is no such module; only its first package is looked for, and none imported."""
+    first = name.partition(".")[0]
+    if (
+        first in sys.modules
+        or PathFinder.find_spec(first, [str(Path.cwd())]) is not None
+        or (first and find_spec(first))
+    ):
+        return
+    raise ConfigurationError(
+        f"there is no module {shown(name, 200)}",
+        why=f"{shown(first, 200)} is not installed, and not in {Path.cwd()}",
+        remedy="correct the name; the path of a script goes without -m",
+    )

@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar, cast
 import click
 
 from accelcore.cli import rank
-from accelcore.cli.options import check_script, common, device_option, nproc_option, number
+from accelcore.cli.options import check_module, check_script, common, device_option, nproc_option, number
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of
 from accelcore.devices.request import parse, requested_device
@@ -115,6 +115,8 @@ def run(
         )
     if not module and not stdin and not Path(script, "__main__.py").exists():  # Python runs a folder with that
         check_script(script)
+    if module and not apex and emulate is None:  # which may add modules
+        check_module(script)
     hidden = ""
     if emulate is not None:
         environ.update(_emulation(emulate, nproc))

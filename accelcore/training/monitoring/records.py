@@ -29,7 +29,7 @@ def read_records(folder: Path) -> list[Record]:
         logs = sorted(str(found.parent) for found in folder.glob(f"*/{FILE}"))
         raise ConfigurationError(
             f"there is no log in {folder}",
-            why=f"{path}: {error.strerror}",
+            why="it is a file, and no log" if folder.is_file() else f"{path}: {error.strerror}",
             available=", ".join(logs[:5]),
             remedy="give the folder that accelcore.Log(folder) was given",
         ) from error

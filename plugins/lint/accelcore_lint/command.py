@@ -51,9 +51,12 @@ def _show(error: click.ClickException, ctx: click.Context) -> None:
     text = error.format_message()
     lines = [f"{ctx.find_root().info_name}: {text}"]
     if isinstance(error, click.UsageError):
+        remedy = f"see {ctx.command_path} --help"
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            text, remedy = error.message, f"did you mean {' or '.join(error.possibilities)}? Else {remedy}"
         lines = [
             f"{ctx.find_root().info_name}: {text[:1].lower()}{text[1:].removesuffix('.')}",
             f"  usage: {ctx.get_usage().removeprefix('Usage: ')}",
-            f"  what to do: see {ctx.command_path} --help",
+            f"  what to do: {remedy}",
         ]
     click.echo("\n".join(lines), err=True)

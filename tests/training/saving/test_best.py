@@ -59,9 +59,14 @@ def test_after_a_resume_the_best_is_remembered_and_can_be_resumed_and_exported(a
     for options, step in ((["--best"], 2), ([], 5)):
         assert main(["export", *options, str(tmp_path), str(tmp_path / "model.safetensors")]) == 0
         assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], weights[step])
+        assert "(replaced)" not in capsys.readouterr().out
         (tmp_path / "model.safetensors").unlink()
     save(trainer, tmp_path, [0.5])
     assert steps(tmp_path) == [6]
+    assert main(["export", str(tmp_path), str(tmp_path / "new" / "model.safetensors")]) == 0
+    assert "model.safetensors (in a new folder): the model of" in capsys.readouterr().out
+    assert main(["export", str(tmp_path), str(tmp_path / "new" / "model.safetensors")]) == 0
+    assert "model.safetensors (replaced): the model of" in capsys.readouterr().out
 
 
 def test_trainers_that_are_saved_together_have_a_best_checkpoint(accel, tmp_path, caplog):
