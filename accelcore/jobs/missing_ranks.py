@@ -42,6 +42,7 @@ _LOST = re.compile(
 """Messages of collectives that lost a rank, for which torch has no class of error."""
 _ALONE = "a call that all ranks must make may be under `if job.is_main:`"
 _FAILED = "failed"  # key under which a rank that failed writes its number
+_BETWEEN = "\n       "  # of the ranks in a message, one a line, below each other
 _NAMED = 4  # number of ranks whose places a message tells
 _WIDTH = 80  # characters of a script's line that a message shows
 _LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
@@ -196,7 +197,7 @@ class MissingRanks:
             if missing:
                 return DistributedError(
                     f"{ranks(missing)} of this job {what}",
-                    why="; ".join(filter(None, [_places([*missing[:_NAMED], self._rank], notes), why])),
+                    why=_BETWEEN.join(filter(None, [_places([*missing[:_NAMED], self._rank], notes), why])),
                     remedy=remedy
                     or f"see what delays it or has ended it; {_ALONE}; if it only needs more time, raise "
                     "accel.distributed(timeout=...)",
@@ -208,7 +209,7 @@ class MissingRanks:
             return DistributedError(why, why=places, remedy=remedy)
         return DistributedError(
             "a collective failed, and no rank of this job is missing",
-            why=f"{places}; {why}",
+            why=f"{places}{_BETWEEN}{why}",
             remedy="call the same collectives on all ranks; under TORCH_DISTRIBUTED_DEBUG=DETAIL, torch compares them",
         )
 
@@ -219,7 +220,7 @@ class MissingRanks:
         what = "ended by sys.exit()" if ended else "failed"
         return DistributedError(
             f"{ranks(failed)} of this job {what}, and the others cannot go on without it",
-            why="; ".join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
+            why=_BETWEEN.join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
             remedy=remedy or ("let all ranks end together" if ended else "see the traceback of that rank"),
         )
 
@@ -331,4 +332,4 @@ def _select(notes: Mapping[int, _Note], condition: Callable[[_Note], bool]) -> l
 
 def _places(of: Sequence[int], notes: Mapping[int, _Note]) -> str:
     places = {rank: str(notes[rank]) if rank in notes else "has written no note" for rank in of}
-    return "; ".join(f"rank {rank} {place}" for rank, place in places.items())
+    return _BETWEEN.join(f"rank {rank} {place}" for rank, place in places.items())

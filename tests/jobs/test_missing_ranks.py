@@ -63,7 +63,7 @@ def test_who_did_not_come_in_time_is_named_with_step_collective_and_line(run):
     assert said.startswith("rank 1 of this job did not join a collective that others wait in\n")
     assert re.search(f"rank 1 has begun step 2, {COLLECTIVE}", said)
     assert re.search(
-        r"it is at lost_ranks\.py:\d+ in loads \(threading\.Event\(\)\.wait\(\)\); rank 0 has begun step 3, it",
+        r"it is at lost_ranks\.py:\d+ in loads \(threading\.Event\(\)\.wait\(\)\)\n +rank 0 has begun step 3, it",
         said,
     )
     assert "5000ms" in said, "what torch says of the timeout"
@@ -154,7 +154,7 @@ def test_a_rank_that_saves_within_the_window_of_the_others_says_so_before_the_ti
     assert codes == [1, 1]
     said = final(second)
     assert said.startswith("not every rank of the job came to trainer.save()\n")
-    assert re.search(r"rank 0 has begun step 2, micro-batch 3, .*; rank 1 has begun step 2, it", said)
+    assert re.search(r"rank 0 has begun step 2, micro-batch 3, .*\n +rank 1 has begun step 2, it", said)
     assert "5000ms" not in first + second, "it was noticed at the timeout only"
     assert final(first).startswith("rank 1 of this job failed")
 

@@ -175,6 +175,8 @@ def test_a_log_that_cannot_be_plotted_is_an_error_that_says_why(tmp_path, capsys
     assert re.search(message, capsys.readouterr().err)
     assert main(["plot", str(tmp_path / "real"), "-o", str(tmp_path / "plot.what")]) == 64
     assert ".svg" in capsys.readouterr().err
+    assert main(["plot", __file__]) == 64
+    assert "it is a file, and no log" in capsys.readouterr().err
 
 
 def test_a_plot_lies_beside_its_log_and_one_of_several_runs_replaces_nothing(tmp_path, capsys, monkeypatch):
