@@ -142,7 +142,7 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
     replaced, folder_is_new = Path(file).exists(), not Path(file).parent.exists()
     found = write(checkpoint, file, trainer=trainer, best=best)
     done = " (replaced)" if replaced else " (in a new folder)" if folder_is_new else ""
-    click.echo(f"{file}{done}: the model of {found if trainer is None else f'{trainer} of {found}'}")
+    click.echo(f"{file}{done}: model {'from' if trainer is None else f'{trainer} from'} {found}")
 
 
 @app.command()

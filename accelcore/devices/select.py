@@ -287,7 +287,8 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
     request = "auto" if is_auto else f"{source}={shown(text)}"
     if passed_over:
         reasons = "; ".join(f"{probe.name} does not work: {probe.reason}" for probe in passed_over)
-        _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index}; {reasons}")
+        silence = f"; ACCEL_DEVICE={backend.name} chooses it without this message" if is_auto else ""
+        _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index}; {reasons}{silence}")
     for sentence in imitations():
         _log_once(logging.WARNING, sentence)
     unserved = unserved_device() if is_auto else None

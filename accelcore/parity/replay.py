@@ -126,7 +126,7 @@ class Replay(Record):
         super().begin(trainer)
         began = self._recorded.facts["began"]
         if trainer.backend.collectives.rank == 0 and len(self._trainers) == 1:
-            resumes = f"resumes at step {began}, where the recorded run began" if began else "resumes from none"
+            resumes = f"resumes at step {began}, where the recorded run began" if began else "does not resume"
             logger.warning("a replay saves no checkpoint, and %s", resumes)
         trainer.saver.writes, trainer.saver.starts_at = False, began
 

@@ -86,8 +86,8 @@ class Checkpoints(ABC):
             folder: the folder of the run's checkpoints, the same on all ranks.
             keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
                 one is never deleted.
-            best: a metric of this checkpoint, the same on all ranks; `-accuracy` if more is better. The best checkpoint
-                is the first one with the lowest metric. NaN and infinity are never the best.
+            best: a metric of this checkpoint, the same on all ranks; `-accuracy` if more is better, because the best
+                checkpoint is the first one with the lowest metric. NaN and infinity are never the best.
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
         """

@@ -185,7 +185,7 @@ def test_the_model_of_one_is_exported_by_its_name(accel, tmp_path, capsys):
     saved, file = accelcore.Together(**trainers).save(tmp_path / "both"), tmp_path / "model.safetensors"
     alone = trainers["first"].save(tmp_path / "alone")
     assert main(["export", "--trainer", "second", str(tmp_path / "both"), str(file)]) == 0
-    assert f"the model of second of {saved}" in capsys.readouterr().out
+    assert f"model second from {saved}" in capsys.readouterr().out
     for name, value in trainers["second"].model.state_dict().items():
         assert torch.equal(load_file(file)[name], value)
     file.unlink()

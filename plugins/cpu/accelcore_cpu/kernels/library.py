@@ -59,7 +59,7 @@ def _library() -> ctypes.CDLL:
     kept = store.find(store.folder(), key)
     if kept is not None:
         return _typed(*kept)
-    logger.warning("building the optimizers' kernels for this CPU, which takes some seconds and is done once")
+    logger.warning("building the optimizers' kernels for this CPU, which takes about half a minute and is done once")
     try:
         folder = store.open_folder()
     except OSError as error:
@@ -79,7 +79,7 @@ def _built(folder: Path) -> tuple[Path, int]:
     library.prefetch_quickest.restype, library.prefetch_quickest.argtypes = ctypes.c_long, [ctypes.c_double]
     ahead: int = library.prefetch_quickest(_SECONDS)
     seconds = time.perf_counter() - began
-    logger.info("built the optimizers' kernels in %.1f seconds", seconds)
+    logger.warning("built the optimizers' kernels in %.0f seconds", seconds)
     return path, ahead
 
 
