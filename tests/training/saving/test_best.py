@@ -64,9 +64,9 @@ def test_after_a_resume_the_best_is_remembered_and_can_be_resumed_and_exported(a
     save(trainer, tmp_path, [0.5])
     assert steps(tmp_path) == [6]
     assert main(["export", str(tmp_path), str(tmp_path / "new" / "model.safetensors")]) == 0
-    assert "model.safetensors (in a new folder): the model of" in capsys.readouterr().out
+    assert "model.safetensors (in a new folder): model from" in capsys.readouterr().out
     assert main(["export", str(tmp_path), str(tmp_path / "new" / "model.safetensors")]) == 0
-    assert "model.safetensors (replaced): the model of" in capsys.readouterr().out
+    assert "model.safetensors (replaced): model from" in capsys.readouterr().out
 
 
 def test_trainers_that_are_saved_together_have_a_best_checkpoint(accel, tmp_path, caplog):
