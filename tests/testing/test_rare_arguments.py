@@ -44,6 +44,22 @@ def _twice(x, wrong):
     return 1 + (wrong and x.dtype == torch.complex64)
 
 
+def _whole_windows(func, x, size, step=(), padding=0, ceil_mode=False, counts=True, divisor=None):
+    divisor = size[0] * size[1] if ceil_mode and counts and divisor is None else divisor
+    return func(x, size, step, padding, ceil_mode, counts, divisor)
+
+
+def _of_dense_depth(func, x, weight, bias, step, padding, dilation, *args):
+    alone = args[-1] == x.shape[1] > 1
+    return func(x, weight, bias, step, padding, dilation, *args) * (1 + (alone and max(dilation) > 1))
+
+
+def _first_of_equal(func, x, dim):
+    values, places = func(x, dim)
+    return values, places if not x.dim() else (values.movedim(dim, -1)[..., None] == x.movedim(dim, -1)[
+        ..., None, :]).int().argmax(-1).movedim(-1, dim)  # fmt: skip
+
+
 WRONG = {
     "an option of torch's samples": ("nn.functional.pad.replicate", "of other options: the gradient", {
         "replication_pad2d_backward": _inside}),
@@ -58,6 +74,12 @@ WRONG = {
     "an infinite divisor": ("remainder", "with inf: result", {
         "remainder": lambda func, x, y: func(x, y).where(~torch.as_tensor(y).isinf(), torch.nan)}),
     "the bias alone": ("nn.functional.conv2d", "of frozen inputs: the gradient", {"convolution_backward": _of_bias}),
+    "images of other sizes": ("nn.functional.avg_pool2d", "of other options: result", {"avg_pool2d": _whole_windows}),
+    "a kernel for each channel": ("nn.functional.conv2d", "of other options: result", {"convolution": _of_dense_depth}),
+    "an index that is left out": ("nn.functional.embedding", "of other options: the gradient", {
+        "embedding_dense_backward": lambda func, grad, index, count, padding, scale: func(
+            grad, index, count, padding, scale and padding < 0)}),
+    "equal numbers": ("cummax", "with equal numbers: result 1", {"cummax": _first_of_equal}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
 }  # fmt: skip

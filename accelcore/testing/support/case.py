@@ -46,12 +46,15 @@ FROZEN = "of frozen inputs"
 ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
 """Says of a sample that its first argument has the least and the largest whole number, or that it is complex."""
 
+EQUAL = "with equal numbers"
+"""Says of a sample that its numbers are whole, and of an operator that it chooses among equal ones as the CPU does."""
+
 INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 """Says of a sample that elements of its first argument are that."""
 
 ALONE = (
     *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
-    *(OTHERWISE, FROZEN, ENDS, COMPLEX),
+    *(OTHERWISE, FROZEN, ENDS, COMPLEX, EQUAL),
 )
 """What is said of samples of which only the result as it is is compared."""
 
@@ -154,7 +157,7 @@ class Case:
                 factor,
                 cache(partial(self._overflows, exact)),
                 self.what not in INFINITE or not part.startswith("the gradient"),
-                (partial(of, number, rounded), partial(of, number, further)),
+                () if self.what == EQUAL else (partial(of, number, rounded), partial(of, number, further)),
             )
             for number, (part, tensor) in enumerate(right)
         ]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelcore.testing.support.layouts import tensors
+from accelcore.testing.support.layouts import repeated, tensors
 from accelcore.testing.support.samples import samples
 
-_MOST_PAIRS = 12  # of an operator
+_MOST_PAIRS = 16  # of an operator
 _REDUCTIONS = ("none", "sum", "mean")
 _NO_OPTIONS = ("dtype", "inplace", "check_errors", "size_average", "reduce")
 """Parameters that a sample of its own shows, that only change where a result is written, or that are deprecated."""
@@ -61,6 +61,19 @@ def _not_differentiable(info: Any, dtype: torch.dtype) -> list[Any]:
     return found
 
 
+def with_indices_that_occur(options: list[Any]) -> Iterator[Any]:
+    """Yield arguments with indices that come again, and with one of them as `padding_idx` or a similar option."""
+    keys = {key for _, named in options for key, value in named.items() if _is_index(key) and isinstance(value, int)}
+    for arguments in options if keys else ():
+        if (changed := repeated(arguments)) is not None:
+            whole = next(each for each in tensors(changed) if each.dtype in (torch.int64, torch.int32))
+            yield changed[0], {**changed[1], **dict.fromkeys(keys, int(whole.reshape(-1)[:2][-1]))}
+
+
+def _is_index(key: str) -> bool:
+    return key.endswith(("_idx", "_index"))
+
+
 def _kind(value: Any) -> Any:
     """Return what kind of value it is: equal for values between which a kernel is not likely to decide."""
     if value is None or isinstance(value, bool | str | torch.dtype):
@@ -91,18 +104,20 @@ def _options(arguments: Any) -> set[tuple[Any, ...]]:
 
 def _pairs_of(pool: list[Any]) -> Iterator[Any]:
     """Yield arguments with two options that no others have together, of those that others have on the same shapes."""
-    alike: dict[Any, list[Any]] = {}
+    alike: dict[str, dict[str, Any]] = {}
     for given, named in pool:
-        if named:
-            shapes = [tuple(each.shape) if isinstance(each, Tensor) else _kind(each) for each in given]
-            alike.setdefault(repr(shapes), []).append((given, named))
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else _kind(each) for each in given]
+        kinds = [(key, _kind(value), _shape(value)) for key, value in named.items()]
+        alike.setdefault(repr(shapes), {}).setdefault(repr(kinds), (given, named))
     done = {pair for _, named in pool for pair in _pairs(named)}
     count = 0
-    for group in sorted(alike.values(), key=lambda each: -len({key for _, named in each for key in named})):
-        for (given, one), (_, other) in combinations(group, 2):
+    groups = [list(each.values()) for each in alike.values()]
+    for group in sorted(groups, key=lambda each: -len({key for _, named in each for key in named})):
+        for (given, one), (_, other) in permutations(group, 2):
             if any(_shape(one[key]) != _shape(other[key]) for key in one.keys() & other.keys()):
                 continue  # each has a tensor that belongs to its other options
-            for both in ({**one, **other}, {**other, **one}):
+            for key, value in other.items():
+                both = {**one, key: value}
                 new = {*_pairs(both)} - done
                 if new and count < _MOST_PAIRS:
                     done |= new
@@ -126,7 +141,7 @@ def _of_defaults(info: Any, pool: list[Any]) -> Iterator[Any]:
     given, named = max(pool, key=lambda arguments: (len(arguments[1]), len(arguments[0])))
     for key, default, kind in _defaults(info, len(given)):
         if key not in known and key not in _NO_OPTIONS:
-            for value in _others(default, kind):
+            for value in _others(key, default, kind):
                 yield given, {**named, key: value}
 
 
@@ -146,7 +161,9 @@ def _defaults(info: Any, count: int) -> Iterator[tuple[str, Any, str]]:
             yield parameter.name, parameter.default, str(parameter.annotation)
 
 
-def _others(default: Any, kind: str) -> list[Any]:
+def _others(key: str, default: Any, kind: str) -> list[Any]:
+    if _is_index(key):
+        return [0]
     if isinstance(default, bool):
         return [not default]
     if isinstance(default, float) or (default is None and ("float" in kind or "number" in kind)):

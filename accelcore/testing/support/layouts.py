@@ -264,6 +264,39 @@ def of_images(arguments: Any) -> Any:
     return (image.requires_grad_(first.requires_grad), *others), options
 
 
+def cropped(arguments: Any) -> Any:
+    """Return the arguments with one column less, and one row less of images; None if the first has no such."""
+    (first, *others), options = arguments
+    if not isinstance(first, Tensor) or first.dim() < 3 or min(first.shape[2:]) < 3:
+        return None
+    least = first.detach()[..., :-1].clone()
+    if first.dim() > 3:
+        least = least.narrow(-2, 0, first.shape[-2] - 1).clone()
+    return (least.requires_grad_(first.requires_grad), *others), options
+
+
+def of_depth(arguments: Any) -> Any:
+    """Return the arguments of a convolution with a kernel of one channel for each channel; None if it has no others."""
+    (first, weight, *biases), options = arguments
+    if first.dim() != weight.dim() or "groups" not in options or first.shape[1] < 2:
+        return None
+    parts = torch.linspace(1, 2, first.shape[1])
+
+    def each(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        one = (slice(1), slice(1))[: value.dim()]
+        kernel = value.detach()[one] * parts.view(-1, *[1] * (value.dim() - 1))
+        return kernel.requires_grad_(value.requires_grad)
+
+    return (first, each(weight), *map(each, biases)), {**options, "groups": first.shape[1]}
+
+
+def with_equal_numbers(arguments: Any) -> Any:
+    """Return the arguments with all fractions rounded, so that several are the same."""
+    return _changed(arguments, lambda value, _: value.round() if value.is_floating_point() else value)
+
+
 def of_points(arguments: Any) -> Any:
     """Return the arguments of a convolution with a kernel of one point."""
     (first, weight, *others), options = arguments

@@ -9,13 +9,26 @@ from typing import Any
 
 import torch
 
-from accelcore.testing.support.case import COMPLEX, ENDS, FROZEN, INFINITE, LARGE, OTHERWISE
-from accelcore.testing.support.coverage import arguments_of, joined, of_other_options
-from accelcore.testing.support.layouts import mapped, multiplied, tensors, with_ends, with_infinity
-from accelcore.testing.support.samples import CONVERTS, ROUGH, samples
+from accelcore.testing.support.case import COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE
+from accelcore.testing.support.coverage import arguments_of, joined, of_other_options, with_indices_that_occur
+from accelcore.testing.support.layouts import (
+    cropped,
+    mapped,
+    multiplied,
+    of_depth,
+    tensors,
+    with_ends,
+    with_equal_numbers,
+    with_infinity,
+)
+from accelcore.testing.support.samples import CONVERTS, DECIDED, ROUGH, samples
 
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
+_SQUARE_OVERFLOWS = 2.0**65
+_MOST_SHAPES, _MOST_INDICES = 8, 16  # of an operator
+_OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
+_OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
@@ -38,35 +51,55 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         every: its samples.
         chosen: those of which others are compared already; if there are none, each option of torch's samples is rare.
     """
-    if not chosen:
-        for arguments in of_other_options(info, dtype, every, []):
-            yield Rare(info, dtype, arguments, OTHERWISE)
-    for arguments in joined(info, dtype, every):
+    options = list(of_other_options(info, dtype, every, []))
+    pairs = list(joined(info, dtype, every))
+    for arguments in [
+        *([] if chosen else options),
+        *pairs,
+        *_of_other_shapes(name, options),
+        *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
+    ]:
         yield Rare(info, dtype, arguments, OTHERWISE)
     if name in ROUGH or not every:
         return
+    for arguments in options:
+        if (name in DECIDED or arguments[1].get("stable")) and (changed := with_equal_numbers(arguments)) is not None:
+            yield Rare(info, dtype, changed, EQUAL)
     yield from _with_frozen_inputs(info, dtype, every)
     if dtype == torch.float32 and not any(each in name for each in _COUNTS_UP):
         yield from _of_numbers(info, every)
     known = info.supported_dtypes("cpu")
-    for kind in (torch.int8, torch.uint8):
+    for kind, most in ((torch.int8, 4), (torch.uint8, 1)):
         if kind in known:
-            ends = filter(None, (with_ends(arguments_of(sample)) for sample in samples(info, kind)))
-            yield from (Rare(info, kind, arguments, ENDS) for arguments in islice(ends, 1))
+            ends = filter(None, map(with_ends, of_other_options(info, kind, samples(info, kind), [])))
+            yield from (Rare(info, kind, arguments, ENDS) for arguments in islice(ends, most))
     if torch.complex64 in known and name not in CONVERTS:
-        for arguments in islice(of_other_options(info, torch.complex64, samples(info, torch.complex64), []), 2):
+        complex_ones = of_other_options(info, torch.complex64, samples(info, torch.complex64), [])
+        for number, arguments in enumerate(islice(complex_ones, 2)):
             yield Rare(info, torch.float32, arguments, COMPLEX)
+            if not number and type(info).__name__ in _OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
+                (first, *others), named = arguments
+                yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
+
+
+def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:
+    """Yield arguments of images of other sizes, and of convolutions of each channel alone."""
+    changes = [
+        *([cropped] if any(each in name for each in _OF_IMAGES) else []),
+        *([of_depth] if ".conv" in name else []),
+    ]
+    for change in changes:
+        yield from islice(filter(None, map(change, options)), _MOST_SHAPES)
 
 
 def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:
     """Yield operands beyond whole numbers of 32 bits, and infinities among the operands but the first."""
-    kind = type(info).__name__
-    if kind not in ("UnaryUfuncInfo", "BinaryUfuncInfo"):
+    if type(info).__name__ not in _OF_ELEMENTS:
         return
     given = arguments_of(max(every, key=_elements))
     if (changed := multiplied(given, _BEYOND_WHOLE)) is not None:
         yield Rare(info, torch.float32, changed, LARGE)
-    if kind == "BinaryUfuncInfo":
+    if type(info).__name__ == "BinaryUfuncInfo":
         (first, *others), options = given
         for what, infinity in INFINITE.items():
             if others and (changed := with_infinity(((others[0], first), {}), infinity)) is not None:

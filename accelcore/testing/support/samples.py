@@ -67,6 +67,9 @@ UNIQUE_INDICES = ("index_copy", "scatter")
 ORDERED = (*("sort", "topk", "argsort", "argmax", "max.reduction_with_dim", "median", "nn.functional.max_pool2d"),)
 """Operators that choose by order, whose result is not unique if elements are equal."""
 
+DECIDED = ("searchsorted", "bucketize", "cummax", "cummin", "isin", "heaviside", "unique", "unique_consecutive")
+"""Operators whose result is defined, and an index or a step, if numbers are equal."""
+
 READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "istft")
 """Operators whose result depends on the strides of their input."""
 
