@@ -130,7 +130,7 @@ def test_nothing_is_trained_as_long_as_the_number_of_updates_is_unknown(accel, t
     ):
         with pytest.raises(accelcore.ConfigurationError, match=unknown):
             attempt()
-    for loader, says in ((TensorDataset(ROWS), "rows, not batches"), (ROWS, "rows, not batches"), (5, "no loader")):
+    for loader, says in ((TensorDataset(ROWS), "rows, not batches"), (ROWS, "rows, not batches"), (5, "not a loader")):
         with pytest.raises(accelcore.ConfigurationError, match=says):
             train(trainer, 2, loader)
     assert trainer.total_steps is None
