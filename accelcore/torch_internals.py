@@ -275,6 +275,15 @@ def expect_no_step(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def job_store(prefix: str) -> Any:
+    """Return the store that the ranks of the default process group share, with `prefix` before each key.
+
+    Without it, a rank that waits cannot learn what the other ranks do, and a missing rank has no name.
+    """
+    default = torch.distributed.distributed_c10d._get_default_store()
+    return torch.distributed.PrefixStore(prefix, default)  # type: ignore[attr-defined]  # missing in torch's types
+
+
 def flight_records() -> list[dict[str, Any]]:
     """Return the collectives in torch's flight recorder; some libraries write none.
 

@@ -311,6 +311,12 @@ def job_of_one():
     dist.destroy_process_group()
 
 
+def test_the_store_of_a_job_keeps_keys_of_two_prefixes_apart(job_of_one):
+    assert internals.job_store("one").add("key", 2) == 2
+    assert internals.job_store("one").add("key", 1) == 3
+    assert internals.job_store("two").add("key", 1) == 1
+
+
 @pytest.mark.parametrize("feature", [True, False])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_sharded_model_forgets_a_pass_that_raised(phase, feature, job_of_one, monkeypatch):

@@ -22,14 +22,13 @@ from itertools import count
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]  # missing in torch's types
+from torch.distributed import DistError
 
 from accelcore.errors import DistributedError, logger
 from accelcore.jobs.collectives import Collectives
-from accelcore.torch_internals import flight_records
+from accelcore.torch_internals import flight_records, job_store
 from accelcore.util.text import first_line, ranks
 
 _BEAT = 1.0  # seconds between two notes of a rank
@@ -60,7 +59,7 @@ class MissingRanks:
         self._waits, self._steps = collectives.waits_for_lost_ranks, collectives.steps
         self._steps.clear()
         # Keys of several jobs of a process differ by the prefix.
-        self._store: Any = PrefixStore(f"rank notes {next(_jobs)}", dist.distributed_c10d._get_default_store())
+        self._store = job_store(f"rank notes {next(_jobs)}")
         self._explained, self._done, self._failed, self._follows = False, False, "", False
         self._line = ""  # where an error ended the script
         self._beats, self._training_thread = 0, threading.get_ident()

@@ -17,11 +17,11 @@ from importlib.metadata import version
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # missing in torch's types
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects, not_all_came
+from accelcore.torch_internals import job_store
 from accelcore.training.plan import Plan
 from accelcore.util.text import first_line, ranks, repr_of
 
@@ -63,7 +63,7 @@ class Agreement:
         The group's barrier can also tell, but leaves a thread in it. When the other ranks end, this thread would write
         lines of torch's to stderr and abort the process. Only that barrier notices ranks that have ended.
         """
-        store, ahead = PrefixStore("meetings", dist.distributed_c10d._get_default_store()), ""
+        store, ahead = job_store("meetings"), ""
         came = store.add(what, 1)
         goal = came + -came % self._collectives.world_size
         for _ in range(_LOOKS):
