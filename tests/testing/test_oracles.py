@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from accelcore.testing.suite import runtime
 from accelcore.testing.support.expected import Expected
 from accelcore.testing.support.options import (
     LR,
@@ -107,3 +108,13 @@ def test_an_element_that_rounding_has_hardly_moved_by_chance_may_be_as_far_off_a
     rounded = [lambda: [right + noise, right - noise]]
     expected = Expected("result 0", right, torch.float32, 1, lambda: False, True, rounded)
     assert bool(expected.differs(torch.full((5,), error))) == wrong
+
+
+@pytest.mark.parametrize("test", ["test_memory", "test_reading_keeps_the_peak"])
+def test_memory_that_the_process_keeps_is_no_fault_of_the_host(accel, test):
+    torch.ones(28 * 2**18)  # 28 MiB that are freed: from then on, glibc keeps pieces of up to that size
+    freed = [torch.ones(2**20) for _ in range(90)]
+    pins = [torch.ones(2**18) for _ in range(3)]  # behind them in memory: what is before stays with the process
+    del freed
+    getattr(runtime.TestRuntime(), test)(accel)
+    del pins

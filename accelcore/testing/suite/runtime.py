@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelcore import Backend
 from accelcore.testing.suite.drawn import DrawnTests
-from accelcore.testing.suite.transfers import TransferTests
+from accelcore.testing.suite.transfers import TransferTests, kept_memory
 from accelcore.testing.support.declared import declared, refused
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
 from accelcore.testing.support.usable import DeviceTests
@@ -252,6 +252,7 @@ class TestRuntime(DrawnTests, TransferTests, DeviceTests):
 
     def test_memory(self, accel: Backend) -> None:
         """Memory figures are bytes, in order, and grow by what is allocated."""
+        kept = kept_memory(accel)
         before = accel.runtime.memory()
         held = torch.ones(64 * MEBIBYTE // 4, device=accel.device)
         accel.runtime.synchronize()
@@ -264,6 +265,7 @@ class TestRuntime(DrawnTests, TransferTests, DeviceTests):
         del held
         # Up to what the host's own bookkeeping lags behind.
         assert accel.runtime.memory().peak > after.used - 16 * MEBIBYTE, "the peak fell when memory was freed"
+        del kept
 
     def test_prefetch(self, accel: Backend) -> None:
         """A prefetched batch arrives whole, whatever is queued and freed in between."""
