@@ -249,7 +249,7 @@ class Checkpoint:
                 why=str(error) if plain else f"{MANIFEST} does not have the form of a manifest: {error!r}",
                 available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
                 remedy=f'resume from that one: trainer.resume("{older}")' if older else "restore it from a copy",
-            ) from (None if plain else error)
+            ) from error
 
     def read(self, file: str, like_of: LikeOf = lambda name, shape: None) -> Any:
         """Return the state tree of a file with CPU tensors; `like_of` selects this rank's rows of sharded ones."""
