@@ -25,7 +25,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
     Args:
         checkpoint: a checkpoint, or a folder of checkpoints, of which the newest is exported.
         file: the file to write; an existing file is replaced.
-        best: whether to export the checkpoint with the lowest metric instead of the newest.
+        best: whether to export the checkpoint with the best metric instead of the newest.
         trainer: the trainer's name if several were saved by `Together`; None if the trainer was saved alone.
 
     Returns:

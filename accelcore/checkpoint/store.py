@@ -214,10 +214,21 @@ def keep_newest(newest: Path, keep: int, spared: Path | None = None) -> list[Pat
 
 
 def _best_of(paths: list[Path]) -> Path | None:
-    """Return the first checkpoint with the lowest metric; None if none has a metric."""
-    found = {path: _recorded(path, "metric") for path in paths}
-    metrics = {path: metric for path, metric in found.items() if is_number(metric) and math.isfinite(metric)}
-    return min(metrics, key=metrics.__getitem__) if metrics else None
+    """Return the first checkpoint with the best metric; None if none has one.
+
+    If a run went from `lowest=` to `highest=` or back, only the kind of its newest metric counts.
+    """
+    found = [
+        (path, kind, metric)
+        for path in paths
+        for kind in ("lowest", "highest")
+        if is_number(metric := _recorded(path, kind)) and math.isfinite(metric)
+    ]
+    if not found:
+        return None
+    _, newest, _ = found[-1]
+    metrics = {path: metric for path, kind, metric in found if kind == newest}
+    return (min if newest == "lowest" else max)(metrics, key=metrics.__getitem__)
 
 
 def _recorded(path: Path, fact: str) -> Any:
@@ -287,7 +298,7 @@ def _flush(path: Path) -> None:
 
 
 def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -> Checkpoint | None:
-    """Return `folder` if it is a checkpoint, else the newest in it, or the `best`, the one with the lowest metric."""
+    """Return `folder` if it is a checkpoint, else the newest in it, or the one with the best metric if `best`."""
     if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
         return Checkpoint(folder, share)
     if not folder.exists():
@@ -310,14 +321,14 @@ def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -
         if renamed and (path / MANIFEST).is_file() and any(path.rglob("*.safetensors")):
             found.append(path)
     if best and found:
-        lowest = _best_of([*checkpoints(folder)[:-1], *found])
-        if lowest is None:
+        found_best = _best_of([*checkpoints(folder)[:-1], *found])
+        if found_best is None:
             raise CheckpointError(
                 f"no checkpoint in {folder} has a metric",
-                why="a checkpoint has one if trainer.save(folder, best=metric) saved it, and the metric was finite",
+                why="only trainer.save(..., lowest=metric), or highest=metric, saves one, if it is finite",
                 remedy="leave best (or --best) out, to take the newest",
             )
-        return Checkpoint(lowest, share)
+        return Checkpoint(found_best, share)
     return Checkpoint(max(found, key=_steps_of), share) if found else None  # of equal steps the one that kept its name
 
 

@@ -121,7 +121,7 @@ def app() -> None:
 @click.option(
     "--trainer", metavar="NAME", help="The trainer whose model to write, if several trainers were saved together."
 )
-@click.option("--best", is_flag=True, help="Take the checkpoint with the lowest metric instead of the newest.")
+@click.option("--best", is_flag=True, help="Take the checkpoint with the best metric instead of the newest.")
 @click.argument("checkpoint", type=click.Path())
 @click.argument("file", type=click.Path())
 @common
