@@ -171,6 +171,14 @@ def triangular_out() -> bool:
     return bool(memory.ne(77).any())
 
 
+def gelu_of_infinity() -> bool | None:
+    """Check if gelu of +inf is NaN in many elements, and +inf in one; None on processors that have other kernels."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
+    many, one = (_GELU(torch.full((size,), torch.inf)) for size in (16, 1))
+    return bool(many.isnan().all()) and bool(one.isposinf().all())
+
+
 def narrow_convolution() -> bool | None:
     """Check if a process that trains a narrow, strided layer crashes; None on processors that have other kernels."""
     if torch.backends.cpu.get_cpu_capability() != "AVX2":
