@@ -39,8 +39,9 @@ def losses(done):
     "level", ["roles", pytest.param("torch", marks=pytest.mark.full), pytest.param("trainer", marks=pytest.mark.full)]
 )
 def test_each_script_trains_on_an_npu_as_it_did_by_transfer_to_npu(level, fork, tmp_path):
-    names = [name for name in NAMES if (name, level) not in LEFT]
     patterns = {"before": str(CORPUS / "{}.py"), "after": str(CORPUS / "expected" / f"{{}}.{level}.py")}
+    # Level trainer has a file only if it differs from level roles.
+    names = [name for name in NAMES if (name, level) not in LEFT and Path(patterns["after"].format(name)).exists()]
     running = {}
     for word, pattern in patterns.items():
         script = tmp_path / f"{word}.py"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from accelcore_lint.port import Level, port_source
+
 FOLDER = Path(__file__).parent / "corpus"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
@@ -10,19 +12,24 @@ def source(name):
     return (FOLDER / f"{name}.py").read_text()
 
 
-def expected_path(name, level):
+def expected(name, level):
+    """What a level makes of a script; level trainer has a file only if it differs from level roles."""
+    path = _path(name, level)
+    return (path if path.exists() else _path(name, Level.ROLES)).read_text()
+
+
+def _path(name, level):
     return FOLDER / "expected" / f"{name}.{level.value}.py"
 
 
 def write_expected():
     """Write what the port makes of each script today: `python corpus.py`, and read the diff."""
-    from accelcore_lint.port import Level, port_source
-
     for name in NAMES:
-        for level in Level:
-            path = expected_path(name, level)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(port_source(source(name), level).source)
+        made = {level: port_source(source(name), level).source for level in Level}
+        for level, text in made.items():
+            _path(name, level).unlink(missing_ok=True)
+            if level is not Level.TRAINER or text != made[Level.ROLES]:
+                _path(name, level).write_text(text)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def on_the_cpu(monkeypatch):
 def test_becomes_what_is_committed(name, level):
     source = corpus.source(name)
     outcome = port_source(source, level)
-    assert outcome.source == corpus.expected_path(name, level).read_text()
+    assert outcome.source == corpus.expected(name, level)
     assert outcome.before == len(vendor_lines(source))
     assert outcome.after == len(vendor_lines(outcome.source))
 
@@ -51,7 +51,7 @@ def test_becomes_what_is_committed(name, level):
 @pytest.mark.parametrize("level", Level, ids=lambda level: level.value)
 @pytest.mark.parametrize("name", corpus.NAMES)
 def test_a_second_run_changes_nothing(name, level):
-    once = corpus.expected_path(name, level).read_text()
+    once = corpus.expected(name, level)
     assert port_source(once, level).source == once
 
 
@@ -66,7 +66,7 @@ def test_trains_as_the_same_script_for_the_cpu(name, level, free_port):
     if level is Level.TORCH:  # at this level autocast does nothing on the CPU, as CUDA's does
         twin = twin.replace('torch.autocast("cpu", torch.float16, )', 'torch.autocast("cpu", enabled=False)')
     expected = port_runs.losses(twin, name, variables=variables)
-    ported = port_runs.losses(corpus.expected_path(name, level).read_text(), name, variables=variables)
+    ported = port_runs.losses(corpus.expected(name, level), name, variables=variables)
     assert ported == pytest.approx(expected, rel=1e-5)
     assert expected or name == "shadowed"
 
