@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ from accelcore.util.text import is_number, remedy_of_writing
 
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _INCOMPLETE, _FACTS = ".incomplete", ".facts"
+BEST: dict[str, Callable[..., Path]] = {"min": min, "max": max}
+"""Which of several metrics is the best, by the word for it, as torch's `ReduceLROnPlateau` has it."""
 
 
 def as_path(given: Any) -> Path:
@@ -216,19 +218,18 @@ def keep_newest(newest: Path, keep: int, spared: Path | None = None) -> list[Pat
 def _best_of(paths: list[Path]) -> Path | None:
     """Return the first checkpoint with the best metric; None if none has one.
 
-    If a run went from `lowest=` to `highest=` or back, only the kind of its newest metric counts.
+    If a run changed from one mode to the other, only the metrics of its newest mode count.
     """
-    found = [
-        (path, kind, metric)
-        for path in paths
-        for kind in ("lowest", "highest")
-        if is_number(metric := _recorded(path, kind)) and math.isfinite(metric)
-    ]
+    found = {}
+    for path in paths:
+        match _recorded(path, "metric"):
+            case [metric, mode] if is_number(metric) and math.isfinite(metric) and mode in BEST:
+                found[path] = metric, mode
     if not found:
         return None
-    _, newest, _ = found[-1]
-    metrics = {path: metric for path, kind, metric in found if kind == newest}
-    return (min if newest == "lowest" else max)(metrics, key=metrics.__getitem__)
+    *_, (_, newest) = found.values()
+    metrics = {path: metric for path, (metric, mode) in found.items() if mode == newest}
+    return BEST[newest](metrics, key=metrics.__getitem__)
 
 
 def _recorded(path: Path, fact: str) -> Any:
@@ -321,14 +322,14 @@ def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -
         if renamed and (path / MANIFEST).is_file() and any(path.rglob("*.safetensors")):
             found.append(path)
     if best and found:
-        found_best = _best_of([*checkpoints(folder)[:-1], *found])
-        if found_best is None:
+        chosen = _best_of([*checkpoints(folder)[:-1], *found])
+        if chosen is None:
             raise CheckpointError(
                 f"no checkpoint in {folder} has a metric",
-                why="only trainer.save(..., lowest=metric), or highest=metric, saves one, if it is finite",
+                why="a checkpoint has one if trainer.save(folder, best=metric) saved it, and the metric was finite",
                 remedy="leave best (or --best) out, to take the newest",
             )
-        return Checkpoint(found_best, share)
+        return Checkpoint(chosen, share)
     return Checkpoint(max(found, key=_steps_of), share) if found else None  # of equal steps the one that kept its name
 
 

@@ -73,8 +73,8 @@ class Checkpoints(ABC):
         folder: str | Path,
         *,
         keep: int | None = None,
-        lowest: float | Tensor | None = None,
-        highest: float | Tensor | None = None,
+        best: float | Tensor | None = None,
+        mode: str = "min",
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save a new checkpoint in `folder`, named by the number of steps, from which training resumes.
@@ -87,9 +87,9 @@ class Checkpoints(ABC):
             folder: the folder of the run's checkpoints, the same on all ranks.
             keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
                 one is never deleted.
-            lowest: a metric of this checkpoint of which the lowest is best, such as a loss; the same on all ranks. The
-                first of equal ones is the best. NaN and infinity are never the best.
-            highest: the same if the highest is best, such as an accuracy. Give at most one of the two.
+            best: a metric of this checkpoint, the same on all ranks. The checkpoint with the best metric is never
+                deleted. Of equal metrics the first is the best; NaN and infinity never are.
+            mode: "min" if the lowest metric is the best, as of a loss; "max" for the highest, as of an accuracy.
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
         """
@@ -99,7 +99,7 @@ class Checkpoints(ABC):
             raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
         new = self.extra if extra is None else dict(extra)
         trainings = self._trainings(new)
-        metric, folder = _metric(lowest, highest), store.as_path(folder)
+        metric, folder = _metric(best, mode), store.as_path(folder)
         # Neither a trial nor a replay may replace what the user has trained.
         if requested_trial() is not None or not all(each.saver.writes for each in trainings.values()):
             self.extra = new
@@ -109,7 +109,7 @@ class Checkpoints(ABC):
         if not agreement.all_equal(repr((str(folder), metric))):
             raise ConfigurationError(
                 f"the ranks of this job save in different folders, or with different metrics: this one in {folder}, "
-                f"with {''.join(f'{name}={value}' for name, value in metric.items()) or 'no metric'}",
+                f"with best={metric and metric[0]}, mode={mode!r}",
                 remedy="give all ranks the folder that rank 0 names: job.gather_objects(folder)[0]; and a metric from "
                 "trainer.evaluate(loader).mean(...), or job.mean(...)",
             )
@@ -118,7 +118,7 @@ class Checkpoints(ABC):
         steps = max(trainers.values())
         facts = {
             "run": self._run,
-            **metric,
+            "metric": metric,
             "trainers": trainers,
             "world_size": backend.collectives.world_size,
             "device": backend.name,
@@ -153,8 +153,7 @@ class Checkpoints(ABC):
 
         Args:
             folder: the folder that `save` was given, or one of its checkpoints.
-            best: take the checkpoint with the best metric, of those that `save(..., lowest=)` or `save(..., highest=)`
-                has saved.
+            best: take the checkpoint with the best metric, of those that `save(folder, best=metric)` has saved.
             must_exist: whether a folder without a checkpoint is an error. Otherwise the log reports it.
 
         Returns:
@@ -299,21 +298,20 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def _metric(lowest: Any, highest: Any) -> dict[str, float]:
-    """Return the metric under the name of its argument; nothing if none is given, or it is not finite."""
-    given = {name: value for name, value in (("lowest", lowest), ("highest", highest)) if value is not None}
-    if len(given) > 1:
+def _metric(best: Any, mode: str) -> tuple[float, str] | None:
+    """Return a metric and its mode, None if it is not finite; raise ConfigurationError for anything else."""
+    if mode not in [*store.BEST]:
         raise ConfigurationError(
-            f"both lowest={lowest!r} and highest={highest!r} are given",
-            remedy="give the one that decides",
+            f"mode={mode!r} is unknown", available='"min": the lowest metric is the best; "max": the highest'
         )
-    for name, value in given.items():
-        if not is_number(number := item(value)):
-            raise ConfigurationError(f"{name}={value!r} is not a number", remedy="give the metric of this checkpoint")
-        if math.isfinite(number):
-            return {name: float(number)}
-        logger.warning("the metric of this checkpoint is %s, so that it will not be the best", number)
-    return {}
+    if best is None:
+        return None
+    if not is_number(value := item(best)):
+        raise ConfigurationError(f"best={best!r} is not a number", remedy="give the metric of this checkpoint")
+    if not math.isfinite(value):
+        logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
+        return None
+    return float(value), mode
 
 
 def _commit(

@@ -17,12 +17,12 @@ def make(accel):
     return accel.trainer(model, optimizer, loss=loss_of)
 
 
-def save(trainer, folder, metrics, keep=1, kind="lowest"):
+def save(trainer, folder, metrics, keep=1, mode="min"):
     """Train a step before each save; the weights that were saved, by step."""
     weights = {}
     for metric in metrics:
         trainer(data(1)[0])
-        trainer.save(folder, keep=keep, **{kind: metric})
+        trainer.save(folder, keep=keep, best=metric, mode=mode)
         weights[trainer.steps] = trainer.model[0].weight.detach().clone()
     return weights
 
@@ -32,27 +32,27 @@ def steps(folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "metrics", "keep", "left"),
+    ("mode", "metrics", "keep", "left"),
     [
-        ("lowest", [3.0, 1.0, 2.0, 4.0], 1, [2, 4]),
-        ("lowest", [3.0, 1.0, 2.0, 4.0], 2, [2, 3, 4]),
-        ("lowest", [3.0, 1.0, 1.0, 4.0], 1, [2, 4]),
-        ("lowest", [3.0, None, float("nan"), float("-inf"), 5], 1, [1, 5]),
-        ("lowest", [-0.5, torch.tensor(-0.7), -0.6], 1, [2, 3]),
-        ("lowest", [1, 2, 3], None, [1, 2, 3]),
-        ("highest", [3.0, 4.0, 4.0, 1.0], 1, [2, 4]),
-        ("highest", [0, None, float("nan"), float("inf"), -5], 1, [1, 5]),
+        ("min", [3.0, 1.0, 2.0, 4.0], 1, [2, 4]),
+        ("min", [3.0, 1.0, 2.0, 4.0], 2, [2, 3, 4]),
+        ("min", [3.0, 1.0, 1.0, 4.0], 1, [2, 4]),
+        ("min", [3.0, None, float("nan"), float("-inf"), 5], 1, [1, 5]),
+        ("min", [-0.5, torch.tensor(-0.7), -0.6], 1, [2, 3]),
+        ("min", [1, 2, 3], None, [1, 2, 3]),
+        ("max", [3.0, 4.0, 4.0, 1.0], 1, [2, 4]),
+        ("max", [0, None, float("nan"), float("inf"), -5], 1, [1, 5]),
     ],
 )
-def test_the_first_of_the_best_is_kept(accel, tmp_path, kind, metrics, keep, left):
-    save(make(accel), tmp_path, metrics, keep, kind)
+def test_the_first_of_the_best_is_kept(accel, tmp_path, mode, metrics, keep, left):
+    save(make(accel), tmp_path, metrics, keep, mode)
     assert steps(tmp_path) == left
 
 
-def test_a_run_that_changes_its_kind_of_metric_compares_only_the_new_kind(accel, tmp_path):
+def test_a_run_that_changes_its_mode_compares_only_metrics_of_the_new_one(accel, tmp_path):
     trainer = make(accel)
     save(trainer, tmp_path, [0.1, 0.2])
-    save(trainer, tmp_path, [0.9, 0.8, 0.7], kind="highest")
+    save(trainer, tmp_path, [0.9, 0.8, 0.7], mode="max")
     assert steps(tmp_path) == [3, 5]
 
 
@@ -83,7 +83,7 @@ def test_trainers_that_are_saved_together_have_a_best_checkpoint(accel, tmp_path
     both = accelcore.Together(one=one, two=two)
     for metric in (2.0, 1.0, 3.0, 4.0):
         one(data(1)[0])
-        both.save(tmp_path, keep=1, lowest=metric)
+        both.save(tmp_path, keep=1, best=metric)
     assert steps(tmp_path) == [2, 4]
     assert both.resume(tmp_path, best=True).name == "step-00000002"
     assert (one.steps, two.steps) == (2, 0)
@@ -95,13 +95,13 @@ def test_without_a_metric_there_is_no_best(accel, tmp_path, caplog):
     assert trainer.resume(tmp_path, best=True) is None
     save(trainer, tmp_path, [None, float("nan")])
     assert "metric of this checkpoint is nan" in caplog.text
-    with pytest.raises(accelcore.CheckpointError, match=r"has a metric(.|\n)*lowest=metric"):
+    with pytest.raises(accelcore.CheckpointError, match=r"has a metric(.|\n)*best=metric"):
         trainer.resume(tmp_path, best=True)
     for wrong in ("low", True, torch.ones(2)):
         with pytest.raises(accelcore.ConfigurationError, match="is not a number"):
-            trainer.save(tmp_path, highest=wrong)
-    with pytest.raises(accelcore.ConfigurationError, match=r"both lowest=1 and highest=2"):
-        trainer.save(tmp_path, lowest=1, highest=2)
+            trainer.save(tmp_path, best=wrong)
+    with pytest.raises(accelcore.ConfigurationError, match=r"mode='highest'(.|\n)*max"):
+        trainer.save(tmp_path, best=1, mode="highest")
 
 
 RANKS = """
@@ -112,14 +112,13 @@ with accel.distributed() as job:
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     trainer = accel.trainer(model, optimizer, parallel="ddp", loss=lambda model, rows: model(rows).mean())
     trainer(torch.ones(2, 3))
-    trainer.save(sys.argv[1], lowest=0.25)
+    trainer.save(sys.argv[1], best=0.25)
     metrics = float(job.rank), 1.0 if job.rank else None
     for folder, own in (*((sys.argv[1], metric) for metric in metrics), (f"{sys.argv[1]}-{job.rank}", None)):
         try:
-            trainer.save(folder, lowest=own)
+            trainer.save(folder, best=own)
         except accelcore.ConfigurationError as error:
-            given = "no metric" if own is None else f"lowest={own}"
-            print("refused", "different" in str(error), f"in {folder}, with {given}" in str(error))
+            print("refused", "different" in str(error), f"in {folder}, with best={own}" in str(error))
 """
 
 
