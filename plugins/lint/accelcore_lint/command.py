@@ -8,10 +8,13 @@ from typing import Any
 import click
 
 FINDINGS = 1
-"""Exit code of a run that found something, or could not read or parse a file, as ruff's."""
+"""Exit code of a run that found something; `lint` also counts a file that cannot be read or parsed."""
 
-ERROR = 2
-"""Exit code of an invalid request."""
+FAILED = 2
+"""Exit code of `port` if a file could not be ported, or if the losses of script and port differ."""
+
+USAGE = 64
+"""Exit code of an invalid request, as of all commands of accelcore."""
 
 
 class PathArgument(click.Path):
@@ -26,7 +29,7 @@ class PathArgument(click.Path):
 class Command(click.Command):
     """Command with the same exit codes, whichever program runs it.
 
-    A mistake of the user is one message on stderr and the exit code `ERROR`. Raise `click.ClickException` for it.
+    A mistake of the user is one message on stderr and the exit code `USAGE`. Raise `click.ClickException` for it.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -36,14 +39,14 @@ class Command(click.Command):
             if ctx.resilient_parsing:
                 raise
             _show(error, ctx)
-            ctx.exit(ERROR)
+            ctx.exit(USAGE)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
             _show(error, ctx)
-            ctx.exit(ERROR)
+            ctx.exit(USAGE)
 
 
 def _show(error: click.ClickException, ctx: click.Context) -> None:

@@ -76,7 +76,7 @@ def lint(
     Exit code:
       0   nothing was found
       1   something was found, or a file cannot be read or parsed
-      2   the request is invalid
+      64  the request is invalid
 
     \b
     Examples:

@@ -50,9 +50,9 @@ def test_nothing_found_is_zero_and_exit_zero_forgives(run):
         (["--explain", "ACC"], "ACC101"),
     ],
 )
-def test_a_mistake_is_one_message_and_two(run, arguments, says):
+def test_a_mistake_is_one_message_and_64(run, arguments, says):
     done = run(*arguments)
-    assert done.exit_code == 2
+    assert done.exit_code == 64
     assert says in done.stderr
     assert done.stdout == ""
 
@@ -200,7 +200,7 @@ def test_settings_of_the_project_count_and_the_command_line_takes_precedence(run
 def test_a_mistake_in_the_settings_is_named(run, text, says):
     run.write("pyproject.toml", text)
     done = run()
-    assert done.exit_code == 2
+    assert done.exit_code == 64
     assert says in done.stderr
 
 

@@ -11,7 +11,7 @@ import click
 import libcst as cst
 from rich.console import Console
 
-from accelcore_lint.command import ERROR, FINDINGS, Command, PathArgument
+from accelcore_lint.command import FAILED, FINDINGS, Command, PathArgument
 from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
 from accelcore_lint.port.model import Level
@@ -72,9 +72,10 @@ def port(
 
     \b
     Exit code:
-      0  nothing is left to do by hand; with --check, the losses are the same
-      1  something is left; with --check, there was nothing to compare
-      2  the request is invalid, or a file could not be ported; with --check, the losses differ
+      0   nothing is left to do by hand; with --check, the losses are the same
+      1   something is left; with --check, there was nothing to compare
+      2   a file could not be ported; with --check, the losses differ
+      64  the request is invalid
 
     \b
     Examples:
@@ -105,7 +106,7 @@ def port(
     else:
         show(files, chosen, Console(stderr=show_diff, soft_wrap=True))
     if any(ported.outcome is None for ported in files):
-        return ERROR
+        return FAILED
     return FINDINGS if any(ported.outcome and ported.outcome.left for ported in files) else 0
 
 
@@ -118,7 +119,7 @@ def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequenc
         raise click.ClickException(f"{paths[0]}: {ported.error}")
     result = compare(paths[0], ported.outcome.source, steps, arguments)
     click.echo(f"{paths[0]}: {result.text}")
-    return {True: 0, None: FINDINGS, False: ERROR}[result.same]
+    return {True: 0, None: FINDINGS, False: FAILED}[result.same]
 
 
 def _ported(

@@ -97,7 +97,7 @@ def test_a_link_out_of_the_folder_is_refused(script, tmp_path):
 @pytest.mark.parametrize(("path", "words"), [("none.py", "no such file"), ("", "empty")])
 def test_a_path_that_does_not_exist_or_is_empty_is_an_error(path, words):
     result = CliRunner().invoke(port, [path])
-    assert result.exit_code == 2
+    assert result.exit_code == 64
     assert words in result.output
 
 
@@ -163,7 +163,7 @@ def test_check_reports_an_original_that_cannot_run_here(script):
 
 
 def test_arguments_of_the_script_need_check(script):
-    assert run(script, "--", "0.1").return_value == 2
+    assert run(script, "--", "0.1").return_value == 64
 
 
 def test_a_named_file_without_vendor_words_is_read_and_one_in_a_folder_is_not(tmp_path):
