@@ -77,7 +77,7 @@ def advise(
     from accelcore.advise.trials import Script
 
     if not module:
-        check_script(script)
+        check_script(script, arguments)
     command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
     numbers, start = count(1), perf_counter()

@@ -114,7 +114,7 @@ def run(
             remedy="put the script in a file",
         )
     if not module and not stdin and not Path(script, "__main__.py").exists():  # Python runs a folder with that
-        check_script(script)
+        check_script(script, arguments)
     if module and not apex and emulate is None:  # which may add modules
         check_module(script)
     hidden = ""
