@@ -116,8 +116,7 @@ if __name__ == "__main__":
     try:
         run(parse())
     except accelcore.AccelError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -347,8 +347,7 @@ if __name__ == "__main__":
     try:
         sys.exit(run(parse()))
     except accelcore.AccelError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(str(error))
     except KeyboardInterrupt:
         print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
         sys.exit(130)

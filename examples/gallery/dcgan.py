@@ -12,6 +12,7 @@ there: a run that was killed then ends like an undisturbed one.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -143,4 +144,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except accelcore.AccelError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

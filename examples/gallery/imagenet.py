@@ -11,6 +11,7 @@ epoch, and --evaluate measures the best one.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -93,13 +94,12 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
             scheduler=scheduler, schedule_by="script",
         )  # fmt: skip
         if args.evaluate:
-            if trainer.resume(f"{args.output}/best") is None:
-                raise SystemExit(f"there is no checkpoint in {args.output}/best")
+            trainer.resume(args.output, best=True, must_exist=True)
             top1, top5 = validate(job, trainer, val_loader)
             job.print(f"top-1 {top1:.1f}%  top-5 {top5:.1f}%")
             return [[top1, top5]]
         if args.resume:
-            trainer.resume(f"{args.output}/last")
+            trainer.resume(args.output)
         history = []
         for epoch in trainer.epochs(args.epochs):
             losses = [trainer(batch) for batch in trainer.batches(train_loader)]
@@ -108,10 +108,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
             top1, top5 = validate(job, trainer, val_loader)
             history.append([loss, top1, top5])
             job.print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}  top-1 {top1:.1f}%  top-5 {top5:.1f}%")
-            best = trainer.extra.get("best", 0.0)
-            trainer.save(f"{args.output}/last", keep=1, extra={"best": max(best, top1)})
-            if top1 > best:
-                trainer.save(f"{args.output}/best", keep=1)
+            trainer.save(args.output, keep=1, highest=top1)
         return history
 
 
@@ -142,4 +139,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except accelcore.AccelError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

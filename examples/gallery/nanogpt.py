@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 from collections.abc import Callable
 
 import torch
@@ -187,4 +188,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except accelcore.AccelError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -53,9 +53,9 @@ def test_names_no_device(script):
     assert not re.search(r"(?<![a-z])(cpu|cuda|npu|gpu|nccl|hccl|gloo|mps|xpu)(?![a-z])", text, re.IGNORECASE)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_impossible_device_is_a_message_and_exit_code_2(script, run, tmp_path):
-    done = run(script, "--output", tmp_path / "out", code=2, ACCEL_DEVICE="nosuchdevice")
+@pytest.mark.parametrize("script", [*SCRIPTS, *(f"gallery/{path.name}" for path in EXAMPLES.glob("gallery/*.py"))])
+def test_impossible_device_is_a_message_and_exit_code_1(script, run, tmp_path):
+    done = run(script, "--output", tmp_path / "out", code=1, ACCEL_DEVICE="nosuchdevice")
     assert done.stderr.startswith("ACCEL_DEVICE='nosuchdevice'")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
