@@ -62,6 +62,16 @@ def test_a_python_block_runs_as_printed(block, run):
         assert promised in printed
 
 
+def test_the_moving_average_of_the_recipe_survives_a_resume(run):
+    (block,) = (block for block in RECIPES if "AveragedModel" in block)
+    whole = block.replace("accel, ema", "torch.manual_seed(0)\naccel, ema")
+    again = whole.replace("outputs/average", "outputs/again")
+    half = again.replace("epochs(2)", "epochs(1)")
+    shown = "print(ema.average.state_dict())\n"
+    first, second = run(f"{whole}{shown}print('second')\n{half}{again}{shown}").split("second\n")
+    assert first == second
+
+
 @pytest.mark.parametrize("page", MOVING, ids=lambda page: page.stem)
 def test_a_script_that_is_moved_gives_the_losses_it_gave(page, run):
     """A page of these has two scripts, before and after."""
