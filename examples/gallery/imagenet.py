@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> list[list[float]]:
             top1, top5 = validate(job, trainer, val_loader)
             history.append([loss, top1, top5])
             job.print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.4f}  top-1 {top1:.1f}%  top-5 {top5:.1f}%")
-            trainer.save(args.output, keep=1, highest=top1)
+            trainer.save(args.output, keep=1, best=top1, mode="max")
         return history
 
 
