@@ -50,14 +50,12 @@ def advise(
 ) -> int:
     """Recommend the fastest precision that trains as fp32 does.
 
-    The unchanged script, which has to use accel.trainer, runs in each precision for some steps, in a process of its
-    own. Other seeds in fp32 tell how much its loss varies anyway. Trials save and resume no checkpoint, and write no
-    accelcore.Log; whatever else the script writes, it writes in each trial.
+    The script must use accel.trainer, and is not changed. Each trial runs it for some steps, in a process of its own.
+    Trials in fp32 with other seeds show how much the loss varies by chance. Trials save and resume no checkpoint, and
+    write no accelcore.Log. Whatever else the script writes, each trial writes.
 
-    \b
     Presets: fp32-fast, bf16, fp16, O1, O1-bf16, O2, O2-bf16, O3, O3-bf16. Without --preset, all that the device
-    declares, with O1 to O3 in fp16 where it can. The recommended one is then tried compiled, flat and not flat; with
-    --all, each one that agrees.
+    declares are tried. Then the recommended one is tried compiled, flat and not flat; with --all, each one that agrees.
 
     \b
     Exit code:

@@ -101,19 +101,11 @@ def app() -> None:
 
     \b
     Examples:
-      accelcore doctor                          what is installed, what works, what to do
-      accelcore run train.py --epochs 3         on the best device that works here
-      accelcore run --nproc 2 train.py          two ranks of one job
-      accelcore verify backend cpu              whether a backend does what it declares
-      accelcore new-backend mychip              a package to start your own backend from
-      accelcore precision --backend cpu         which operator runs in which dtype
-      accelcore export outputs/a a.safetensors  the model of a checkpoint, in one file
-      accelcore plot outputs/a outputs/b        the logs of two runs side by side
-      accelcore record --out ref train.py       record a run, to compare others with it
-      accelcore replay ref train.py             the first difference between a run here and the recorded one
-      accelcore advise train.py                 the fastest precision that trains as fp32 does
-      accelcore lint train.py                   what ties a script to one device, or is wrong on any
-      accelcore port train.py                   rewrite a script for CUDA or NPU, for every device
+      accelcore doctor                                   what works here, and what to do
+      accelcore run train.py --epochs 3                  on the best device that works here
+      accelcore run --nproc 2 train.py                   two ranks of one job
+      accelcore run --emulate npu --device npu train.py  on an emulated device
+      accelcore COMMAND --help                           options and examples of a command
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
 
 

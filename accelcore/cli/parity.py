@@ -51,7 +51,7 @@ def record(
     """Record a training run, to compare other runs with it.
 
     The script is unchanged, with a trainer of accelcore or a loop of its own. Options of accelcore go before SCRIPT,
-    the script's own after it. The recorded run has the bits of an unrecorded one; with --same-random it draws others.
+    the script's own after it. Recording changes no bit of the run, but --same-random changes its random numbers.
 
     \b
     Exit code: that of the script; 64 if the request is invalid.
@@ -99,10 +99,9 @@ def replay(
     """Run a recorded script again, and name the first difference.
 
     REFERENCE is a recording; with --self it is a new folder, which is recorded first. The replay begins with the
-    recorded weights and random numbers, and ends after the last recorded step. accelcore's trainers save no checkpoint.
-    They resume from the one from which the recorded run resumed, or from none. If the runs differ in a forward or
-    backward pass, that step is run again, and each of its operators is compared with the host's float64 result for the
-    same inputs.
+    recorded weights and random numbers, and ends after the last recorded step. It saves no checkpoint, and resumes only
+    where the recorded run resumed. If the runs differ in a forward or backward pass, that step is run again: each of
+    its operators is compared with a float64 result of the host for the same inputs.
 
     \b
     Exit code:

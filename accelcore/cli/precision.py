@@ -23,10 +23,10 @@ _UNKNOWN = "by torch"  # for an operator of a device that does not work here; on
 @json_option
 @common
 def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
-    """Show which operator runs in which dtype under table O1.
+    """Show which operator runs in which dtype under precision="O1".
 
-    The table is the same on every device. torch has a different table for each device. The table of a device that does
-    not work here is read from torch.
+    This table is called O1, and is the same on every device. torch's own autocast has another table for each device.
+    With --backend it is shown beside O1, also for a device that does not work here.
 
     \b
     Examples:

@@ -51,10 +51,8 @@ def _several_machines(command: F) -> F:
     "DEVICE",
     "What select() chooses in the script, as ACCEL_DEVICE does: NAME, NAME:INDEX, a list, or auto.",
 )
-@nproc_option("More than 1 through torch's elastic launcher.")
-@number(
-    "--max-restarts", "K", 0, "How often torch's elastic launcher starts all ranks again after one has died.", least=0
-)
+@nproc_option("Several are started by torch's elastic launcher.")
+@number("--max-restarts", "K", 0, "How often all ranks are started again after one has died.", least=0)
 @_several_machines
 @device_option(
     "--emulate", "NAME", "Run on an emulation of the backend NAME, on this host; its emulator must be installed."

@@ -25,7 +25,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     \b
     Exit code:
       0   every plugin answered, and at least one backend is usable
-      1   something is broken: import torch, a plugin, versions that do not fit, a trial of --deep; or select() raises
+      1   something is broken: torch, a plugin, a trial of --deep, versions; or select() raises
       2   no backend is usable, broken or not, and import torch was not seen to fail
       64  the request is invalid
 

@@ -87,7 +87,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         left = sum(str(fault["instead"]).startswith(CANNOT_AVOID) for fault in diagnosis.faults)
         avoided = f"accelcore avoids {len(diagnosis.faults) - left}"
         yield 0, "", ""
-        yield 0, f"known kernel bugs: {avoided}, and {left} concern rare calls (--json lists them)", ""
+        yield 0, f"known kernel bugs: {avoided}; {left} in rare calls remain (--json lists all)", ""
     yield from _headed("select()")
     yield from _selection(diagnosis.selection)
     yield 0, "", ""
