@@ -198,7 +198,7 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         raise UnsupportedError(
             f"--emulate {shown(name)}: no installed package emulates a backend of that name",
             available=", ".join(entry.name for entry in declared(EMULATORS)) or "no emulator is installed",
-            remedy="name one backend without an index; docs/install.md lists accelcore's own emulators",
+            remedy="name one backend without an index; docs/install.md shows how to install its emulator",
         )
     labels = " and ".join(entry.label for entry in offers)
     if len(offers) > 1:
