@@ -201,8 +201,9 @@ class Backend(Suggests):
     ) -> AbstractContextManager[Job]:
         """Return a context in which this process is a rank of its job; without a job it is rank 0 of 1.
 
-        Without arguments, the launcher's environment variables describe the job. A script that spawns its own ranks
-        gives `rank` and `world_size`. A process group that the script has already formed is used, and is not closed.
+        The job ends with the block; `join` is for a script without a block. Without arguments, the launcher's
+        environment variables describe the job. A script that spawns its own ranks gives `rank` and `world_size`. A
+        process group that the script has already formed is used, and is not closed.
 
         Args:
             rank, world_size: this process's rank, and the number of ranks.
@@ -223,7 +224,7 @@ class Backend(Suggests):
         return joined(self.collectives, _launch(rank, world_size, local_rank, init_method), limit)
 
     def join(self, **place: Any) -> Job:
-        """Join the job for the rest of the process: `job = accel.join()`, in a script without a main function.
+        """Join the job for the rest of the process, as `distributed` does for a block: `job = accel.join()`.
 
         The job is left when the interpreter exits: at once if an error ended the script, otherwise when all ranks have
         come, or after a minute.

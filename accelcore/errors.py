@@ -59,7 +59,7 @@ class ConfigurationError(AccelError, ValueError):
 
 
 class AmpError(ConfigurationError, RuntimeError):
-    """An argument or a call of `accelcore.apex.amp` is refused, for which apex raises RuntimeError."""
+    """`accelcore.apex.amp` refuses an argument or a call. It is a RuntimeError, too, as apex raises."""
 
 
 class UnknownBackendError(AccelError, LookupError):

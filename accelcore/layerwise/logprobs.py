@@ -73,7 +73,7 @@ def compare_logprobs(
 ) -> LogprobComparison:
     """Compare the log-probabilities that two ways of running one model give to the same tokens.
 
-    Such as training and rollout, a batch of 8 and 8 batches of 1, compiled and not, or a cache and none::
+    For example training and rollout, a batch of 8 and 8 batches of 1, compiled and not, or with and without a cache::
 
         def by_ones(tokens):
             return torch.cat([model(row[None]) for row in tokens])

@@ -52,7 +52,7 @@ _DTYPE, _IS_SPARSE, _GRAD = attrgetter("dtype"), attrgetter("is_sparse"), attrge
 
 @dataclass(frozen=True)
 class LossScale(Settings):
-    """Start and movement of a dynamic loss scale. torch.amp.GradScaler has the same defaults, and no bounds.
+    """Settings of a dynamic loss scale. torch.amp.GradScaler has the same defaults, but no bounds.
 
     Attributes:
         init: the scale of the first step.

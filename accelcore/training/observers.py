@@ -24,7 +24,7 @@ class Observer:
     trainer's call after the step is complete. After an update the order is loss, gradient norm, overflow, step.
 
     Attributes:
-        measures_norm: whether `gradient_norm` has the norm computed if `clip_norm` does not compute it anyway.
+        measures_norm: whether `gradient_norm` needs the norm without `clip_norm`, which computes it anyway.
     """
 
     measures_norm: bool = True

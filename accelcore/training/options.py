@@ -85,9 +85,9 @@ class TrainerOptions(TypedDict, total=False):
             returns this, or a tuple that begins with the loss. It is called as `model(**batch)` for a mapping,
             `model(*batch)` for a list or tuple, else `model(batch)`.
         scheduler: a learning rate scheduler of torch; or `"constant"`, `"cosine"` or `"linear"`, of which the last two
-            fall to 0; or a function of the optimizer and the number of updates that returns a scheduler. The trainer
-            makes the latter when it knows the number: from `total_steps`, or at the first epoch of
-            `trainer.batches(loader)` in a loop over `trainer.epochs(n)`.
+            fall to 0; or a function of the optimizer and the number of updates that returns a scheduler. A name or a
+            function needs the number of updates: from `total_steps`, or from `trainer.epochs(n)` and the length of
+            the loader.
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
             updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
         total_steps: number of updates of the whole training; None if epochs and loader tell it.
@@ -102,9 +102,9 @@ class TrainerOptions(TypedDict, total=False):
         fp32: how fp32 matrix products are computed during steps. `"ieee"`: exactly. `"fast"`: as the backend's
             `fast_fp32` declares. `"fast if possible"`: fast if the backend declares it. None: torch's own setting.
         accumulate: micro-batches of a window; their losses are averaged. Default: `1`.
-        weight: `weight(batch)` returns over how many examples or tokens a micro-batch's loss is a mean, as a number or
-            a scalar tensor. The gradients of a window are then those of the mean over all examples, on all ranks. They
-            are 0 if all weights are 0. None: every micro-batch counts alike.
+        weight: `weight(batch)` returns the number of examples or tokens of which a micro-batch's loss is the mean, as a
+            number or a scalar tensor. The gradients of a window are then those of the mean over all examples, on all
+            ranks. They are 0 if all weights are 0. None: every micro-batch counts alike.
         clip_norm: largest 2-norm of all gradients together, as in torch's `clip_grad_norm_`; None clips nothing.
         clip: `clip(parameters)` clips gradients in place in another way, such as
             `torch.nn.utils.clip_grad_value_(parameters, 1.0)`. It gets the parameters that have a gradient, reduced

@@ -96,8 +96,8 @@ class Trainer(Suggests, Checkpoints):
     Args:
         backend: where to train.
         model: the bare module; it is moved to the device. The trainer wraps it and leaves the module itself as it is.
-            Of the result of `torch.compile` or DistributedDataParallel, the module is taken, with `compile=True` or
-            `parallel="ddp"`.
+            A result of `torch.compile` means `compile=True`, and DistributedDataParallel `parallel="ddp"`: the
+            trainer takes the module in it.
         optimizer: an optimizer over parameters of `model`.
         options: see `TrainerOptions`.
 
@@ -306,8 +306,8 @@ class Trainer(Suggests, Checkpoints):
 
         Args:
             loss: a scalar.
-            weight: number of examples of the mean; None if every micro-batch counts alike. With a weight, add the
-                losses of a micro-batch up before.
+            weight: number of examples of the mean; None if every micro-batch counts alike. With a weight, first add
+                up the losses of a micro-batch.
             retain_graph: whether another loss of the same forward pass follows.
 
         Raises:

@@ -31,7 +31,7 @@ class Log(Meter):
     """Log of a training in a folder: `log.jsonl`, and plots of it, `plot.png` and `plot.html`.
 
     Give it to a trainer: `accel.trainer(..., observers=[accelcore.Log("outputs/run")])`. The main rank writes a line
-    each few steps, a JSON object: `step`; `epoch`, counted from 0; `loss`, the mean over this rank's micro-batches
+    every few steps, a JSON object: `step`; `epoch`, counted from 0; `loss`, the mean over this rank's micro-batches
     since the last line or a resume; `lr` of the first group, for the next update; `gradient_norm` of the step;
     `rows_per_second` of all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A value that
     is not finite is null. A step does not wait for the device: a line is written one step later.
