@@ -223,7 +223,7 @@ def _best_of(paths: list[Path]) -> Path | None:
     found = {}
     for path in paths:
         match _recorded(path, "metric"):
-            case [metric, mode] if is_number(metric) and math.isfinite(metric) and mode in BEST:
+            case [metric, str(mode)] if is_number(metric) and math.isfinite(metric) and mode in BEST:
                 found[path] = metric, mode
     if not found:
         return None
