@@ -94,7 +94,8 @@ def functions_with(pattern: re.Pattern[str], text: str) -> Iterator[str]:
     for found in pattern.finditer(text):
         begin = text.rfind("\n", 0, found.start()) + 1
         indent = len(text[begin : found.start()]) - len(text[begin : found.start()].lstrip())
-        outer = [made for made in _DEFINED.finditer(text, 0, found.start()) if len(made[1]) < indent]
+        guard = max(text.rfind("\nif __name__", 0, found.start()), 0)  # it ends the function above it
+        outer = [made for made in _DEFINED.finditer(text, guard, found.start()) if len(made[1]) < indent]
         for made in reversed(outer):
             if len(made[1]) >= indent:
                 continue

@@ -172,3 +172,13 @@ def test_a_test_asks_the_function_that_only_another_test_replaces(tmp_path, patc
     paths = written(tmp_path, {"test_net.py": test})
     ported = port_source(test, Level.ROLES, read_project(paths).known(paths[0])).source
     assert ("skipif(not torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("head", "is_hider"), [("", True), ("\n\nif __name__ == '__main__':\n", False), ("\n    if hidden:\n    ", True)]
+)
+def test_a_file_that_hides_devices_when_it_is_run_has_no_function_that_does(tmp_path, head, is_hider):
+    nets = f"import os\n\n\ndef build():\n    print(1){head}\n    os.environ['CUDA_VISIBLE_DEVICES'] = '1'\n"
+    train = "import nets\nimport torch\nx = torch.ones(2).cuda()\nnets.build()\n"
+    paths = written(tmp_path / "project", {"train.py": train, "nets.py": nets})
+    assert (len(port_source(train, Level.ROLES, read_project(paths).known(paths[0])).left) == 1) is is_hider
