@@ -222,10 +222,14 @@ class DeviceNumbers(Ranks):
             for arg in call.args
         )
 
-    def sets_device(self, index: cst.BaseExpression) -> bool:
-        """Return whether the script makes this index the current device somewhere."""
-        made_current = [index_of(made)[1] or made for made in self.made_current]
-        return any(text_of(made) == text_of(index) for made in made_current)
+    def sets_device(self, index: cst.BaseExpression, site: cst.CSTNode) -> bool:
+        """Return whether the script makes this index the current device, and not only below a site in its function."""
+        function = self.function_of(site)
+        return any(
+            text_of(index_of(made)[1] or made) == text_of(index)
+            and (self.function_of(made) is not function or self.line(made) < self.line(site))
+            for made in self.made_current
+        )
 
     def _asks(self, test: cst.BaseExpression) -> bool:
         if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):

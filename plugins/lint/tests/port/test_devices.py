@@ -344,3 +344,40 @@ def test_a_file_whose_torch_comes_with_a_star_gets_its_own_import(first, is_left
     outcome = _ported(source)
     assert bool(outcome.left) is is_left
     assert outcome.source.startswith("from tools import *\nimport torch\n") is not is_left
+
+
+LOADED = """import torch
+
+
+def main(args):
+    {first}
+    if args.gpu is not None:
+        {last}
+        return state, torch.ones(2).cuda()
+"""
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_device_that_a_line_below_makes_current_keeps_its_number(is_first):
+    lines = "torch.cuda.set_device(args.gpu)", "state = torch.load(path, map_location='cuda:{}'.format(args.gpu))"
+    ported = port_source(LOADED.format(first=lines[not is_first], last=lines[is_first]), Level.ROLES).source
+    assert ("map_location=current_device)" in ported) is is_first
+    assert ('f"{current_device.type}:{args.gpu}" if current_device.type != "cpu" else "cpu")' in ported) is not is_first
+
+
+def test_strings_in_the_name_of_a_device_have_other_quotes_than_it():
+    source = (
+        "import torch\n\nstate = torch.load(path, map_location=f'cuda:{args.gpu}')\n"
+        "torch.cuda.set_device(args.gpu)\n\n\n"
+        "def f(x):\n    return x.cuda()\n\n\nif __name__ == '__main__':\n    f(1)\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert """f"{(torch.accelerator.current_accelerator() or torch.device('cpu')).type}:{args.gpu}\"""" in ported
+
+
+@pytest.mark.parametrize("operator", ["%", "//", "/", "+"])
+def test_nothing_is_divided_by_no_devices(operator):
+    source = f"import torch\nn = 8 {operator} torch.cuda.device_count()\n"
+    count = "torch.accelerator.device_count()"
+    expected = count if operator == "+" else f"max({count}, 1)"
+    assert f"n = 8 {operator} {expected}\n" in port_source(source, Level.ROLES).source

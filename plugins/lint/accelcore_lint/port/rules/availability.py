@@ -50,8 +50,19 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left
             source = f"{facts.torch}.accelerator.{new}()"
             if old == "current_device" and not facts.guards(node):  # which raises where there is none
                 source = f"({source} if {facts.torch}.accelerator.is_available() else 0)"
+            if _divides(node, facts):
+                source = f"max({source}, 1)"
             return whole(node, source, facts.needs_torch)
     return None
+
+
+def _divides(node: cst.Call, facts: Facts) -> bool:
+    """Return whether a number of devices divides something, which fails on the CPU; not where none is made current."""
+    holder = facts.parent(node)
+    if not isinstance(holder, cst.BinaryOperation) or holder.right is not node:
+        return False
+    divides = isinstance(holder.operator, (cst.Modulo, cst.Divide, cst.FloorDivide))
+    return divides and not (facts.guards(node) or any(holder is made for made in facts.made_current))
 
 
 def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:

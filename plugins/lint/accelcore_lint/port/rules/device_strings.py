@@ -82,11 +82,11 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     assert index is not None, "the device without an index is the process's own"
     if not _has_indexes(facts, site, index):
         return _refused(index)
-    if facts.level is not Level.TORCH and facts.sets_device(index) and not named:
+    if facts.level is not Level.TORCH and facts.sets_device(index, site) and not named:
         return facts.place.device(site)
     if facts.is_whole(index) or facts.is_local_rank(index):
         return f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
-    if facts.sets_device(index):
+    if facts.sets_device(index, site):
         return facts.place.device(site)
     if facts.in_default(site) is None and isinstance(site, cst.Call) and facts.name(site.func) == "torch.device":
         return f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
@@ -105,7 +105,8 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
     if _has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
         text = index_source(index)
         number = text if text.isdecimal() else f"{{{text}}}"
-        return f'f"{{{facts.place.kind(site)}}}:{number}"' if '"' not in text else _refused(index)
+        kind = facts.place.kind(site).replace('"', "'")  # Python before 3.12 needs other quotes in an f-string
+        return f'f"{{{kind}}}:{number}"' if '"' not in text else _refused(index)
     return f"str({facts.place.device(site)})" if own else _refused(index)
 
 
@@ -223,7 +224,7 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return wanted
     plain = index is None or (text_of(index) == "0" and facts.is_own(index))
     if wanted == "location" and index is not None and _has_indexes(facts, node, index) and not plain:
-        source = facts.place.device(node) if facts.sets_device(index) else kind_source(facts, node, index)
+        source = facts.place.device(node) if facts.sets_device(index, node) else kind_source(facts, node, index)
         if isinstance(source, str) and source.startswith('f"'):  # torch.load refuses "cpu:0"
             source = f'({source} if {facts.place.kind(node)} != "cpu" else "cpu")'
     elif wanted == "kind":

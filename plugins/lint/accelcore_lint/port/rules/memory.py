@@ -30,7 +30,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if name is None:
         return None
     device = argument(node, "device", 0)
-    own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or facts.sets_device(device)
+    own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or facts.sets_device(device, node)
     own = own or (device is not None and index_of(device) == (True, None))
     named = device is not None and not own and is_device_name(text_of(device))
     if len(node.args) > 1 or not (own or named):
