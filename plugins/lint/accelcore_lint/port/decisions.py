@@ -24,8 +24,8 @@ _FAILS = ("unknown name", "unknown function")
 """Rules by which lines are left that raise an error on other devices. These ran without them so far."""
 
 _CPU = re.compile(r"(?:torch\.device\()?[\"']cpu[\"']\)?")
-_FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?")
-"""A line that chooses the CPU after all."""
+_FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?(?:\s+[\w.]+ *= *(?:False|None|0))*")
+"""A line that chooses the CPU after all, and others that turn something off for it."""
 
 _Test = cst.FunctionDef | cst.ClassDef
 """What a decorator such as `pytest.mark.skipif` may skip."""

@@ -349,6 +349,7 @@ def test_a_function_that_torch_compiles_asks_for_no_device():
 FALLBACKS = {
     "def main(device):\n    {}\n    return device\n": True,
     "def main(args):\n    {}\n    return args.device\n": True,
+    "def main(args):\n    {}\n        pin_memory = False\n    return args.device\n": True,
     "def main():\n    device = 'cuda'\n    {}\n    return device\n": False,
 }
 
