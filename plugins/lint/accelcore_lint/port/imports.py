@@ -11,7 +11,7 @@ import libcst as cst
 
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.syntax import dotted, is_import, reasons_above, text_of
+from accelcore_lint.port.syntax import dotted, is_guard, is_import, reasons_above, text_of
 from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.uses import STOPS
 from accelcore_lint.port.vendors import DEVICES, MODULES
@@ -58,8 +58,8 @@ def is_known_apex(name: str) -> bool:
 
 
 def imports_torch(tree: Tree, node: cst.CSTNode) -> bool:
-    """Return whether a function around a node imports torch itself above it, as a script does to import it late."""
-    around = {outer for outer in tree.parents(node) if isinstance(outer, cst.FunctionDef)}
+    """Return whether a function around a node, or the guard, imports torch above it: a script imports it late."""
+    around = {outer for outer in tree.parents(node) if isinstance(outer, cst.FunctionDef) or is_guard(outer)}
     lines = [made for made in tree.imports if text_of(made) == "import torch" and tree.line(made) < tree.line(node)]
     return any(not around.isdisjoint(tree.parents(made)) for made in lines)
 

@@ -10,7 +10,7 @@ import libcst as cst
 
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.model import Level
-from accelcore_lint.port.syntax import is_guard, text_of
+from accelcore_lint.port.syntax import common_guard, is_guard, run_on_import, text_of
 from accelcore_lint.port.tree import Tree
 
 _NAMES = {
@@ -189,9 +189,21 @@ class Place:
         """Return whether the device can be chosen after all statements that hide devices."""
         function = self._scope(site)
         return not self._hides(site) or all(
-            self._runs_after(function, each) or (function is self._scope(each) and self._is_below(site, each))
+            self._runs_after(function, each)
+            or (function is self._scope(each) and self._is_below(site, each))
+            or self._is_set_first(each, site)
             for each in self._tree.hidden_by
         )
+
+    def _is_set_first(self, target: cst.CSTNode, site: cst.CSTNode) -> bool:
+        """Return whether the guard hides devices before the function around a site can run: nothing above names it."""
+        tree, guard = self._tree, common_guard([target], self._tree.parents)
+        if guard is None or self._scope(site) is None:
+            return False
+        lines = [each for each in (*tree.module.body, *guard.body.body) if tree.line(each) < tree.line(target)]
+        words = re.findall(r"\w+", "\n".join(run_on_import(line) for line in lines if line is not guard))
+        (top,) = (each for each in tree.parents(site) if tree.parent(each) is tree.module)
+        return isinstance(top, (cst.FunctionDef, cst.ClassDef)) and top.name.value not in tree.reached(words)[0]
 
     def _obstacle(self, site: cst.CSTNode) -> str:
         function = self._scope(site)
@@ -200,10 +212,11 @@ class Place:
             is_in = any(outer is block for outer in self._tree.parents(site))
             if not is_in or self._tree.line(site) < self._tree.line(self._read):
                 return "the option that chooses the device is read below this line"
-        if not self._torch_level and self.is_apart(site):
+        is_apart = not self._torch_level and self.is_apart(site)
+        if not self._is_placed(site) or (not is_apart and self._is_repeated(function) and self._hides(site)):
+            return "an environment variable may hide devices below this line: choose the device by ACCEL_DEVICE instead"
+        if is_apart:
             return "the script chooses the device of this process itself: pass the backend to this function"
-        if not self._is_placed(site) or (self._is_repeated(function) and self._hides(site)):
-            return "an environment variable hides devices after this file would choose one: use ACCEL_DEVICE instead"
         if self._existing:
             chosen = self._chosen_for(site)
             if chosen is None:
@@ -248,8 +261,8 @@ class Place:
 
     def _is_below(self, site: cst.CSTNode, target: cst.CSTNode) -> bool:
         """Return whether a site is in a statement below one that hides devices, in the same block."""
-        setter = self._scope(target)
-        first = self._first(setter.body if setter else self._tree.module, [site])
+        holder = self._scope(target) or common_guard([site, target], self._tree.parents)
+        first = self._first(holder.body if holder is not None else self._tree.module, [site])
         return self._tree.line(first) >= self._tree.line(target)
 
     def _runs_after(
@@ -276,7 +289,7 @@ class Place:
         tree = self._tree
         added = {self._first(function.body, sites): line for (function, line), sites in self._local.items()}
         if self._current_sites and not self._has_current:
-            guard = self._common_guard(self._current_sites) if tree.is_library else None
+            guard = common_guard(self._current_sites, self._tree.parents)
             block = guard.body if guard is not None else tree.module
             added[self._first(block, self._current_sites)] = f"{self.current} = {self._current_value}"
         if self._read is not None and self._has_sites() and not self._existing:
@@ -305,7 +318,7 @@ class Place:
             and (self._tree.is_called_once(scope) or scope is tree.functions.get("main"))
         ):
             return {self._first(scope.body, self._sites): line}
-        if scopes == {None} and (guard := self._common_guard(self._sites)) is not None:
+        if scopes == {None} and (guard := common_guard(self._sites, self._tree.parents)) is not None:
             return {self._first(guard.body, self._sites): line}
         if not self._torch_level and self._is_for_functions():
             line = f'if __name__ != "__mp_main__":\n    {line}'
@@ -320,11 +333,9 @@ class Place:
         guards = [each for each in self._tree.module.body if is_guard(each)]
         around = [list(self._tree.parents(site)) for site in self._sites if self._scope(site) is None]
         inside = all(any(guard in outer for guard in guards) for outer in around)
-        tops = {line for site in self._sites for line in (site, *self._tree.parents(site)) if self._is_at_top(line)}
+        lines = (line for site in self._sites for line in (site, *self._tree.parents(site)))
+        tops = {line for line in lines if self._tree.parent(line) is self._tree.module}
         return bool(guards) and inside and not any(self._runs_in_workers(line) for line in tops)
-
-    def _is_at_top(self, line: cst.CSTNode) -> bool:
-        return self._tree.parent(line) is self._tree.module
 
     def _runs_in_workers(self, line: cst.CSTNode) -> bool:
         return isinstance(line, (cst.FunctionDef, cst.ClassDef)) and line.name.value in self._tree.in_workers
@@ -339,12 +350,13 @@ class Place:
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
-        late = all(imports_torch(self._tree, site) for sites in self._local.values() for site in sites)
-        asks = self._current_sites or self._asking or (self.current in local and not late)
-        needed = {"import torch"} if asks else set()
-        if self._sites or self.name in local or (self._read is not None and self._has_sites()):
-            needed.add("import torch" if self._torch_level else "import accelcore")
-        return needed
+        chooses = self._sites or self.name in local or (self._read is not None and self._has_sites())
+        needed = {"import accelcore"} if chooses and not self._torch_level else set()
+        asking = [sites for (_, line), sites in self._local.items() if "accelcore" not in line]
+        asking += [self._current_sites, self._sites if self._torch_level else []]
+        late = all(imports_torch(self._tree, site) for sites in (*asking, self._asking) for site in sites)
+        at_top = any(sites and common_guard(sites, self._tree.parents) is None for sites in asking[-2:])
+        return needed | {"import torch"} if at_top or not late else needed
 
     def _scope(self, site: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the outermost function whose body holds a site."""
@@ -374,20 +386,6 @@ class Place:
     def _is_repeated(self, function: cst.FunctionDef | None) -> bool:
         """Return whether a function of this process may run more than once: choosing a device each time is slow."""
         return function is not None and not (self._tree.spawns or self._tree.is_called_once(function))
-
-    def _common_guard(self, sites: list[cst.CSTNode]) -> cst.If | None:
-        """Return the module's `if __name__ == "__main__":` if all sites are in its body."""
-        found: set[cst.CSTNode] = set()
-        for site in sites:
-            inner = site
-            for outer in self._tree.parents(site):
-                if isinstance(outer, cst.Module):
-                    found.add(inner)
-                inner = outer
-        if len(found) != 1:
-            return None
-        (guard,) = found
-        return guard if isinstance(guard, cst.If) and is_guard(guard) and guard.orelse is None else None
 
     def _first(self, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
         """Return the first statement of a block that holds one of the sites; in a `with` if that holds them all."""

@@ -224,7 +224,7 @@ def _commented(statement: cst.SimpleStatementLine, reasons: list[str]) -> cst.CS
 
 def _has_import(facts: Facts, line: str) -> bool:
     if line == "import torch":
-        return facts.has_torch_name
+        return facts.has_torch_name and facts.has_torch_above(facts.module.body[-1])
     return any(
         isinstance(statement, cst.SimpleStatementLine) and any(text_of(part) == line for part in statement.body)
         for statement in facts.module.body

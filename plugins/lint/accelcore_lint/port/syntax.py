@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
@@ -69,3 +71,27 @@ def is_guard(node: cst.CSTNode) -> bool:
         and text_of(node.test.left) == "__name__"
         and isinstance(node.body, cst.IndentedBlock)
     )
+
+
+def common_guard(
+    nodes: Iterable[cst.CSTNode], parents: Callable[[cst.CSTNode], Iterator[cst.CSTNode]]
+) -> cst.If | None:
+    """Return the module's `if __name__ == "__main__":` if all nodes are in its body; `parents` are those around one."""
+    found: set[cst.CSTNode] = set()
+    for node in nodes:
+        inner = node
+        for outer in parents(node):
+            if isinstance(outer, cst.Module):
+                found.add(inner)
+            inner = outer
+    guard = found.pop() if len(found) == 1 else None
+    return guard if isinstance(guard, cst.If) and is_guard(guard) and guard.orelse is None else None
+
+
+def run_on_import(line: cst.CSTNode) -> str:
+    """Return the source of what runs when a statement of a module does: not the bodies of functions."""
+    if isinstance(line, cst.FunctionDef):
+        return "\n".join(map(text_of, (line.params, *line.decorators)))
+    if isinstance(line, cst.ClassDef):
+        return "\n".join([*map(text_of, line.decorators), *map(run_on_import, line.body.body)])
+    return text_of(line)

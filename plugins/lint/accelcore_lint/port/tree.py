@@ -226,7 +226,7 @@ class Tree:
     @cached_property
     def forks(self) -> bool:
         """Return whether the script starts processes that may be forks, in which CUDA fails once its parent used it."""
-        return bool(self.forking) or self.submits or _USES_DEVICE.search(self._reached(self._started)[1]) is not None
+        return bool(self.forking) or self.submits or _USES_DEVICE.search(self.reached(self._started)[1]) is not None
 
     @cached_property
     def forking(self) -> list[cst.Call]:
@@ -260,7 +260,7 @@ class Tree:
             if arg.keyword and arg.keyword.value in _OF_LOADER
         ]
         data = [name for name, made in self._defined.items() if _IN_LOADER.search(text_of(made))]
-        return self._reached([*self._started, *given, *data])[0]
+        return self.reached([*self._started, *given, *data])[0]
 
     def others(self, names: Collection[str]) -> list[cst.CSTNode]:
         """Return the calls of functions and methods of other files that have one of these names."""
@@ -278,7 +278,7 @@ class Tree:
         """Return the functions and classes of the module."""
         return {each.name.value: each for each in self.module.body if isinstance(each, (cst.FunctionDef, cst.ClassDef))}
 
-    def _reached(self, names: list[str]) -> tuple[set[str], str]:
+    def reached(self, names: list[str]) -> tuple[set[str], str]:
         """Return functions and classes of the module with all that these name in turn, and their source."""
         names, found, text = list(names), set(), ""
         while names:
@@ -318,7 +318,7 @@ class Tree:
             for line in (each.body if isinstance(each, cst.SimpleStatementLine) else [each])
             if not isinstance(line, (cst.Import, cst.ImportFrom))
         )
-        return found + self._reached(_WORD.findall(found))[1]
+        return found + self.reached(_WORD.findall(found))[1]
 
     def _runs(self, line: cst.CSTNode, own: set[str]) -> bool:
         """Return whether a line of the module does the work of a script, and not only registers or sets something.

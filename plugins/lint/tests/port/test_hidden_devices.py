@@ -154,3 +154,52 @@ def test_a_function_that_hides_devices_asks_below_that_line(first):
     ported = port_source(source, Level.ROLES).source
     assert ".cuda()" not in ported
     assert ported.index("] = gpu") < ported.index("current_device = torch.accelerator")
+
+
+GUARDED = """import os
+import torch
+
+
+def show(x):
+    return x
+
+
+if __name__ == "__main__":
+    {first}
+    x = torch.ones(2).cuda()
+    {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("above", "is_left"),
+    [
+        ("args = parse()", False),
+        ("args = [Net()]", True),
+        ("args = collect()", True),
+        ("args = [vis]", False),
+        ("@decorated\n    def inner():\n        pass", True),
+    ],
+)
+def test_what_the_guard_cannot_have_run_before_asks_in_its_functions(above, is_left):
+    source = (
+        "import os\nimport torch\n\n\ndef parse():\n    return os.sys.argv\n\n\n"
+        "class Net(torch.nn.Module):\n    def forward(self, x):\n        return x.cuda()\n\n\n"
+        "def collect():\n    return Net()\n\n\ndef decorated(f):\n    return collect\n\n\n"
+        "def vis(x):\n    vis = x\n\n\n"
+        f"if __name__ == '__main__':\n    {above}\n    os.environ['CUDA_VISIBLE_DEVICES'] = '1'\n    vis(Net()(1))\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert len(outcome.left) == is_left
+    assert ("def forward(self, x):\n        current_device = torch.accelerator" in outcome.source) is not is_left
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_line_of_the_guard_asks_below_the_one_that_hides_devices(is_first):
+    lines = 'os.environ["CUDA_VISIBLE_DEVICES"] = "0, 1"', "show(x)"
+    outcome = port_source(GUARDED.format(first=lines[not is_first], last=lines[is_first]), Level.ROLES)
+    assert len(outcome.left) == (not is_first)
+    assert all("an environment variable may hide devices" in note.text for note in outcome.left)
+    if is_first:
+        asked = outcome.source.index("accelerator.current_accelerator(")
+        assert outcome.source.index('= "0, 1"') < asked < outcome.source.index("torch.ones(2)")

@@ -85,6 +85,20 @@ def test_a_device_without_number_is_the_one_that_a_context_makes_current():
     assert "device = accel.device" in port_source(source.format("0"), Level.ROLES).source
 
 
+@pytest.mark.parametrize("function", ["", "def f(x):\n    return x.cuda()\n\n\n"])
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_device_is_asked_for_below_the_import_of_torch_also_in_the_guard(level, function):
+    source = (
+        f"{function}if __name__ == '__main__':\n    import torch\n    from argparse import ArgumentParser\n\n"
+        "    args = ArgumentParser().parse_args()\n    torch.cuda.set_device(args.gpu)\n"
+        "    print(torch.ones(2).cuda())\n"
+    )
+    ported = port_source(source, level).source
+    assert ".cuda()" not in ported
+    assert ported.index("import torch\n") < ported.index("torch.accelerator.current_accelerator")
+    assert ported.count("import torch\n") == (2 if function else 1)
+
+
 GUARDED = """import torch
 
 
