@@ -36,10 +36,16 @@ def of_other_options(info: Any, dtype: torch.dtype, every: list[Any], chosen: li
     """
     seen = {option for sample in chosen for option in _options(arguments_of(sample))}
     more = _not_differentiable(info, dtype) if dtype == torch.float32 else []
-    for number, arguments in enumerate(map(arguments_of, every + more)):
+    largest_first = sorted(map(arguments_of, every + more), key=_is_small)
+    for number, arguments in enumerate(largest_first):
         if not _options(arguments) <= seen or not (chosen or number):  # the first may have no options
             seen |= _options(arguments)
             yield arguments
+
+
+def _is_small(arguments: Any) -> int:
+    """Return more for arguments with a tensor of no elements, or of one, on which few options have an effect."""
+    return 2 - min([2, *(each.numel() for each in tensors(arguments))])
 
 
 def joined(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Any]:

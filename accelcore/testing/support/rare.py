@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from accelcore.testing.support.case import COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE
-from accelcore.testing.support.coverage import arguments_of, joined, of_other_options, with_indices_that_occur
+from accelcore.testing.support.coverage import (
+    arguments_of,
+    joined,
+    of_other_options,
+    with_indices_that_occur,
+)
+from accelcore.testing.support.effects import with_effect
 from accelcore.testing.support.layouts import (
     cropped,
     mapped,
@@ -53,9 +59,11 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     """
     options = list(of_other_options(info, dtype, every, []))
     pairs = list(joined(info, dtype, every))
+    pool = [arguments_of(sample) for sample in every]
     for arguments in [
         *([] if chosen else options),
         *pairs,
+        *with_effect(info, dtype, options + pairs, pool),
         *_of_other_shapes(name, options),
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
     ]:

@@ -1,0 +1,162 @@
+"""Arguments of an operator on which its options have an effect: a kernel that ignores one is right on all others."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.testing.support.case import drawn_weights
+from accelcore.testing.support.layouts import mapped, placed, tensors, wide
+
+_MOST_SAMPLES, _MOST_CHANGED = 12, 2  # of an option
+_SEEN = 1e-4  # relative: what a kernel in fp32 cannot have lost by rounding
+
+
+def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any]) -> Iterator[Any]:
+    """Yield arguments on which an option has an effect, for each option, and word for one, that has none on the chosen.
+
+    These are other samples, or samples with other values: infinities, NaN, equal, larger, ordered ones.
+
+    Args:
+        info: the operator's OpInfo.
+        dtype: of the arguments.
+        chosen: arguments that are compared already.
+        pool: arguments of the operator's samples.
+    """
+    done, left = set(), dict[Any, None]()
+    for arguments in chosen:
+        differs = _Differs(info, dtype, arguments)
+        for what, without in _without_each(arguments):
+            if what not in done and differs.without(without):
+                done.add(what)
+            left[what] = None
+    for what in [each for each in left if each not in done]:
+        having, usual = (
+            [each for each in group if any(what == other for other, _ in _without_each(each))]
+            for group in (pool, chosen)
+        )
+        changed = (change(each) for change in _changes(info) for each in usual[:_MOST_CHANGED])
+        for arguments in chain(having[:_MOST_SAMPLES], changed):
+            differs = _Differs(info, dtype, arguments)
+            if any(differs.without(without) for other, without in _without_each(arguments) if other == what):
+                yield arguments
+                break
+
+
+def _without_each(arguments: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield for each option its name or place with its value if that is a word, and the arguments without it."""
+    (first, *given), named = arguments
+    for name, value in named.items():
+        yield (name, _word(value)), ((first, *given), {key: each for key, each in named.items() if key != name})
+    for place, value in enumerate(given):
+        if not tensors(value):
+            if place == len(given) - 1:
+                yield (place, _word(value)), ((first, *given[:-1]), named)
+            for other in _plain(value):
+                yield (place, _word(value)), ((first, *given[:place], other, *given[place + 1 :]), named)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _plain(value: Any) -> list[Any]:
+    """Return the values that a kernel may take for an option that it ignores."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [each for each in (0, 1) if each != value]
+    if isinstance(value, tuple | list) and value and all(isinstance(each, int) for each in value):
+        return [type(value)([each] * len(value)) for each in (0, 1) if set(value) != {each}]
+    return []
+
+
+class _Differs:
+    """Comparison of an operator with some arguments, in float64 on the CPU, with those without one of them.
+
+    Args:
+        info, dtype, arguments: of the operator.
+    """
+
+    def __init__(self, info: Any, dtype: torch.dtype, arguments: Any) -> None:
+        self._info, self._dtype = info, dtype
+        self._right = cache(partial(self._results, arguments))
+
+    def without(self, arguments: Any) -> bool:
+        """Return whether the operator has other results or gradients on these arguments; not if it does not run."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                pairs = zip(self._right(), self._results(arguments), strict=True)
+                return not all(len(one) == len(other) and all(map(_alike, one, other)) for one, other in pairs)
+        except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
+            return False
+
+    def _results(self, arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+        given, options = placed(wide(arguments, self._dtype), torch.device("cpu"), "", graph=True)
+        torch.default_generator.manual_seed(0)
+        found = tensors(self._info.op(*given, **options))
+        leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
+        roots = [root for root in found if root.requires_grad and not root.is_complex()]
+        gradients: Sequence[Tensor | None] = ()
+        if leaves and roots:
+            weights = [drawn_weights(root.shape, root.dtype) for root in roots]
+            gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
+        return [each.detach() for each in found], [each for each in gradients if each is not None]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout) or one.layout != torch.strided:
+        return one.layout != torch.strided
+    return torch.allclose(one, other, rtol=_SEEN, atol=_SEEN**2, equal_nan=True)
+
+
+def _changes(info: Any) -> Iterator[Callable[[Any], Any]]:
+    """Yield functions that return arguments with other values.
+
+    Only data are NaN or infinite: of coordinates, and in LAPACK, they may crash the process.
+    """
+    from torch.testing._internal.common_device_type import skipCPUIfNoLapack
+
+    if all(each is not skipCPUIfNoLapack for each in info.decorators):
+        for spoil in (_spoiled, lambda value: torch.full_like(value, -math.inf)):
+            yield partial(_with_first, spoil)
+    for change in _CHANGES:
+        yield partial(mapped, partial(_fractions, change))
+
+
+def _with_first(change: Callable[[Tensor], Tensor], arguments: Any) -> Any:
+    (first, *others), options = arguments
+    return (mapped(partial(_fractions, change), first), *others), options
+
+
+def _fractions(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.numel() < 2:
+        return value
+    if not value.is_floating_point() or value.dtype.itemsize < 2:
+        return value
+    return change(value.detach()).requires_grad_(value.requires_grad)
+
+
+def _spoiled(value: Tensor) -> Tensor:
+    spoiled = value.flatten().clone()
+    for place, number in enumerate((math.nan, math.inf, -math.inf), 1):
+        spoiled[place::7] = number
+    return spoiled.reshape(value.shape)
+
+
+_CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.round,
+    lambda value: value * 8,
+    lambda value: value / 8,
+    lambda value: value.sort(-1)[0],
+    lambda value: value.sort(-1, descending=True)[0],
+    torch.zeros_like,
+)
