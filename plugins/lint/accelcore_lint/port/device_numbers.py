@@ -235,5 +235,5 @@ class DeviceNumbers(Ranks):
         if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
             return self._asks(test.left) or self._asks(test.right)
         return isinstance(test, cst.Call) and (self.name(test.func) or "").endswith(
-            (".cuda.is_available", ".npu.is_available", ".accelerator.is_available")
+            (".cuda.is_available", ".accelerator.is_available")
         )

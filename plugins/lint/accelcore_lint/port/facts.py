@@ -18,8 +18,8 @@ from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.uses import drives_apex, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 
-_CONTEXTS = tuple(f"torch.{device}.device" for device in DEVICES)
-_CONTEXT = "torch.accelerator.device_index"
+_OF_VENDOR = "torch.cuda.device"
+_OF_ALL = "torch.accelerator.device_index"
 
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
 _TEXT = re.compile(
@@ -43,7 +43,7 @@ class Facts(DeviceNumbers):
         chosen = self.index_option
         read = self._read_at() if "." in chosen else None
         by_hand = self.is_library or self._chooses_by_hand(chosen)
-        left = [call for call in self.calls if self.name(call.func) in _CONTEXTS and not self.makes_current(call)]
+        left = [call for call in self.calls if self.name(call.func) == _OF_VENDOR and not self.makes_current(call)]
         self.place = Place(self, by_hand=by_hand, index=chosen, read=read, contexts=left)
 
     def _chooses_by_hand(self, chosen: str) -> bool:
@@ -61,8 +61,8 @@ class Facts(DeviceNumbers):
         ]
         launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
         contexts = any(
-            (self.name(call.func) in _CONTEXTS and text_of(call.args[0].value) not in ("0", chosen))
-            or (self.name(call.func) == _CONTEXT and ".device.index" not in text_of(call.args[0].value))
+            (self.name(call.func) == _OF_VENDOR and text_of(call.args[0].value) not in ("0", chosen))
+            or (self.name(call.func) == _OF_ALL and ".device.index" not in text_of(call.args[0].value))
             for call in self.calls
             if call.args
         )
@@ -96,11 +96,7 @@ class Facts(DeviceNumbers):
 
     def makes_current(self, call: cst.Call) -> bool:
         """Return whether a call is the context of a device that certainly has a whole number."""
-        if (
-            self.name(call.func) not in _CONTEXTS
-            or len(call.args) != 1
-            or not isinstance(self.parent(call), cst.WithItem)
-        ):
+        if self.name(call.func) != _OF_VENDOR or len(call.args) != 1 or not isinstance(self.parent(call), cst.WithItem):
             return False
         index = call.args[0].value
         compared = rf"(?<![\w.]){re.escape(text_of(index))} *(>=?|<=?|[=!]=) *-?\d"

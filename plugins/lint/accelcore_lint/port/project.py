@@ -245,7 +245,7 @@ def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[P
 def _replaced(text: str) -> Iterator[str]:
     """Yield the vendor's functions that a test replaces, as `mock.patch("torch.cuda.synchronize")` does."""
     for name, module, attribute in _REPLACES.findall(text):
-        yield name or f"{module}.{attribute}"
+        yield (name or f"{module}.{attribute}").replace("torch.npu", "torch.cuda")
 
 
 def _movers(texts: Collection[str]) -> frozenset[str]:

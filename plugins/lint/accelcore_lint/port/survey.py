@@ -16,7 +16,7 @@ _HIDE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _HIDING = ".select_device"
 """An imported function, of that name in all scripts after the style of YOLO, which sets one of those variables."""
 
-_SETS = ("torch.cuda.set_device", "torch.npu.set_device", "torch.accelerator.set_device_index")
+_SETS = ("torch.cuda.set_device", "torch.accelerator.set_device_index")
 
 
 class Survey(cst.CSTVisitor):

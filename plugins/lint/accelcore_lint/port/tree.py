@@ -20,6 +20,7 @@ _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes
 _SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
 """Packages that run functions of the script on other hosts, or in processes that they start."""
 
+_OTHER_VENDOR = re.compile(r"^(torch|torch_npu)\.npu\b")
 _OF_TORCH = re.compile(r"(import|from)\s+torch\b")
 _STARTS = re.compile(r"(.*\.)?(Process|delayed|process_map|imap(_unordered)?|starmap(_async)?|map_async|apply_async)")
 _POOL = re.compile(r"\w*Pool(Executor)?\(")
@@ -124,7 +125,10 @@ class Tree:
         return any(name == "torch" or (name.startswith("torch.") and alias is None) for name, alias in names)
 
     def name(self, node: cst.CSTNode) -> str | None:
-        """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain."""
+        """Return the full name of an imported object, such as `"torch.cuda.synchronize"`; None unless it is certain.
+
+        The functions of `torch.npu` get the names of those of `torch.cuda`.
+        """
         if node not in self._names:
             self._names[node] = self._name(node)
         return self._names[node]
@@ -144,7 +148,7 @@ class Tree:
         (qualified,) = found
         if qualified.source is not metadata.QualifiedNameSource.IMPORT:
             return None
-        return qualified.name.replace("torch_npu.npu.", "torch.npu.", 1)
+        return _OTHER_VENDOR.sub("torch.cuda", qualified.name)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the node that holds a node; None for the module."""

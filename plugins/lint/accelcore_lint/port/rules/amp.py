@@ -9,15 +9,11 @@ from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import arguments, text_of
-from accelcore_lint.port.vendors import DEVICES
 
-_OF_DEVICE = {f"torch.{device}.amp.{module}autocast" for device in DEVICES for module in ("", "autocast_mode.")}
+_OF_DEVICE = {"torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast"}
 _GENERIC = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
 _CUSTOM = {
-    f"torch.{device}.amp.{module}{name}": name
-    for device in DEVICES
-    for module in ("", "autocast_mode.")
-    for name in ("custom_fwd", "custom_bwd")
+    f"torch.cuda.amp.{module}{name}": name for module in ("", "autocast_mode.") for name in ("custom_fwd", "custom_bwd")
 }
 
 
@@ -105,8 +101,7 @@ def _decide_question(node: cst.Call, facts: Facts) -> Rewrite | None:
     if text_of(node.func) not in ("getattr", "hasattr") or len(node.args) < 2:
         return None
     module, asked = node.args[0].value, node.args[1].value
-    modules = [f"torch.{device}.amp" for device in DEVICES]
-    if facts.name(module) not in modules or text_of(asked).strip("\"'") not in ("autocast", "GradScaler"):
+    if facts.name(module) != "torch.cuda.amp" or text_of(asked).strip("\"'") not in ("autocast", "GradScaler"):
         return None
     new = cst.parse_expression(f"{facts.torch}.amp")
     args = [node.args[0].with_changes(value=new), *node.args[1:]]

@@ -21,23 +21,20 @@ _GIVEN = "an answer that another package gets as an option: it may compute on on
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _GROUP = re.compile(rf"[\"']({'|'.join(GROUPS)})[\"']")
-_SAME = {"device_count": "device_count", "current_device": "current_device_index"}
-
-_NAMES = tuple(f"torch.{device}.get_device_name" for device in DEVICES)
-_BF16 = tuple(f"torch.{device}.is_bf16_supported" for device in DEVICES)
+_SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
 
 def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left | None:
     if isinstance(node, cst.UnaryOperation):
         return _decide_not(node, facts)
     name = facts.name(node.func)
-    if name in _NAMES and facts.level is not Level.TORCH:
+    if name == "torch.cuda.get_device_name" and facts.level is not Level.TORCH:
         return _decide_name(node, facts)
     if name is None or node.args:
         return None
-    if name in AVAILABLE:
+    if name == AVAILABLE:
         return _decide_available(node, facts, _available(facts, node))
-    if name in _BF16 and facts.level is not Level.TORCH:
+    if name == "torch.cuda.is_bf16_supported" and facts.level is not Level.TORCH:
         backend = facts.place.backend(node)
         source = f'"bfloat16" in {backend}.capabilities.autocast_dtypes'
         if not facts.guards(node):  # CUDA's function is false on the CPU, which has bfloat16
@@ -45,15 +42,14 @@ def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left
         return _as_operand(node, facts, source)
     if name.endswith(".device_count") and _chooses_group(node, facts):
         return Left(_LEFT, node.children)
-    for old, new in _SAME.items():
-        if name in {f"torch.{device}.{old}" for device in DEVICES}:
-            source = f"{facts.torch}.accelerator.{new}()"
-            if old == "current_device" and not facts.guards(node):  # which raises where there is none
-                source = f"({source} if {facts.torch}.accelerator.is_available() else 0)"
-            if _divides(node, facts):
-                source = f"max({source}, 1)"
-            return whole(node, source, facts.needs_torch)
-    return None
+    if name not in _SAME:
+        return None
+    source = f"{facts.torch}.accelerator.{_SAME[name]}()"
+    if name.endswith(".current_device") and not facts.guards(node):  # which raises where there is none
+        source = f"({source} if {facts.torch}.accelerator.is_available() else 0)"
+    if _divides(node, facts):
+        source = f"max({source}, 1)"
+    return whole(node, source, facts.needs_torch)
 
 
 def _divides(node: cst.Call, facts: Facts) -> bool:
@@ -82,7 +78,7 @@ def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Left | None:
     call = node.expression
     if not isinstance(node.operator, cst.Not) or not isinstance(call, cst.Call) or call.args:
         return None
-    if facts.name(call.func) not in AVAILABLE:
+    if facts.name(call.func) != AVAILABLE:
         return None
     source = _available(facts, node)
     source = source.replace("!=", "==") if "!=" in source else f"not {source}"

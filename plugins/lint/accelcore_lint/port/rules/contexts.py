@@ -11,15 +11,14 @@ from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import index_source, whole
 from accelcore_lint.port.rules.statements import is_vendors
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES
 
-_OF = tuple(f"torch.{device}.device_of" for device in DEVICES)
 _TENSOR = re.compile(r"\w+(\.\w+)*")
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
-    if facts.name(node.func) in _OF and len(node.args) == 1 and _TENSOR.fullmatch(text_of(node.args[0].value)):
-        source = f"{text_of(node.args[0].value)}.device.index"  # None on the CPU, which makes nothing current
+    tensor = text_of(node.args[0].value) if len(node.args) == 1 else ""
+    if facts.name(node.func) == "torch.cuda.device_of" and _TENSOR.fullmatch(tensor):
+        source = f"{tensor}.device.index"  # None on the CPU, which makes nothing current
         return whole(node, f"{facts.torch}.accelerator.device_index({source})", facts.needs_torch)
     if not facts.makes_current(node):
         return None

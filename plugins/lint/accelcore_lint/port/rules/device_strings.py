@@ -14,7 +14,7 @@ from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
-AVAILABLE = tuple(f"torch.{name}.is_available" for name in DEVICES)
+AVAILABLE = "torch.cuda.is_available"
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
 _OTHER_DEVICES = ("mps", "xpu", "cpu")
 SETTINGS = re.compile(
@@ -121,7 +121,7 @@ def _chosen(facts: Facts, node: cst.BaseExpression) -> list[cst.BaseExpression] 
     if (
         isinstance(node, cst.IfExp)
         and isinstance(node.test, cst.Call)
-        and facts.name(node.test.func) in (*AVAILABLE, *_OTHERS)
+        and facts.name(node.test.func) in (AVAILABLE, *_OTHERS)
     ):
         body, other = _chosen(facts, node.body), _chosen(facts, node.orelse)
         return None if body is None or other is None else body + other
@@ -262,7 +262,7 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = holder.name.value
     elif isinstance(holder, cst.DictElement) and isinstance(holder.key, cst.SimpleString):
         name = str(holder.key.evaluated_value)
-    if isinstance(holder, cst.Return) and facts.guards(node) and facts.known.replaced.isdisjoint(AVAILABLE):
+    if isinstance(holder, cst.Return) and facts.guards(node) and AVAILABLE not in facts.known.replaced:
         name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
     if isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts):
         return Left(DECLARED)

@@ -115,7 +115,7 @@ def _decide_instance(node: cst.Call, facts: Facts) -> Left | None:
     if text_of(node.func) != "isinstance" or len(node.args) != 2 or not text_of(node.args[0].value).endswith(".data"):
         return None
     module, _, kind = (facts.name(node.args[1].value) or "").rpartition(".")
-    if module not in {f"torch.{device}" for device in DEVICES} or kind not in DTYPES:
+    if module != "torch.cuda" or kind not in DTYPES:
         return None
     return Left(_SKIPS, node.children, retry=_of_kind(node, text_of(node.args[0].value), DTYPES[kind], facts))
 
@@ -186,7 +186,7 @@ def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
     guard = facts.parent(node)
     if not isinstance(guard, cst.If) or guard.test is not node:
         return False
-    return any(facts.name(call.func) in AVAILABLE and guard.body in facts.parents(call) for call in facts.calls)
+    return any(facts.name(call.func) == AVAILABLE and guard.body in facts.parents(call) for call in facts.calls)
 
 
 def _left(node: cst.Comparison | cst.Attribute | cst.Call) -> Left:

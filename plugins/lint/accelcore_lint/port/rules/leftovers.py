@@ -8,6 +8,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules import scaler
 from accelcore_lint.port.rules.device_strings import names_option, whole
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, type_text
@@ -34,16 +35,12 @@ _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _DEFAULT = "one vendor's function, without a generic one"
 
 
-_ERRORS = tuple(f"torch.{device}.OutOfMemoryError" for device in DEVICES)
-_SCALERS = tuple(f"torch.{device}.amp.{module}GradScaler" for device in DEVICES for module in ("", "grad_scaler."))
-
-
 def _decide_class(node: cst.Attribute | cst.Name, facts: Facts) -> Rewrite | None:
     """Write the error by the name that torch has for it on all devices; it is the same class. Scalers likewise."""
     name = facts.name(node)
-    if name in _ERRORS:
+    if name == "torch.cuda.OutOfMemoryError":
         return whole(node, f"{facts.torch}.OutOfMemoryError", facts.needs_torch)
-    if name in _SCALERS and any(map(_names_class, facts.parents(node))):
+    if name in scaler.OF_DEVICE and any(map(_names_class, facts.parents(node))):
         return whole(node, f"{facts.torch}.amp.GradScaler", facts.needs_torch)
     return None
 
@@ -74,7 +71,7 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
     parts = name.split(".")
     if parts[0] in OTHERS and set(DEVICES) & set(parts):
         return Left(f"{parts[0]} computes on one vendor's devices", node.children)
-    if parts[0] in MODULES or (parts[0] == "torch" and len(parts) > 2 and parts[1] in DEVICES):
+    if parts[0] in MODULES or (parts[0] == "torch" and len(parts) > 2 and parts[1] == "cuda"):
         return Left(_reason(parts), node.children)
     return None
 

@@ -28,7 +28,7 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
     call = facts.parent(node)
     if not isinstance(call, cst.Call) or facts.name(call.func) not in _LOADERS:
         return None
-    asks = isinstance(node.value, cst.Call) and facts.name(node.value.func) in AVAILABLE
+    asks = isinstance(node.value, cst.Call) and facts.name(node.value.func) == AVAILABLE
     follows = call.args[call.args.index(node) + 1 :]
     if (text_of(node.value) != "True" and not asks) or any(arg.star == "*" for arg in follows):
         return None

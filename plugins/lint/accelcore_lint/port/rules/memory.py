@@ -9,7 +9,6 @@ from accelcore_lint.port.indexes import index_of, is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.vendors import DEVICES
 
 _FIGURES = {"max_memory_allocated": "peak", "memory_allocated": "used"}
 _ACCELERATOR = {
@@ -20,9 +19,7 @@ _ACCELERATOR = {
     "max_memory_cached": "max_memory_reserved",
     "memory_cached": "memory_reserved",
 }
-_KNOWN = {
-    f"torch.{device}{part}.{name}": name for device in DEVICES for part in ("", ".memory") for name in _ACCELERATOR
-}
+_KNOWN = {f"torch.cuda{part}.{name}": name for part in ("", ".memory") for name in _ACCELERATOR}
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:

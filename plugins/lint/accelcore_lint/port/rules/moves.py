@@ -162,7 +162,7 @@ def _device_argument(node: cst.Call, facts: Facts) -> cst.Arg | None:
     """Return the argument of `x.to(...)`, or of a function such as `torch.zeros`, that is this rank's number."""
     is_to = isinstance(node.func, cst.Attribute) and node.func.attr.value == "to"
     name = facts.name(node.func) or ""
-    is_torchs = name.startswith("torch.") and not name.startswith(tuple(f"torch.{device}." for device in DEVICES))
+    is_torchs = name.startswith("torch.") and not name.startswith("torch.cuda.")
     for arg in node.args if is_to or is_torchs else ():
         keyword = arg.keyword.value if arg.keyword else None
         is_first = is_to and arg is node.args[0] and keyword is None and not arg.star

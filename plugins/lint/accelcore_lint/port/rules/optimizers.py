@@ -36,7 +36,7 @@ _REFERS = r"[\w.]*(?:optim|sched)\w*"
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     name = facts.name(node.func) or ""
     module, _, kind = name.rpartition(".")
-    if module in ("torch_npu.optim", "torch.npu.optim") and kind.startswith("NpuFused"):
+    if module in ("torch_npu.optim", "torch.cuda.optim") and kind.startswith("NpuFused"):
         return _decide_npu(node, facts, kind.removeprefix("NpuFused"))
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])

@@ -10,9 +10,10 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of, is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import arguments, text_of
-from accelcore_lint.port.vendors import DEVICES
 
-_OF_DEVICE = {f"torch.{device}.amp.{module}GradScaler" for device in DEVICES for module in ("", "grad_scaler.")}
+OF_DEVICE = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler"}
+"""The class of one vendor's device."""
+
 _GENERIC = ("torch.amp.GradScaler", "torch.GradScaler")
 _SPACE = cst.SimpleWhitespace(" ")
 _SETTINGS = {
@@ -36,8 +37,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         )
     names = (*_SETTINGS, "enabled")
     if any(arg.star == "**" for arg in node.args):
-        return _with_device(node, facts) if name in _OF_DEVICE else None
-    if name in _OF_DEVICE:
+        return _with_device(node, facts) if name in OF_DEVICE else None
+    if name in OF_DEVICE:
         given = arguments(node, *names)
     elif name in _GENERIC:
         given = arguments(node, "device", *names)
@@ -76,7 +77,7 @@ def _is_strange(name: str, facts: Facts) -> bool:
     module, _, made = name.rpartition(".")
     first = module.split(".")[0]
     is_own = not first or first in ("accelcore", "apex") or first in facts.known.modules
-    known = name in _OF_DEVICE or name in _GENERIC or is_own
+    known = name in OF_DEVICE or name in _GENERIC or is_own
     return not known and _STRANGE.fullmatch(made) is not None and "autocast" in facts.code
 
 

@@ -12,7 +12,6 @@ from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.rules.statements import called
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES
 
 _HARMLESS = re.compile(
     r"\s*($|#|[\w.]*(seed(_all)?|cudnn\.\w+|use_deterministic_algorithms|print|info)\b *[(=]|os\.environ\["
@@ -23,8 +22,6 @@ _HARMLESS = re.compile(
 
 _STATES = {"set_rng_state": 1, "seed": 0}
 """Other functions that the modules of all devices have, with their arguments."""
-
-_READS = tuple(f"torch.{device}.get_rng_state" for device in DEVICES)
 
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
@@ -99,7 +96,7 @@ def _of_device(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, func
 
 def _decide_state(node: cst.Call, facts: Facts) -> Rewrite | None:
     """Read the state of the device's generator where there is a device."""
-    if facts.name(node.func) not in _READS or node.args or not facts.guards(node):
+    if facts.name(node.func) != "torch.cuda.get_rng_state" or node.args or not facts.guards(node):
         return None
     of = "" if facts.level is Level.TORCH else facts.place.device(node)
     return whole(node, f"{facts.torch}.get_device_module({of}).get_rng_state()", facts.needs_torch)

@@ -14,10 +14,9 @@ from accelcore_lint.port.rules.device_strings import index_source, whole
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
-_MODULES = {f"torch.{device}{part}" for device in DEVICES for part in ("", ".memory", ".random")}
+_MODULES = {"torch.cuda", "torch.cuda.memory", "torch.cuda.random"}
 _RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
 _VENDORS = re.compile(rf"torch\.({'|'.join(DEVICES)})\b|[\"']({'|'.join(DEVICES)})(:|[\"'])")
-_CURRENT = {f"torch.{device}.current_stream" for device in DEVICES}
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated", "ipc_collect")
 
 
@@ -38,18 +37,19 @@ def _waits_for_stream(call: cst.Call, facts: Facts) -> bool:
     func = call.func
     if not isinstance(func, cst.Attribute) or func.attr.value != "synchronize" or call.args:
         return False
-    return _is_current(func.value, facts) or _is_only_waited_for(func.value, facts)
+    return is_current_stream(func.value, facts) or _is_only_waited_for(func.value, facts)
 
 
-def _is_current(node: cst.BaseExpression, facts: Facts) -> bool:
-    return isinstance(node, cst.Call) and not node.args and facts.name(node.func) in _CURRENT
+def is_current_stream(node: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an expression is a call of `torch.cuda.current_stream()`."""
+    return isinstance(node, cst.Call) and not node.args and facts.name(node.func) == "torch.cuda.current_stream"
 
 
 def _is_only_waited_for(name: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether a name is the current stream wherever it is assigned, and is only used to wait for it."""
     values = facts.values(name)
     waits = sum(text_of(call.func) == f"{text_of(name)}.synchronize" for call in facts.calls)
-    known = bool(values) and all(_is_current(value, facts) for value in values)
+    known = bool(values) and all(is_current_stream(value, facts) for value in values)
     return known and isinstance(name, cst.Name) and facts.uses[name.value] == len(values) + waits
 
 
@@ -71,7 +71,7 @@ def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrit
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
     made = node.body[0] if len(node.body) == 1 else None
-    if isinstance(made, cst.Assign) and _is_current(made.value, facts):
+    if isinstance(made, cst.Assign) and is_current_stream(made.value, facts):
         only = len(made.targets) == 1 and _is_only_waited_for(made.targets[0].target, facts)
         return Rewrite(removed, node.body) if only else None
     found = called(node, facts)

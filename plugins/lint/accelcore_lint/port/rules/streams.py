@@ -11,13 +11,12 @@ from libcst import matchers as m
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
+from accelcore_lint.port.rules.statements import is_current_stream
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES
 
-_MADE = {f"torch.{device}{part}.Stream" for device in DEVICES for part in ("", ".streams")}
-_ENTERED = {f"torch.{device}.stream" for device in DEVICES}
-_CURRENT = {f"torch.{device}.current_stream" for device in DEVICES}
-_EVENTS = {f"torch.{device}{part}.Event" for device in DEVICES for part in ("", ".streams")}
+_MADE = {"torch.cuda.Stream", "torch.cuda.streams.Stream"}
+_USED = {"torch.cuda.stream", "torch.cuda.current_stream"}
+_EVENTS = {"torch.cuda.Event", "torch.cuda.streams.Event"}
 _NAMED = m.Name() | m.Attribute(value=m.Name(), attr=m.Name())
 _ASSIGNED = m.Assign(targets=[m.AssignTarget(target=_NAMED)])
 _WITH = m.With(items=[m.WithItem(item=m.Call(args=[m.Arg(value=_NAMED, star="")]), asname=None)])
@@ -106,7 +105,7 @@ def _form(node: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:
             return _MAKE, text_of(cst.ensure_type(assign, cst.Assign).targets[0].target)
     if isinstance(node, cst.With) and m.matches(node, _WITH):
         call = cst.ensure_type(node.items[0].item, cst.Call)
-        if facts.name(call.func) in _ENTERED:
+        if facts.name(call.func) == "torch.cuda.stream":
             return _ENTER, text_of(call.args[0].value)
     if isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1 and isinstance(node.body[0], cst.Expr):
         return _method(node.body[0].value, facts)
@@ -120,23 +119,19 @@ def _method(call: cst.BaseExpression, facts: Facts) -> tuple[str, str] | None:
     call = cst.ensure_type(call, cst.Call)
     func = cst.ensure_type(call.func, cst.Attribute)
     of, argument, method = func.value, call.args[0].value, func.attr.value
-    if method == "wait_stream" and _is_current(of, facts) and m.matches(argument, _NAMED):
+    if method == "wait_stream" and is_current_stream(of, facts) and m.matches(argument, _NAMED):
         return _WAIT, text_of(argument)
-    if method == "wait_stream" and _is_current(argument, facts) and m.matches(of, _NAMED):
+    if method == "wait_stream" and is_current_stream(argument, facts) and m.matches(of, _NAMED):
         return _WAIT, text_of(of)
-    if method == "record_stream" and _is_current(argument, facts) and m.matches(of, _NAMED):
+    if method == "record_stream" and is_current_stream(argument, facts) and m.matches(of, _NAMED):
         return _KEEP, text_of(of)
     return None
-
-
-def _is_current(node: cst.BaseExpression, facts: Facts) -> bool:
-    return isinstance(node, cst.Call) and not node.args and facts.name(node.func) in _CURRENT
 
 
 def _knows_all(facts: Facts) -> bool:
     """Return whether every use of a stream in the file has one of the forms that this rule rewrites."""
     forms = [form for node in _holders(facts) if (form := _form(node, facts)) is not None]
-    calls = [call for call in facts.calls if facts.name(call.func) in _MADE | _ENTERED | _CURRENT]
+    calls = [call for call in facts.calls if facts.name(call.func) in _MADE | _USED]
     made = {subject for kind, subject in forms if kind == _MAKE}
     used = [subject for kind, subject in forms if kind in (_MAKE, _ENTER, _WAIT)]
     code = re.sub(r"#.*", "", facts.code)
@@ -150,7 +145,7 @@ def _holders(facts: Facts) -> Iterator[cst.CSTNode]:
     for call in facts.calls:
         if facts.name(call.func) in _MADE:
             yield call
-        elif facts.name(call.func) in _ENTERED | _CURRENT:
+        elif facts.name(call.func) in _USED:
             kinds = (cst.With, cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.Module)
             yield next(outer for outer in facts.parents(call) if isinstance(outer, kinds))
 

@@ -10,14 +10,13 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES
 
 DTYPES = {
     "FloatTensor": "float32", "DoubleTensor": "float64", "HalfTensor": "float16", "BFloat16Tensor": "bfloat16",
     "LongTensor": "int64", "IntTensor": "int32", "ShortTensor": "int16", "CharTensor": "int8", "ByteTensor": "uint8",
     "BoolTensor": "bool",
 }  # fmt: skip
-_OF_DEVICE = {f"torch.{device}.{kind}": kind for device in DEVICES for kind in DTYPES}
+_OF_DEVICE = {f"torch.cuda.{kind}": kind for kind in DTYPES}
 
 
 def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
@@ -195,7 +194,7 @@ def _asks(condition: cst.BaseExpression, facts: Facts) -> bool:
         plain = (text_of(condition.body), text_of(condition.orelse)) == ("True", "False")
         return plain and _asks(condition.test, facts)
     if isinstance(condition, cst.Call):
-        return facts.name(condition.func) in AVAILABLE
+        return facts.name(condition.func) == AVAILABLE
     values = facts.values(condition) if isinstance(condition, cst.Name) else []
     return len(values) == 1 and not isinstance(values[0], cst.Name) and _asks(values[0], facts)
 
