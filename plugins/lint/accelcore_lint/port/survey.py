@@ -1,10 +1,9 @@
-"""One walk over a file that collects its names, calls, imports and devices."""
+"""Names, calls, imports and devices of a file, collected in one walk."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
 
 import libcst as cst
 
@@ -20,24 +19,31 @@ _SETS = ("torch.cuda.set_device", "torch.accelerator.set_device_index")
 
 
 class Survey(cst.CSTVisitor):
-    """One walk over a file; its attributes are those of `Tree`.
-
-    Args:
-        name: returns the full name of an imported object.
+    """What one walk over a file finds.
 
     Attributes:
-        parents: the node around each node but the module.
+        identifiers: all names that it uses or defines.
+        uses: how often it uses each of them, apart from their imports and definitions.
+        attributes, defined_methods, functions, calls, seeds, imports: those in it.
+        assigned: the values that it assigns to each name.
+        helpers: names that the module assigns, by the source of their value.
+        backends: names to which it assigns a backend of `accelcore.select`, with the call.
+        hidden_by: assignments to the environment variables that hide devices, and calls of functions that do so.
+        made_current: expressions of the devices that it makes current.
+        numbered: names of devices such as "cuda:1", and moves such as `x.cuda(1)`, with the number of each.
+        moved_to: what numbers devices in moves such as `x.cuda(i)`, and in names such as `f"cuda:{i}"`.
+        torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
+        imports_torch: whether it imports torch, or a part of it, outside of functions; a star may do so, too.
     """
 
-    def __init__(self, name: Callable[[cst.CSTNode], str | None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._name = name
-        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self._around: list[cst.CSTNode] = []
         self.identifiers: set[str] = set()
         self.uses: Counter[str] = Counter()
         self.attributes: set[str] = set()
-        self.methods: set[str] = set()
+        self.defined_methods: set[str] = set()
         self.assigned: dict[str, list[cst.BaseExpression]] = defaultdict(list)
         self.imports: list[cst.CSTNode] = []
         self.backends: dict[cst.Name, cst.Call] = {}
@@ -49,13 +55,17 @@ class Survey(cst.CSTVisitor):
         self.seeds: list[cst.Call] = []
         self.functions: dict[str, cst.FunctionDef] = {}
         self.helpers: dict[str, cst.Name] = {}
-        self.torch: str | None = None
-        self.imports_torch = False
+        self.torch = "torch"
+        self.has_torch_name = self.imports_torch = False
         self._depth = 0
+
+    def name(self, node: cst.CSTNode) -> str | None:
+        """Return the full name of an imported object."""
+        raise NotImplementedError
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if self._around:
-            self.parents[node] = self._around[-1]
+            self._parents[node] = self._around[-1]
         self._around.append(node)
         return super().on_visit(node)
 
@@ -64,7 +74,7 @@ class Survey(cst.CSTVisitor):
         self._around.pop()
 
     def visit_Name(self, node: cst.Name) -> None:
-        parent = self.parents[node]
+        parent = self._parents[node]
         is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
         if not is_attribute and not (isinstance(parent, cst.Arg) and parent.keyword is node):
             self.identifiers.add(node.value)
@@ -91,7 +101,7 @@ class Survey(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         if self._depth:
-            self.methods.add(node.name.value)
+            self.defined_methods.add(node.name.value)
         else:
             self.functions[node.name.value] = node
         self._depth += 1
@@ -107,7 +117,7 @@ class Survey(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> None:
         self.calls.append(node)
-        name = self._name(node.func) or ""
+        name = self.name(node.func) or ""
         index = argument(node, "index", 1) if name == "torch.device" else None
         if isinstance(index, cst.Integer):
             self.numbered[node] = index.value
@@ -159,7 +169,7 @@ class Survey(cst.CSTVisitor):
             if (
                 isinstance(target, cst.Name)
                 and isinstance(value, cst.Call)
-                and self._name(value.func) == "accelcore.select"
+                and self.name(value.func) == "accelcore.select"
             ):
                 self.backends[target] = value
 
@@ -173,9 +183,10 @@ class Survey(cst.CSTVisitor):
         for alias in node.names:
             if not self._depth and dotted(alias.name).split(".")[0] == "torch":
                 self.imports_torch = True
-            if self._depth or self.torch:
+            if self._depth or self.has_torch_name:
                 continue
-            if dotted(alias.name) == "torch":
-                self.torch = text_of(alias.asname.name) if alias.asname else "torch"
-            elif dotted(alias.name).startswith("torch.") and alias.asname is None:
-                self.torch = "torch"
+            if dotted(alias.name) == "torch" and alias.asname:
+                self.torch = text_of(alias.asname.name)
+            self.has_torch_name = dotted(alias.name) == "torch" or (
+                dotted(alias.name).startswith("torch.") and alias.asname is None
+            )

@@ -52,8 +52,8 @@ _RECORDS = re.compile(
 _WORD = re.compile(r"\b[^\W\d]\w*")
 
 
-class Tree:
-    """What a file contains, collected in one walk.
+class Tree(Survey):
+    """Syntax tree of a file.
 
     Args:
         wrapper: the parsed file.
@@ -63,22 +63,11 @@ class Tree:
     Attributes:
         level, known: as given; TRAINER has rules of its own, and otherwise those of ROLES.
         module, code: the file, and its source.
-        identifiers: all names that it uses or defines.
-        uses: how often it uses each of them, apart from their imports and definitions.
-        attributes, defined_methods, functions, calls, seeds: those in it.
-        assigned: the values that it assigns to each name.
-        helpers: names that the module assigns, by the source of their value.
-        backends: names to which it assigns a backend of `accelcore.select`, with the call.
-        hidden_by: assignments to the environment variables that hide devices, and calls of functions that do so.
-        made_current: expressions of the devices that it makes current.
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
-        numbered: those names and moves, with the number of each.
-        moved_to: what numbers devices in moves such as `x.cuda(i)`, and in names such as `f"cuda:{i}"`.
-        torch: the name of the module torch; `has_torch_name` is whether the file imports it under a name.
-        imports_torch: whether it imports torch, or a part of it, outside of functions; a star may do so, too.
     """
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
+        super().__init__()
         self.level = level
         self.known = known
         self.module = wrapper.module
@@ -88,29 +77,12 @@ class Tree:
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
         self._names: dict[cst.CSTNode, str | None] = {}
         self._has_star = STAR_IMPORT.search(self.code) is not None
-        survey = Survey(self.name)
-        self.module.visit(survey)
-        self._parents = survey.parents
-        self.identifiers = survey.identifiers
-        self.uses = survey.uses
-        self.attributes = survey.attributes
-        self.defined_methods = survey.methods
-        self.functions = survey.functions
-        self.calls = survey.calls
-        self.seeds = survey.seeds
-        self.assigned = survey.assigned
-        self.helpers = survey.helpers
-        self.backends = survey.backends
-        self.made_current = survey.made_current
-        self.numbered = survey.numbered
-        self.indexes = set(survey.numbered.values())
-        self.moved_to = survey.moved_to
-        self.imports = survey.imports
-        self.torch = survey.torch or "torch"
-        self.has_torch_name = survey.torch is not None
-        by_star = self._has_star and not any(_OF_TORCH.match(text_of(node)) for node in survey.imports)
-        self.imports_torch = survey.imports_torch or by_star
-        self.hidden_by = survey.hidden_by + self.others(known.hiders)
+        self.module.visit(self)
+        self.indexes = set(self.numbered.values())
+        self.imports_torch = self.imports_torch or (
+            self._has_star and not any(_OF_TORCH.match(text_of(node)) for node in self.imports)
+        )
+        self.hidden_by += self.others(known.hiders)
 
     @property
     def needs_torch(self) -> tuple[str, ...]:
