@@ -218,8 +218,8 @@ class Facts(DeviceNumbers):
         if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
             return self._implies(test.left) or self._implies(test.right)
         if isinstance(test, cst.Name):
-            heads = [text_of(outer.params) for outer in self.parents(test) if isinstance(outer, cst.FunctionDef)]
-            given = any(re.search(rf"\b{test.value}\b", text) for text in (*heads, *_LOOPS.findall(self.code)))
+            given = any(re.search(rf"\b{test.value}\b", text) for text in _LOOPS.findall(self.code))
+            given = given or self.is_given(test.value, test)
             values = self.assigned.get(test.value, [])
             return bool(values) and not given and all(map(self._asks, values))
         return self._asks(test) or _OF_TYPE.fullmatch(text_of(test)) is not None

@@ -61,11 +61,8 @@ def _is_of_torch(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool
         is_module = text_of(func).split(".")[-1] in facts.known.torch_modules
         return is_module or _MAKES.match(facts.name(func) or "") is not None
     if isinstance(node, cst.Name):
-        owners = [outer for outer in facts.parents(node) if isinstance(outer, (cst.FunctionDef, cst.Lambda))]
-        heads = [text_of(outer.params) for outer in owners]
-        loops = re.findall(r"\bfor ([^\n]*?) in\b|\bas ([^\n:]*)", facts.code)
-        others = [*heads, *(text for loop in loops for text in loop)]
-        if any(re.search(rf"\b{node.value}\b", text) for text in others):
+        others = " ".join(map("".join, re.findall(r"\bfor ([^\n]*?) in\b|\bas ([^\n:]*)", facts.code)))
+        if facts.is_given(node.value, node) or re.search(rf"\b{node.value}\b", others):
             return False
     values = facts.values(node)
     return bool(values) and bool(depth) and all(_is_of_torch(value, facts, depth - 1) for value in values)

@@ -142,6 +142,11 @@ class Tree(Survey):
         found = [each for each in self.parents(node) if isinstance(each, cst.FunctionDef)]
         return found[-1] if found else None
 
+    def is_given(self, name: str, site: cst.CSTNode) -> bool:
+        """Return whether a name is a parameter of a function around a site."""
+        functions = (outer for outer in self.parents(site) if isinstance(outer, (cst.FunctionDef, cst.Lambda)))
+        return any(re.search(rf"\b{re.escape(name)}\b", text_of(each.params)) for each in functions)
+
     def in_default(self, node: cst.CSTNode) -> cst.BaseExpression | None:
         """Return the parameter's default that holds a node, if one does."""
         inner = node

@@ -125,9 +125,11 @@ def _is_type(device: cst.BaseExpression, facts: Facts) -> bool:
     if text_of(device).endswith("type"):
         return True
     values = facts.values(device)
-    heads = [outer.params for outer in facts.parents(device) if isinstance(outer, cst.FunctionDef)]
-    given = any(re.search(rf"\b{re.escape(text_of(device))}\b", text_of(head)) for head in heads)
-    return bool(values) and not given and all(_NAMES.fullmatch(text_of(value)) for value in values)
+    return (
+        bool(values)
+        and not facts.is_given(text_of(device), device)
+        and all(_NAMES.fullmatch(text_of(value)) for value in values)
+    )
 
 
 def _is_vendors_device(node: cst.BaseExpression, facts: Facts) -> bool:

@@ -149,8 +149,7 @@ def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
         made = [
             isinstance(value, cst.Call) and facts.name(value.func) == "torch.device" for value in facts.values(index)
         ]
-        heads = [outer.params for outer in facts.parents(index) if isinstance(outer, cst.FunctionDef)]
-        given = any(re.search(rf"\b{index.value}\b", text_of(head)) for head in heads)
+        given = facts.is_given(index.value, index)
         return (bool(made) and all(made) and not given) or (is_device_name(index.value) and not facts.is_whole(index))
     values = [text_of(value) for value in facts.values(index)]
     known = bool(values) and not facts.is_local_rank(index) and not facts.is_whole(index)

@@ -70,9 +70,8 @@ def _is_scalar(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
 
 def _is_given(name: cst.Name, facts: Facts) -> bool:
     """Return whether a name is a parameter, or the variable of a loop."""
-    heads = [text_of(outer.params) for outer in facts.parents(name) if isinstance(outer, (cst.FunctionDef, cst.Lambda))]
     loops = [text_of(outer.target) for outer in facts.parents(name) if isinstance(outer, (cst.For, cst.CompFor))]
-    return any(re.search(rf"\b{name.value}\b", text) for text in (*heads, *loops))
+    return facts.is_given(name.value, name) or any(re.search(rf"\b{name.value}\b", text) for text in loops)
 
 
 def _is_number(node: cst.BaseExpression, facts: Facts) -> bool:
