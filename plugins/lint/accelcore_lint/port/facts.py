@@ -18,9 +18,6 @@ from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.uses import drives_apex, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 
-_OF_VENDOR = "torch.cuda.device"
-_OF_ALL = "torch.accelerator.device_index"
-
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
 _TEXT = re.compile(
     r"\bstr\((\w+\.)*device\)(?! *[=!]=)|\{(\w+\.)*device\}|\.format\([^()]*\bdevice\b|\bdevice\.index\b"
@@ -40,17 +37,11 @@ class Facts(DeviceNumbers):
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
         super().__init__(wrapper, level, known)
-        chosen = self.index_option
-        read = self._read_at() if "." in chosen else None
-        by_hand = self.is_library or self._chooses_by_hand(chosen)
-        left = [call for call in self.calls if self.name(call.func) == _OF_VENDOR and not self.makes_current(call)]
-        self.place = Place(self, by_hand=by_hand, index=chosen, read=read, contexts=left)
+        contexts = [call for call in self.calls if self.name(call.func) == "torch.cuda.device"]
+        self.place = Place(self, by_hand=self.is_library or self._chooses_by_hand(contexts), contexts=contexts)
 
-    def _chooses_by_hand(self, chosen: str) -> bool:
-        """Return whether the script gives a process its device by a number that no launcher's variable shows.
-
-        `chosen`: the option by whose number the backend is selected.
-        """
+    def _chooses_by_hand(self, contexts: list[cst.Call]) -> bool:
+        """Return whether the script gives a process its device by a number that no launcher's variable shows."""
         unknown = [
             index
             for index in self.made_indexes
@@ -60,20 +51,14 @@ class Facts(DeviceNumbers):
             and not self.is_local_rank(index)
         ]
         launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
-        contexts = any(
-            (self.name(call.func) == _OF_VENDOR and text_of(call.args[0].value) not in ("0", chosen))
-            or (self.name(call.func) == _OF_ALL and ".device.index" not in text_of(call.args[0].value))
-            for call in self.calls
-            if call.args
-        )
         elsewhere = "rank" in self.options.names or launched or self._is_set_up_elsewhere
         # The number of an option may be another device than the one that accelcore selects.
         numbered = {name for name in self._indexing if name.partition(".")[2] in self.options.names}
-        numbered = {name for name in numbered if "local_rank" not in name and not (chosen or self.spawns)}
+        numbered = {name for name in numbered if "local_rank" not in name and not self.spawns}
         several = self.has_several and not (self.spawns or self.backends)
         return (
             bool(unknown or numbered or several)
-            or contexts
+            or any(text_of(arg.value) != "0" for call in contexts for arg in call.args[:1])
             or self.engine is not None
             or (not self.spawns and elsewhere)
         )
@@ -93,27 +78,6 @@ class Facts(DeviceNumbers):
         """Return whether an index is an attribute that only another file can have set, such as `args.gpu`."""
         known = self.is_local_rank(index) or bool(self.values(index))
         return isinstance(index, cst.Attribute) and not known and index.attr.value not in {*self.options.names, "index"}
-
-    def makes_current(self, call: cst.Call) -> bool:
-        """Return whether a call is the context of a device that certainly has a whole number."""
-        if self.name(call.func) != _OF_VENDOR or len(call.args) != 1 or not isinstance(self.parent(call), cst.WithItem):
-            return False
-        index = call.args[0].value
-        compared = rf"(?<![\w.]){re.escape(text_of(index))} *(>=?|<=?|[=!]=) *-?\d"
-        plain = isinstance(index, (cst.Name, cst.Attribute)) and re.search(compared, self.code) is not None
-        is_option = isinstance(index, cst.Attribute) and index.attr.value in self.options.wholes
-        numbers = is_option and all(re.fullmatch(r"-?\d+", text_of(value)) for value in self.values(index))
-        return plain or numbers or self.counts(index) or self.is_whole(index) or self.is_current(index)
-
-    def counts(self, index: cst.BaseExpression) -> bool:
-        """Return whether an index is certainly 0 or more."""
-        in_range = re.search(rf"\bfor {re.escape(text_of(index))} in range\(", self.code)
-        return (
-            in_range is not None
-            or isinstance(index, cst.Integer)
-            or self.is_local_rank(index)
-            or self.is_current(index)
-        )
 
     @cached_property
     def strange_apex(self) -> frozenset[str]:
@@ -223,6 +187,13 @@ class Facts(DeviceNumbers):
             values = self.assigned.get(test.value, [])
             return bool(values) and not given and all(map(self._asks, values))
         return self._asks(test) or _OF_TYPE.fullmatch(text_of(test)) is not None
+
+    def _asks(self, test: cst.BaseExpression) -> bool:
+        if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+            return self._asks(test.left) or self._asks(test.right)
+        return isinstance(test, cst.Call) and (self.name(test.func) or "").endswith(
+            (".cuda.is_available", ".accelerator.is_available")
+        )
 
 
 def _is_module(made: cst.ClassDef) -> bool:

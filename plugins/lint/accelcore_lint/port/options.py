@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import libcst as cst
 
 from accelcore_lint.port.syntax import argument, text_of
@@ -17,18 +15,14 @@ class Options:
 
     Attributes:
         names: of all of them, as the attributes in which their values are.
-        indexes: those that are a number, and None or not negative if they are not given.
         wholes: those that are a whole number, and never None.
-        texts: those that are no numbers, or whose kind is not known.
     """
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         added = {name: call for call in tree.calls if _method(call) == "add_argument" and (name := _name(call))}
         self.names = set(added)
-        self.indexes = {name for name, call in added.items() if _is_index(call)}
         self.wholes = {name for name, call in added.items() if _is_whole(call)}
-        self.texts = {name for name, call in added.items() if not _is_number(call)}
 
     def are_read_in(self, declared: cst.CSTNode) -> bool:
         """Return whether the process that declares an option also trains, so that a default may be its device.
@@ -47,29 +41,11 @@ class Options:
         return any(function is None or tree.function_of(call) is function for call in reads)
 
 
-def returns_options(function: cst.FunctionDef) -> bool:
-    """Return whether a function reads the script's options and returns them."""
-    text = text_of(function.body)
-    read = re.search(r"\b(\w+) = [\w.]+\.parse_args\(\)", text)
-    returned = set(re.findall(r"\breturn\b *(.*)", text))
-    return bool(returned) and returned <= ({read[1]} if read else {"parser.parse_args()"})
-
-
-def _is_index(option: cst.Call) -> bool:
-    default = argument(option, "default")
-    fixed = default is None or text_of(default) == "None" or isinstance(default, cst.Integer)
-    return _is_number(option) and fixed and argument(option, "nargs") is None
-
-
 def _is_whole(option: cst.Call) -> bool:
     required = argument(option, "required")
     fixed = isinstance(argument(option, "default"), cst.Integer) or (required and text_of(required) == "True")
-    return _is_number(option) and bool(fixed)
-
-
-def _is_number(option: cst.Call) -> bool:
     kind = argument(option, "type")
-    return kind is not None and text_of(kind) == "int"
+    return kind is not None and text_of(kind) == "int" and bool(fixed)
 
 
 def _method(call: cst.Call) -> str:

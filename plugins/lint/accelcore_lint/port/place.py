@@ -46,35 +46,23 @@ class Place:
     Args:
         tree: of the file.
         by_hand: whether the script makes a device current by its own rules, which all expressions must then follow.
-        index: the script's option by whose number it chooses its device; "" if there is none.
-        read: the statement after the one that reads the options. The backend is chosen before it.
-        contexts: calls that make a device current in a `with`, and that are left.
+        contexts: calls that make a vendor's device current in a `with`.
 
     Attributes:
         name: of the device, or of the backend.
         current: the name of torch's current device.
     """
 
-    def __init__(
-        self,
-        tree: Tree,
-        *,
-        by_hand: bool = False,
-        index: str = "",
-        read: cst.CSTNode | None = None,
-        contexts: Sequence[cst.CSTNode] = (),
-    ) -> None:
+    def __init__(self, tree: Tree, *, by_hand: bool, contexts: Sequence[cst.CSTNode]) -> None:
         self._tree = tree
         self._contexts = contexts
         self.by_hand = by_hand
-        self._read = read
         taken, made = tree.identifiers, tree.helpers
         self._torch_level = tree.level is Level.TORCH
         torch = tree.torch
         self._current_value = f'{torch}.accelerator.current_accelerator(check_available=True) or {torch}.device("cpu")'
         self._unchecked = f'({torch}.accelerator.current_accelerator() or {torch}.device("cpu"))'
-        choice = f"accelcore.select(local_rank={index})" if index else "accelcore.select()"
-        self._value = self._current_value if self._torch_level else choice
+        self._value = self._current_value if self._torch_level else "accelcore.select()"
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
         device = made.get(self._value)
         chosen = [device] if device else [] if self._torch_level else list(tree.backends)
@@ -207,11 +195,6 @@ class Place:
 
     def _obstacle(self, site: cst.CSTNode) -> str:
         function = self._scope(site)
-        if self._read is not None and not self.is_apart(site):
-            block = self._tree.parent(self._read)
-            is_in = any(outer is block for outer in self._tree.parents(site))
-            if not is_in or self._tree.line(site) < self._tree.line(self._read):
-                return "the option that chooses the device is read below this line"
         is_apart = not self._torch_level and self.is_apart(site)
         if not self._is_placed(site) or (not is_apart and self._is_repeated(function) and self._hides(site)):
             return "an environment variable may hide devices below this line: choose the device by ACCEL_DEVICE instead"
@@ -226,7 +209,7 @@ class Place:
         return ""
 
     def _in_context(self, site: cst.CSTNode) -> bool:
-        """Return whether a site is in a `with torch.cuda.device(index):` that is left."""
+        """Return whether a site is in a `with torch.cuda.device(index):`."""
         return any(
             item.item in self._contexts
             for outer in self._tree.parents(site)
@@ -242,8 +225,6 @@ class Place:
         function = self._scope(site)
         if self._tree.has_guard and self._tree.in_default(site):
             return True  # it is set when another file imports this one
-        if self._read is not None:
-            return function is not self._scope(self._read)
         return self.by_hand or (
             self._tree.spawns and (function is None or function.name.value not in self._tree.spawned)
         )
@@ -292,14 +273,9 @@ class Place:
             guard = common_guard(self._current_sites, self._tree.parents)
             block = guard.body if guard is not None else tree.module
             added[self._first(block, self._current_sites)] = f"{self.current} = {self._current_value}"
-        if self._read is not None and self._has_sites() and not self._existing:
-            added[self._read] = f"{self.name} = {self._value}"
-        elif not self._existing and self._sites:
+        if not self._existing and self._sites:
             added.update(self._backend_lines())
         return added
-
-    def _has_sites(self) -> bool:
-        return bool(self._sites or self._current_sites)
 
     def _backend_lines(self) -> dict[cst.CSTNode, str]:
         tree = self._tree
@@ -350,7 +326,7 @@ class Place:
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""
         local = {line.split(" = ")[0] for _, line in self._local}
-        chooses = self._sites or self.name in local or (self._read is not None and self._has_sites())
+        chooses = self._sites or self.name in local
         needed = {"import accelcore"} if chooses and not self._torch_level else set()
         asking = [sites for (_, line), sites in self._local.items() if "accelcore" not in line]
         asking += [self._current_sites, self._sites if self._torch_level else []]

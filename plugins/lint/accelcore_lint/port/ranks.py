@@ -17,7 +17,6 @@ _LOCAL_RANK = re.compile(
     rf"|int\(os\.environ\[.{_VARIABLE}.\]\)|int\(os\.(getenv|environ\.get)\(.{_VARIABLE}.[^)]*\)\)"
 )
 _RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
-_DECIMAL = re.compile(r"[\"'][a-z]+:%[di][\"']")
 _NUMBERS = (".get_rank", ".device_count", ".current_device")
 """Functions of torch that return a whole number."""
 
@@ -32,9 +31,9 @@ class Ranks(Tree):
         """Return the options of the script's command line."""
         return Options(self)
 
-    def _may_be_rank(self, value: cst.BaseExpression) -> bool:
-        is_text = isinstance(value, cst.Attribute) and value.attr.value in self.options.texts
-        return super()._may_be_rank(value) and not is_text
+    def is_local_rank(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number is this rank's on its host."""
+        return self._is_local_rank(text_of(node), node, ())
 
     def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
         if _LOCAL_RANK.fullmatch(text):

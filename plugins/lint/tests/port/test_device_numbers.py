@@ -16,71 +16,6 @@ def test_a_parameter_is_a_local_rank_if_every_call_passes_one(other):
     assert (".to(gpu if gpu is not None else current_device)" in outcome.source) is bool(other)
 
 
-BY_OPTION = """import argparse
-import torch
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--gpu", type=int, default=None)
-
-
-def train(x):
-    return x.cuda(args.gpu, non_blocking=True)
-
-
-def main():
-    global args
-    found = torch.cuda.is_available()
-    args = parser.parse_args()
-    print(found)
-    model = torch.nn.Linear(2, 2).cuda(args.gpu)
-    device = torch.device("cuda:{}".format(args.gpu) if found else "cpu")
-    return train(model(torch.ones(2).to(device)))
-
-
-main()
-"""
-
-
-def test_an_option_that_chooses_the_only_device_chooses_the_backend():
-    outcome = port_source(BY_OPTION, Level.ROLES)
-    assert (outcome.after, outcome.left) == (0, [])
-    assert "parse_args()\n    accel = accelcore.select(local_rank=args.gpu)\n    print(found)\n" in outcome.source
-    assert "found = torch.accelerator.is_available()" in outcome.source
-    assert "return x.to(current_device, non_blocking=True)" in outcome.source
-    assert "Linear(2, 2).to(accel.device)" in outcome.source
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("default=None", "default=-1"),
-        ("print(found)", "print(found if args.gpu >= 0 else None)"),
-        ("print(found)", "args.gpu = 3"),
-        ("print(found)", "torch.ones(2).cuda(args.other)"),
-        ("print(found)", 'torch.ones(2).to("cuda:1")'),
-        ("type=int, ", ""),
-        ("    args = parser.parse_args()\n", "    if not found:\n        args = parser.parse_args()\n"),
-    ],
-)
-def test_an_option_that_may_choose_no_device_or_several_chooses_no_backend(old, new):
-    assert old in BY_OPTION
-    outcome = port_source(BY_OPTION.replace(old, new), Level.ROLES)
-    assert "local_rank" not in outcome.source
-    assert outcome.left or "accelcore" not in outcome.source
-
-
-def test_an_option_that_is_read_in_another_place_than_used_chooses_the_backend():
-    source = (
-        "import argparse\nimport torch\n\n\ndef main(args):\n    return torch.ones(2).cuda(args.gpu)\n\n\n"
-        'if __name__ == "__main__":\n    parser = argparse.ArgumentParser()\n'
-        '    parser.add_argument("--gpu", type=int)\n    args = parser.parse_args()\n    main(args)\n'
-    )
-    once = port_source(source, Level.ROLES).source
-    assert "    accel = accelcore.select(local_rank=args.gpu)\n    main(args)\n" in once
-    assert "import accelcore\n" in once
-    assert port_source(once, Level.ROLES).source == once
-
-
 def test_a_rank_of_minus_one_is_a_single_process():
     source = (
         "import torch\nimport torch.multiprocessing as mp\n\n\n"
@@ -200,52 +135,6 @@ def test_horovod_chooses_the_device_and_wraps_the_optimizer():
     assert "accelcore" not in outcome.source
 
 
-READER = """import argparse
-import torch
-
-
-def options():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gpu", type=int)
-    opt = parser.parse_args()
-    {set}
-    return {returned}
-
-
-def main():
-    args = options()
-    return train(args, torch.nn.Linear(2, 2).cuda(args.gpu))
-
-
-def train(opt, model):
-    return model(torch.ones(2).cuda(opt.gpu))
-
-
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "returned", "is_certain"),
-    [("opt.n = 1", "opt", True), ("opt.gpu = 1", "opt", False), ("opt.n = 1", "opt if opt.n else None", False)],
-)
-def test_a_function_that_reads_the_options_gives_the_one_that_chooses_the_device(line, returned, is_certain):
-    outcome = port_source(READER.format(set=line, returned=returned), Level.ROLES)
-    assert ("    accel = accelcore.select(local_rank=args.gpu)\n" in outcome.source) is is_certain
-    assert outcome.after == 0
-    assert ("accelcore" in outcome.source) is is_certain
-    assert port_source(outcome.source, Level.ROLES).source == outcome.source
-
-
-@pytest.mark.parametrize("form", ["{args.gpu:d}", "{args.gpu!r}", "{args.gpu!s:d}", "{args.gpu}"])
-def test_an_index_that_an_f_string_formats_as_a_number_is_that_number(form):
-    source = BY_OPTION.replace('"cuda:{}".format(args.gpu)', f'f"cuda:{form}"')
-    assert f'f"cuda:{form}"' in source
-    outcome = port_source(source, Level.ROLES)
-    assert (outcome.after, outcome.left) == (0, [])
-    assert "accelcore.select(local_rank=args.gpu)" in outcome.source
-
-
 @pytest.mark.parametrize(
     ("line", "reports"),
     [
@@ -304,17 +193,6 @@ def test_a_rank_is_not_read_for_lines_that_are_gone(last, is_left):
     assert outcome.after == 0
     unused = "import os\nimport torch\nrank = int(os.environ['LOCAL_RANK'])\nx = torch.ones(2).cuda()\n"
     assert "LOCAL_RANK" in port_source(unused, Level.ROLES).source
-
-
-@pytest.mark.parametrize(("kind", "selects"), [("int", True), ("str", False)])
-def test_a_process_gets_no_text_for_its_rank(kind, selects):
-    source = (
-        "import argparse\nimport torch\nimport torch.multiprocessing as mp\n\nparser = argparse.ArgumentParser()\n"
-        f"parser.add_argument('--gpu', type={kind}, default=None)\nargs = parser.parse_args()\n\n\n"
-        "def work(gpu):\n    return torch.ones(2).cuda(gpu)\n\n\nif args.gpu is None:\n    mp.spawn(work, nprocs=2)\n"
-        "else:\n    work(args.gpu)\n"
-    )
-    assert ("accelcore.select(local_rank=gpu)" in port_source(source, Level.ROLES).source) is selects
 
 
 def test_an_option_for_another_device_keeps_its_number_and_torchs_optimizer():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from accelcore_lint.port import Level, port_source
 
-_CURRENT = 'current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")\n'
-
 
 def _ported(source, level=Level.ROLES):
     outcome = port_source(source, level)
@@ -50,21 +48,6 @@ def test_the_first_device_may_have_a_name_before_it_is_made_current():
     assert "        self.device = accel.device.type\n" in outcome.source
     assert not outcome.left
     assert "set_device" not in outcome.source
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'device = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")\nmodel.to(device)\n',
-        "torch.cuda.set_device(1)\nmodel.cuda()\n",
-        "model.cuda(1)\nx = x.to('cuda:1')\n",
-    ],
-)
-def test_a_script_that_names_one_device_by_its_number_selects_that_one(source):
-    outcome = _ported(f"import torch\n{source}")
-    assert "accel = accelcore.select(local_rank=1)\n" in outcome.source
-    assert outcome.after == 0
-    assert not outcome.left
 
 
 @pytest.mark.parametrize(

@@ -129,20 +129,6 @@ def test_a_tensor_of_a_size_is_made_on_the_device(line, size, certain):
     assert (f"torch.cuda.LongTensor({size})" in ported) is not certain
 
 
-def test_contexts_of_a_tensors_device_and_of_the_current_one():
-    source = (
-        "import torch\nfrom torch import cuda, nn\n\n\ndef f(x, pick):\n"
-        "    with torch.cuda.device_of(x):\n        print(nn)\n"
-        "    with torch.cuda.device(torch.cuda.current_device()):\n        print(1)\n"
-        "    with torch.cuda.device_of(pick()):\n        print(2)\n"
-    )
-    ported = port_source(source, Level.ROLES)
-    assert "with torch.accelerator.device_index(x.device.index):" in ported.source
-    assert "device_index(torch.accelerator.current_device_index() if torch" in ported.source
-    assert "from torch import nn\n" in ported.source
-    assert ported.after == 1
-
-
 @pytest.mark.parametrize(
     ("asked", "body", "opens"),
     [("out.data", "z = z.cuda()", True), ("out.data", "print(z)", False), ("out", "z = z.cuda()", False)],

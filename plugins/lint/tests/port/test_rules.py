@@ -94,32 +94,6 @@ def test_seeds_of_the_host_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("index", "number", "device"),
-    [
-        ("i", "i if torch.accelerator.is_available() else None", "current_device"),
-        ("n", "n if torch.accelerator.is_available() else None", "current_device"),
-        ("m", "m if torch.accelerator.is_available() and m >= 0 else None", "current_device"),
-        ("0", 'accel.device.index if accel.device.type != "cpu" else None', "accel.device"),
-        ("x.device", "", ""),
-    ],
-)
-def test_a_context_makes_a_device_current_if_its_index_is_a_whole_number(index, number, device):
-    loop = (
-        "for i in range(torch.cuda.device_count()):\n"
-        if index == "i"
-        else "if n >= 0 or m == 0:\n"
-        if index == "m"
-        else "if n >= 0:\n"
-    )
-    source = f"import torch\n{loop}    with torch.cuda.device({index}):\n        x = torch.ones(2).cuda()\n"
-    outcome = port_source(source, Level.ROLES)
-    made = f"with torch.accelerator.device_index({number}):\n        x = torch.ones(2).to({device})\n"
-    assert (made if device else "        x = torch.ones(2).cuda()\n") in outcome.source
-    again = port_source(outcome.source + "optimizer = torch.optim.AdamW(net.parameters())\n", Level.ROLES).source
-    assert ("optimizers.create" in again) is (index == "0")
-
-
-@pytest.mark.parametrize(
     ("line", "kept"),
     [
         ("torch.save([net, optimizer], path)", 1),

@@ -3,7 +3,6 @@
 from accelcore_lint.port.model import Rule
 from accelcore_lint.port.rules.amp import AUTOCAST, AUTOCAST_NAME, CUSTOM
 from accelcore_lint.port.rules.availability import AVAILABILITY
-from accelcore_lint.port.rules.contexts import CONTEXTS
 from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
 from accelcore_lint.port.rules.guards import GUARDS, IS_CUDA
 from accelcore_lint.port.rules.leftovers import LEFTOVERS
@@ -22,7 +21,7 @@ from accelcore_lint.port.rules.switches import SWITCHES
 from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
-    REPLACED, SWITCHES, STREAMS, EVENTS, CONTEXTS, TYPED, ALONE, WAIT, SEEDS, STATES, PROCESS_GROUP, CHOICES,
+    REPLACED, SWITCHES, STREAMS, EVENTS, TYPED, ALONE, WAIT, SEEDS, STATES, PROCESS_GROUP, CHOICES,
     AVAILABILITY, MOVES, AUTOCAST, AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS,
     LOADS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip

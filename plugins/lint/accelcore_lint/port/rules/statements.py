@@ -82,7 +82,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     device = argument(call, "device", 0)
     if isinstance(device, cst.Call) and device.args and index_of(device.args[0].value)[0]:
         device = argument(device, "index", 1) or device.args[0].value  # of `torch.device("cuda", 1)`
-    if len(call.args) > 1 or (device is not None and index_of(device) == (False, None) and is_vendors(device)):
+    if len(call.args) > 1 or (device is not None and index_of(device) == (False, None) and _is_vendors(device)):
         return Left(f"arguments of {name} that are not known")
     if name == "ipc_collect":
         return Left("ipc_collect: other devices have nothing like it")
@@ -105,7 +105,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     return _guarded(facts, node, f"{module}.{new}({given})")
 
 
-def is_vendors(device: cst.BaseExpression) -> bool:
+def _is_vendors(device: cst.BaseExpression) -> bool:
     """Return whether an expression holds a vendor's word that would stay in it."""
     return _VENDORS.search(index_source(device)) is not None
 
