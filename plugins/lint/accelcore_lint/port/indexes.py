@@ -34,15 +34,6 @@ def with_type(device: cst.Call, kind: str, index: str) -> str:
     return f'f"{{{kind}}}:{{{index}}}"' if '"' not in index else f"{kind} + ':' + str({index})"
 
 
-def has_form(node: cst.BaseExpression) -> bool:
-    """Return whether an f-string is a vendor's device, with an index in a form that `index_of` does not read."""
-    if not isinstance(node, cst.FormattedString) or len(node.parts) != 2:
-        return False
-    head, part = node.parts
-    is_head = isinstance(head, cst.FormattedStringText) and head.value in _PREFIX
-    return is_head and isinstance(part, cst.FormattedStringExpression) and not index_of(node)[0]
-
-
 def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
     """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
     if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):

@@ -11,7 +11,7 @@ from accelcore_lint.port.vendors import DEVICES
 _CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:")
 _MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
 _TAKES = re.compile(rf"\bdef ({'|'.join(DEVICES)})\((?!\s*\w+\s*\))")
-FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
+_FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
 """A function: its indentation, name, parameters and body."""
 
 _MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
@@ -62,7 +62,7 @@ def takes_arguments(text: str) -> bool:
 
 def returns_something(text: str) -> bool:
     """Return whether a method `cuda` that a file defines may return something, or is not written as a plain method."""
-    plain = [body for _, name, _, body in FUNCTION.findall(text) if name in DEVICES]
+    plain = [body for _, name, _, body in _FUNCTION.findall(text) if name in DEVICES]
     return len(plain) != len(_MOVES.findall(text)) or any(re.search(r"\b(return|yield)\b", body) for body in plain)
 
 

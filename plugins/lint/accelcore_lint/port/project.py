@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelcore_lint.port.files import find_scripts
 from accelcore_lint.port.own_classes import (
-    FUNCTION,
     has_strange_moves,
     own_members,
     own_moves,
@@ -27,9 +26,6 @@ _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]
 OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
 """Words for accelerators beside those that a port starts from."""
 
-_LOCATES = re.compile(
-    r"(?:map_location *=|\bload\([^\n]*?,) *lambda (\w+), *\w+ *:([^\n]*)|map_location *= *(?:\w+\.)*(\w+) *[,)]"
-)
 _HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
 _CHOOSES = re.compile(
     r"\b(set_device|set_device_index)\(|(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"'](\] *=[^=]| *,)"
@@ -67,7 +63,6 @@ class Known:
         strange_moves: whether such a class is no module of torch: an object of an unknown class may lack `to()`.
         moves_take: whether such a `cuda()` takes arguments.
         moves_return: whether such a `cuda()` may return something: what uses the value of one that does not is torch's.
-        movers: functions that may get a storage, as those that a `map_location` calls.
         names_others: whether a file speaks of accelerators beside those that a port starts from, such as `"mps"`.
         settings: settings of cuDNN in the other files of its programs, such as `("benchmark", "True")`.
         taken: names that other files may take from it, as by `from module import name`.
@@ -85,7 +80,6 @@ class Known:
     strange_moves: bool = False
     moves_take: bool = False
     moves_return: bool = False
-    movers: frozenset[str] = frozenset()
     names_others: bool = False
     settings: frozenset[tuple[str, str]] = frozenset()
     taken: frozenset[str] = frozenset()
@@ -147,7 +141,6 @@ def read_project(paths: Iterable[Path]) -> Project:
         strange_moves=any(map(has_strange_moves, texts.values())),
         moves_take=any(map(takes_arguments, texts.values())),
         moves_return=any(map(returns_something, texts.values())),
-        movers=_movers(texts.values()),
         names_others=any(map(OTHERS.search, texts.values())),
         modules=frozenset(modules),
         replaced=frozenset(name for text in texts.values() for name in _replaced(text)),
@@ -246,23 +239,3 @@ def _replaced(text: str) -> Iterator[str]:
     """Yield the vendor's functions that a test replaces, as `mock.patch("torch.cuda.synchronize")` does."""
     for name, module, attribute in _REPLACES.findall(text):
         yield (name or f"{module}.{attribute}").replace("torch.npu", "torch.cuda")
-
-
-def _movers(texts: Collection[str]) -> frozenset[str]:
-    """Return the functions that get what a `map_location` gets, also from one another."""
-    found: set[str] = set()
-    for text in texts:
-        for storage, body, function in _LOCATES.findall(text):
-            found |= set(re.findall(rf"(\w+)\(\s*{storage}\b", body)) if storage else {function}
-    functions = [made for text in texts for made in FUNCTION.findall(text)] if found else []
-    new = found
-    while new:
-        new = {
-            called
-            for _, name, head, body in functions
-            if name in new
-            for given in re.findall(r"(?:^|,)\s*(\w+)", head)
-            for called in re.findall(rf"(\w+)\(\s*{given}\b", body)
-        } - found
-        found |= new
-    return frozenset(found)

@@ -16,9 +16,6 @@ _MARK = "__accelcore_removed__"
 
 _VARIABLE = r"(?:environ\[[\"']LOCAL_RANK[\"']\]|getenv\([\"']LOCAL_RANK[\"']\))"
 _READ_RANK = re.compile(rf"(?m)^[ \t]*(\w+) = int\(os\.{_VARIABLE}\)[ \t]*\r?$")
-_CHOICE = re.compile(r"(?m)^(\w+) = accelcore\.select\(\)\n")
-"""The line by which a script chooses its backend."""
-
 _PLAIN = (cst.Comparison, cst.Name, cst.Attribute)
 
 Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
@@ -48,17 +45,6 @@ def sweep(module: cst.Module) -> cst.Module:
 def without_unused(module: cst.Module, name: str) -> cst.Module:
     """Delete the lines that assign a name which the rest of their block does not use: what used it was removed."""
     return module.visit(_Unused(name)) if f"{name} = " in module.code else module
-
-
-def without_choice(module: cst.Module) -> cst.Module:
-    """Delete the choice of a backend, and the import for it, if all that needed it was removed."""
-    made = _CHOICE.search(module.code)
-    if made is None:
-        return module
-    names = [cst.ensure_type(name, cst.Name).value for name in matchers.findall(module, matchers.Name())]
-    if names.count(made[1]) != 1 or names.count("accelcore") != 2:
-        return module
-    return cst.parse_module(_CHOICE.sub("", module.code, count=1).replace("import accelcore\n", "", 1))
 
 
 def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]) -> cst.Module:
@@ -116,9 +102,6 @@ class _Sweep(cst.CSTTransformer):
         is_empty_else = isinstance(last, cst.Else) and _is_empty(last.body)
         if new is not None and (is_removed(new) or (is_empty_else and not _has_comment(new))):
             updated_node = updated_node.with_changes(orelse=None)
-        is_first = original_node not in self._elifs
-        if _is_empty(original_node.body) and is_first and (other := _without_first(updated_node)) is not None:
-            return other
         empty = _is_empty(original_node.body) and not _has_comment(updated_node)
         if original_node in self._elifs and any(line.comment for line in updated_node.leading_lines):
             return updated_node
@@ -137,36 +120,6 @@ class _Sweep(cst.CSTTransformer):
         return _swept(updated_node)
 
 
-def _without_first(node: cst.If) -> cst.If | None:
-    """Return an `if` with nothing under it by the opposite condition; None if it has no other branch, or several."""
-    last = node.orelse
-    if last is None or (isinstance(last, cst.If) and last.orelse is not None) or _has_comment(node, alone=True):
-        return None
-    if any(line.comment for line in last.leading_lines):
-        return None
-    test = _opposite(node.test)
-    if isinstance(last, cst.If):
-        test = f"{_operand(test)} and {_operand(text_of(last.test))}"
-    test = f"({test})" if "\n" in test else test
-    return node.with_changes(test=cst.parse_expression(test), body=last.body, orelse=None)
-
-
-def _opposite(test: cst.BaseExpression) -> str:
-    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-        return text_of(test.expression)
-    if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
-        target = test.comparisons[0]
-        if isinstance(target.operator, (cst.Equal, cst.NotEqual)):
-            other = "!=" if isinstance(target.operator, cst.Equal) else "=="
-            left, right = (cst.Module([]).code_for_node(side) for side in (test.left, target.comparator))
-            return f"{left} {other} {right}"
-    return f"not {_operand(text_of(test))}" if not isinstance(test, cst.BooleanOperation) else f"not ({text_of(test)})"
-
-
-def _operand(text: str) -> str:
-    return f"({text})" if re.search(r"\bor\b|\bif\b|:=|\blambda\b|\n", text) else text
-
-
 def _is_empty(body: cst.BaseSuite) -> bool:
     return isinstance(body, cst.IndentedBlock) and all(map(_vanishes, body.body))
 
@@ -178,10 +131,9 @@ def _vanishes(statement: cst.CSTNode) -> bool:
     return is_removed(statement) or (is_try and not _has_comment(cst.ensure_type(statement, cst.Try)))
 
 
-def _has_comment(node: cst.If | cst.Else | cst.Try, *, alone: bool = False) -> bool:
-    """Return whether there is a comment in a statement; if `alone`, not in the other branches of an `if`."""
-    header = node.with_changes(leading_lines=[], **({"orelse": None} if alone else {}))
-    return "#" in cst.Module([]).code_for_node(header)
+def _has_comment(node: cst.If | cst.Else | cst.Try) -> bool:
+    """Return whether there is a comment in a statement."""
+    return "#" in cst.Module([]).code_for_node(node.with_changes(leading_lines=[]))
 
 
 def _swept(block: Block) -> Block:

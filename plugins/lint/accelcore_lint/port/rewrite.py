@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import cast
 
@@ -16,8 +16,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.project import Known
-from accelcore_lint.port.removed import sweep, without_choice, without_ranks, without_unused
-from accelcore_lint.port.split import Split
+from accelcore_lint.port.removed import sweep, without_ranks, without_unused
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.vendors import builds_extensions, may_concern, vendor_lines
@@ -78,8 +77,6 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     before = len(vendor_lines(source))
     if line := builds_extensions(source):
         return Outcome(source, left=[Note(line, "build", _BUILDS)] if before else [], before=before, after=before)
-    split = Split()
-    module = module.visit(split)
     wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
     facts = Facts(wrapper, level, known or Known())
     decisions = Decisions(facts)
@@ -100,17 +97,13 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     swept = without_ranks(sweep(imports.apply(rewritten)), module, facts.known.taken)
     name = facts.place.current
     swept = swept if name in facts.identifiers else without_unused(swept, name)
-    outcome.source = (swept if facts.identifiers & {facts.place.name, "accelcore"} else without_choice(swept)).code
+    outcome.source = swept.code
     if level is Level.TRAINER:
         outcome.source, outcome.loops = with_trainers(outcome.source, source)
     outcome.rewritten += imports.rewritten
     outcome.left += imports.left
-    added = [facts.line(statement) for statement in split.added]
     for notes in (outcome.rewritten, outcome.left, outcome.harmless):
         notes.sort(key=attrgetter("line"))
-        notes[:] = [replace(note, line=note.line - sum(line <= note.line for line in added)) for note in notes]
-    if split.added and not (outcome.rewritten or outcome.left):
-        outcome.source = source
     lines, left = outcome.source.split("\n"), vendor_lines(outcome.source)
     outcome.after = len(left)
     outcome.ignored = sum(_IGNORED.match(lines[number - 1]) is not None for number in left)
@@ -147,8 +140,6 @@ class _Apply(cst.CSTTransformer):
         rewrite = self._decisions.rewrites.get(original_node)
         if rewrite is not None:
             result = self._bare(original_node, rewrite.build(result))
-        if isinstance(original_node, cst.Call) and isinstance(result, cst.Call) and rewrite is None:
-            result = _without_comma(original_node, result)
         if isinstance(result, cst.FormattedString) and not result.deep_equals(original_node):
             result = result.visit(_Requote(result.quote))
         if isinstance(original_node, cst.UnaryOperation) and isinstance(result, cst.UnaryOperation):
@@ -192,15 +183,6 @@ def _without_twin(before: cst.If, after: cst.If) -> cst.If:
         return after
     same = text_of(other.test) == text_of(after.test) and other.body.deep_equals(after.body)
     return after.with_changes(orelse=other.orelse) if same and not other.leading_lines else after
-
-
-def _without_comma(before: cst.Call, after: cst.Call) -> cst.Call:
-    """Return a call that has lost arguments with the comma at its end, or none, that it had before."""
-    if not after.args or len(after.args) == len(before.args) or "#" in text_of(after.args[-1]):
-        return after
-    last = before.args[-1]
-    end = after.args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-    return after.with_changes(args=[*after.args[:-1], end])
 
 
 class _Requote(cst.CSTTransformer):

@@ -327,11 +327,6 @@ class Tree(Survey):
         names = [cst.ensure_type(each, cst.Name) for each in matchers.findall(node, matchers.Name())]
         return {name.value for name in names if not self._is_member(name)}
 
-    def count(self, name: str, node: cst.CSTNode) -> int:
-        """Return how often a node holds a name of a variable, function or class."""
-        found = [cst.ensure_type(each, cst.Name) for each in matchers.findall(node, matchers.Name(name))]
-        return sum(not self._is_member(each) for each in found)
-
     def _is_member(self, name: cst.Name) -> bool:
         parent = self.parent(name)
         return (isinstance(parent, cst.Attribute) and parent.attr is name) or (

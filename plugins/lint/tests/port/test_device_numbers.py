@@ -99,7 +99,6 @@ def test_the_number_of_a_rank_is_a_device_also_as_a_keyword():
         ("1", "torch.device(current_device.type, 1)"),
         ("i", "i if i is not None else current_device"),
         ("i % 2", "i % 2"),
-        ("'cuda:%s' % i", 'f"{current_device.type}:{i}"'),
         ("ids[0]", "ids[0] if ids[0] is not None else current_device"),
         ("0", "accel.device"),
     ],
@@ -138,7 +137,6 @@ def test_horovod_chooses_the_device_and_wraps_the_optimizer():
 @pytest.mark.parametrize(
     ("line", "reports"),
     [
-        ('name = f"cuda:{n:02d}"', 1),
         ('print(f"cuda: {n}")', 0),
         ("from apex.fp16_utils import *", 1),
         ("if torch.version.cuda > '11':\n    print(2)", 1),

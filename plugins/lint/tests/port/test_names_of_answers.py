@@ -42,10 +42,6 @@ def test_a_variable_of_a_functions_own_is_no_attribute(place, kept):
 @pytest.mark.parametrize(
     ("line", "new"),
     [
-        (
-            "f(), torch.cuda.empty_cache()",
-            "(torch.accelerator.empty_cache() if torch.accelerator.is_available() else None)",
-        ),
         ("config.get('device', 'cuda')", "config.get('device', current_device.type)"),
         ("getattr(args, 'device', 'cuda:0')", "getattr(args, 'device', f\"{current_device.type}:0\")"),
         ("config.get('name', 'cuda')", "config.get('name', 'cuda')"),
@@ -53,40 +49,9 @@ def test_a_variable_of_a_functions_own_is_no_attribute(place, kept):
         ("get('cuda')", "get('cuda')"),
     ],
 )
-def test_a_default_of_a_key_and_an_empty_cache_in_a_line(line, new):
+def test_a_default_of_a_key(line, new):
     source = f"import torch\n\n\ndef ask(config, args, f, get):\n    return {line}\n"
     assert new in port_source(source, Level.ROLES).source
-
-
-TYPES = """import torch
-
-
-def convert(batches, half, args):
-    kind = {kind}
-    out = [batch.type(kind) for batch in batches]
-    {last}
-    return out
-"""
-CHOICE = "torch.cuda.HalfTensor if half else torch.cuda.FloatTensor"
-
-
-@pytest.mark.parametrize(
-    ("kind", "last", "new"),
-    [
-        (CHOICE, "pass", "torch.float16 if half else torch.float32"),
-        (CHOICE, f"kind = {CHOICE}", "torch.float16 if half else torch.float32"),
-        (CHOICE, "print(kind)", CHOICE),
-        (CHOICE, "out.append(kind([1.0]))", CHOICE),
-        (CHOICE, "kind = args.kind", CHOICE),
-        ("torch.cuda.HalfTensor if half else None", "pass", "torch.cuda.HalfTensor if half else None"),
-        ("torch.cuda.HalfTensor if half else torch.FloatTensor", "pass", "if half else torch.FloatTensor"),
-    ],
-)
-def test_a_name_for_one_of_several_types_is_a_dtype_if_it_only_converts(kind, last, new):
-    ported = port_source(TYPES.format(kind=kind, last=last), Level.ROLES).source
-    assert f"kind = {new}\n" in ported or new in kind
-    assert ("batch.to(current_device, kind)" in ported) is ("float16" in new)
-    assert ("batch.type(kind)" in ported) is ("float16" not in new)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +95,6 @@ def test_a_tensor_of_a_size_is_made_on_the_device(line, size, certain):
 
 
 @pytest.mark.parametrize(
-    ("asked", "body", "opens"),
-    [("out.data", "z = z.cuda()", True), ("out.data", "print(z)", False), ("out", "z = z.cuda()", False)],
-)
-def test_an_instance_of_a_type_of_one_device_has_its_dtype(asked, body, opens):
-    test = f"isinstance({asked}, torch.cuda.FloatTensor)"
-    source = f"import torch\n\n\ndef f(out, z):\n    if {test}:\n        {body}\n    return z\n"
-    ported = port_source(source, Level.ROLES).source
-    assert ('    if out.data.dtype == torch.float32 and out.data.device.type != "cpu":\n' in ported) is opens
-    assert (test in ported) is not opens
-
-
-@pytest.mark.parametrize(
     ("name", "guard", "certain"),
     [
         ("get_device", "torch.cuda.is_available()", True),
@@ -168,19 +121,6 @@ def test_a_device_map_takes_the_name_of_a_device():
     source = "import torch\nfrom transformers import AutoModel\n\n"
     source += "model = AutoModel.from_pretrained(path, device_map='cuda:0')\n"
     assert "device_map=accel.device.type" in port_source(source, Level.ROLES).source
-
-
-@pytest.mark.parametrize(("called", "kept"), [("context()", False), ("context(True)", True), ("print(context)", False)])
-def test_autocast_by_another_name_may_be_one_of_two_contexts(called, kept):
-    source = (
-        "import contextlib\nimport torch\nfrom torch.cuda.amp import autocast\n\n\ndef run(args):\n"
-        f"    context = autocast if args.amp else contextlib.nullcontext\n    return {called}\n"
-    )
-    ported = port_source(source, Level.ROLES).source
-    assert (
-        "context = functools.partial(torch.autocast, current_device.type, dtype=torch.float16" in ported
-    ) is not kept
-    assert ("from torch.cuda.amp import autocast" in ported) is kept
 
 
 @pytest.mark.parametrize(

@@ -48,21 +48,6 @@ def test_a_file_that_defines_cuda_still_moves_tensors(is_library):
     assert "x.cuda(" not in ported
 
 
-@pytest.mark.parametrize(
-    ("location", "kept"),
-    [
-        ("lambda storage, loc: tools.on_device(storage)", True),
-        ("tools.on_device", True),
-        ("lambda storage, loc: storage", False),
-    ],
-)
-def test_a_helper_that_a_map_location_calls_may_get_a_storage(tmp_path, location, kept):
-    tools = "def on_device(args):\n    return moved(args, 0)\n\n\ndef moved(args, rank):\n    return args.cuda()\n"
-    user = f"import tools, torch\n\n\ndef load(path):\n    return torch.load(path, map_location={location})\n"
-    ported = _ported(tmp_path, f"import torch\n\n\n{tools}", loads=user)
-    assert ("args.cuda()" in ported) is kept
-
-
 def test_what_a_stream_keeps_is_not_asked_for_its_device():
     source = (
         "import torch\n\n\nclass Prefetcher:\n    def __init__(self):\n        self.stream = torch.cuda.Stream()\n\n"
@@ -99,51 +84,6 @@ def test_a_condition_in_a_project_that_knows_mps_opens_only_for_what_mps_has(tmp
     ported = _ported(tmp_path, source, common=common)
     assert ("if device_type == 'cuda':" in ported) is kept
     assert "if device_type == 'cuda':" not in _ported(tmp_path / "other", source)
-
-
-@pytest.mark.parametrize(
-    ("use", "kept"),
-    [
-        ("print(start.elapsed_time(end))", False),
-        ("end.synchronize()", False),
-        ("print('the end', end='')", False),
-        ("start.record(stream)", True),
-        ("stream.wait_event(end)", True),
-        ("return start, end", True),
-        ("start = end = 1", True),
-    ],
-)
-@pytest.mark.parametrize("guard", ["if True:", "if torch.cuda.is_available():"])
-def test_events_that_only_measure_are_of_any_device(use, kept, guard):
-    made = "torch.cuda.Event(enable_timing=True)"
-    source = (
-        f"import torch\n\n\ndef measure(work, stream):\n    {guard}\n        start, end = {made}, {made}\n"
-        f"        start.record()\n        work()\n        end.record()\n        {use}\n"
-    )
-    ported = port_source(source, Level.ROLES).source
-    counts = [ported.count(made), ported.count("torch.Event(current_device, enable_timing=True)")]
-    assert counts == ([2, 0] if kept else [0, 2])
-    assert ("torch.cuda.is_available()" in ported) <= kept
-
-
-@pytest.mark.parametrize(
-    ("other", "kept"),
-    [
-        ("def show(end):\n    print(end)", False),
-        ("def show():\n    global end\n    print(end)", True),
-        ("end = 0\nprint(end)", False),
-        ("def again(stream):\n    end = torch.cuda.Event(enable_timing=True)\n    stream.wait_event(end)", True),
-        ("class Timer:\n    end = torch.cuda.Event(enable_timing=True)", True),
-    ],
-)
-def test_an_event_has_the_uses_of_its_own_function(other, kept):
-    made = "torch.cuda.Event(enable_timing=True)"
-    source = (
-        f"import torch\n\n\ndef measure(work):\n    start, end = {made}, {made}\n    start.record()\n    work()\n"
-        f"    end.record()\n    return start.elapsed_time(end)\n\n\n{other}\n"
-    )
-    ported = port_source(source, Level.ROLES).source
-    assert (made in ported) is kept
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_second_run_changes_nothing_though_the_first_rewrote_its_reason(reason
 
 
 def test_a_comment_below_a_removed_line_stays():
-    source = "import torch\n\n\ntorch.cuda.manual_seed_all(0)\n# of the host\ntorch.manual_seed(0)\n"
+    source = "import torch\n\ntorch.manual_seed(0)\ntorch.cuda.manual_seed_all(0)\n# of the host\nprint(1)\n"
     assert port_source(source, Level.TORCH).source == source.replace("torch.cuda.manual_seed_all(0)\n", "")
 
 

@@ -129,17 +129,6 @@ def test_a_question_with_a_name_stays_if_nothing_that_it_guards_is_rewritten(lin
     assert "cuda.is_available()" not in port_source(source.replace(line, "x = 1"), Level.ROLES).source
 
 
-def test_a_state_is_loaded_to_the_device_where_another_branch_loads_it_to_the_cpu():
-    source = (
-        "import torch\n\n\ndef load(net, path):\n    if torch.cuda.is_available():\n"
-        "        net.load_state_dict(torch.load(path))\n        net.cuda()\n    else:\n"
-        "        net.load_state_dict(torch.load(path, map_location='cpu'))\n"
-    )
-    outcome = port_source(source, Level.ROLES)
-    assert (outcome.after, outcome.left) == (0, [])
-    assert "net.load_state_dict(torch.load(path, map_location=current_device))" in outcome.source
-
-
 def test_a_load_beside_one_to_another_accelerator_is_nobodys_business():
     source = (
         "import torch\nif args.gpu is None:\n    state = torch.load(path)\nelse:\n"
@@ -209,11 +198,6 @@ def test_a_device_that_nothing_uses_any_more_is_not_asked_for():
 def test_a_seed_is_removed_if_nothing_can_have_drawn_before_it(between, count):
     source = f"import torch\ntorch.manual_seed(3)\n{between}torch.cuda.manual_seed_all(3)\n"
     assert port_source(source, Level.ROLES).source.count("manual_seed(3)") == count
-
-
-def test_seeds_that_are_given_twice_are_given_once():
-    source = "import torch\ntorch.cuda.manual_seed(3)\ntorch.cuda.manual_seed_all(3)\nx = 1\n"
-    assert port_source(source, Level.ROLES).source.count("manual_seed(3)") == 1
 
 
 @pytest.mark.parametrize(
@@ -299,25 +283,6 @@ def test_a_method_is_cuda_is_called_as_before():
     assert "if graph.is_cuda():" in port_source(source, Level.ROLES).source
 
 
-@pytest.mark.parametrize(
-    ("line", "ported"),
-    [
-        ("torch.manual_seed(0); torch.cuda.manual_seed_all(0)", "torch.manual_seed(0)\n"),
-        (
-            "torch.cuda.manual_seed(0); torch.cuda.manual_seed_all(0); torch.manual_seed(0)  # all",
-            "torch.manual_seed(0)  # all\n",
-        ),
-        ("if x: torch.manual_seed(0); torch.cuda.manual_seed_all(0)", "if x:\n    torch.manual_seed(0)\n"),
-    ],
-)
-def test_statements_that_share_a_line_are_statements(line, ported):
-    source = f"import torch\nx = 1\n{line}\ny = torch.ones(1).cuda()\n"
-    outcome = port_source(source, Level.TORCH)
-    assert (outcome.after, outcome.left) == (0, [])
-    assert ported in outcome.source
-    assert [note.line for note in outcome.rewritten][-1] == 4
-
-
 def test_a_line_of_several_statements_that_stays_is_not_touched():
     source = "import torch\nx = 1; y = torch.cuda.Event()\n"
     assert source.splitlines()[1] in port_source(source, Level.ROLES).source
@@ -328,7 +293,6 @@ def test_a_line_of_several_statements_that_stays_is_not_touched():
     [
         ("y.device", "y.device"),
         ("self.boxes.device", "self.boxes.device"),
-        ("torch.device('cuda')", "current_device"),
     ],
 )
 def test_a_move_to_the_device_of_another_tensor(index, device):
@@ -397,7 +361,6 @@ LOAD = "state = torch.load(path, map_location={})"
         (LOAD.format("'cpu' if not torch.cuda.is_available() else None"), True),
         (LOAD.format("None if torch.cuda.is_available() else torch.device('cpu')"), True),
         ("map_location = None if torch.cuda.is_available() else 'cpu'", True),
-        ("group = Group('gloo' if other else 'nccl') if torch.cuda.device_count() > 1 else None", True),
         ("batch = 8 if torch.cuda.device_count() > 1 else 4", False),
     ],
 )

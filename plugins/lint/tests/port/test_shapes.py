@@ -1,7 +1,5 @@
 """Source of unusual shape: what a rewrite leaves is valid Python and does what it did."""
 
-import itertools
-
 import pytest
 from accelcore_lint.port import Level, port_source
 
@@ -33,29 +31,15 @@ def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
 
 
 @pytest.mark.parametrize(
-    "first",
-    ["a", "not a", "not (a or b)", "a == 1", "a == (b or c)", "a == b == c", "a and b or c", "(a and\n        b)"],
-)
-@pytest.mark.parametrize("last", ["else", "elif c", "elif b or c", "elif (b and\n        c)"])
-def test_a_condition_whose_first_branch_goes_asks_the_opposite(first, last):
-    source = (
-        f"import torch\n\n\ndef main(a, b, c):\n    torch.manual_seed(0)\n    if {first}:\n"
-        f"        torch.cuda.manual_seed(0)\n    {last}:\n        return 'other'\n    return 'none'\n"
-    )
-    ported = _ported(source).source
-    assert "pass" not in ported
-    module = {}
-    exec(ported, module)
-    for a, b, c in itertools.product((0, 1), repeat=3):
-        other = not eval(first) and (last == "else" or eval(last.removeprefix("elif ")))
-        assert module["main"](a, b, c) == ("other" if other else "none")
-
-
-@pytest.mark.parametrize(
     ("header", "last"),
-    [("if a:  # why", "else:"), ("if a:", "# why\n    else:"), ("if a:", "elif b:\n        x = 1\n    else:")],
+    [
+        ("if a:", "else:"),
+        ("if a:  # why", "else:"),
+        ("if a:", "# why\n    else:"),
+        ("if a:", "elif b:\n        x = 1\n    else:"),
+    ],
 )
-def test_a_first_branch_with_a_comment_or_several_others_passes(header, last):
+def test_a_first_branch_with_nothing_in_it_passes(header, last):
     source = (
         f"import torch\n\n\ndef main(a, b):\n    torch.manual_seed(0)\n    {header}\n"
         f"        torch.cuda.manual_seed(0)\n    {last}\n        x = 2\n"
@@ -101,7 +85,6 @@ def test_a_line_under_a_condition_that_no_cpu_meets_does_not_ask_again(test, ask
             'if x.device.type != "cpu" else nothing():',
         ),
         ("from torch_npu.npu import amp\nscaler = amp.GradScaler()", "accel.scaler.create()"),
-        ("scaler = torch.cuda.amp.GradScaler(**options)", "torch.amp.GradScaler(accel.device.type, **options)"),
         ("labels = [1]\nlabels = torch.cuda.LongTensor(labels)", "torch.LongTensor(labels).to(accel.device)"),
         ("def step(scaler: torch.cuda.amp.GradScaler): ...", "def step(scaler: torch.amp.GradScaler): ..."),
         ("stream = torch.cuda.current_stream()\nuse(stream)\nstream.synchronize()", "torch.cuda.current_stream()"),
@@ -141,14 +124,3 @@ def test_branches_for_two_vendors_become_one():
 def test_a_question_that_was_negated_is_no_double_negation():
     ported = _ported("import torch\n\n\ndef f(x):\n    if not x.is_cuda:\n        x = x.cuda()\n    return x\n").source
     assert '    if x.device.type == "cpu":\n' in ported
-
-
-@pytest.mark.parametrize(("line", "chosen"), [("print(1)", False), ("print(torch.ones(2).cuda())", True)])
-def test_a_script_of_which_only_a_seed_is_removed_chooses_no_device(line, chosen):
-    source = (
-        "import sys\nimport torch\n\ntorch.manual_seed(1)\nif torch.cuda.is_available():\n"
-        f"    torch.cuda.manual_seed_all(1)\n\n{line}\n"
-    )
-    ported = port_source(source, Level.ROLES).source
-    assert (ported.count("accelcore") == 2) is chosen
-    assert chosen or ported == f"import sys\nimport torch\n\ntorch.manual_seed(1)\n\n{line}\n"

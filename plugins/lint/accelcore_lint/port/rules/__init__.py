@@ -1,7 +1,7 @@
 """The rules of a port, in the order in which they are asked about a node. One idea a file."""
 
 from accelcore_lint.port.model import Rule
-from accelcore_lint.port.rules.amp import AUTOCAST, AUTOCAST_NAME, CUSTOM
+from accelcore_lint.port.rules.amp import AUTOCAST, CUSTOM
 from accelcore_lint.port.rules.availability import AVAILABILITY
 from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
 from accelcore_lint.port.rules.guards import GUARDS, IS_CUDA
@@ -12,17 +12,17 @@ from accelcore_lint.port.rules.moves import MOVES
 from accelcore_lint.port.rules.optimizers import OPTIMIZERS
 from accelcore_lint.port.rules.process_group import BACKEND_NAMES, PROCESS_GROUP
 from accelcore_lint.port.rules.replaced import REPLACED
-from accelcore_lint.port.rules.replicas import ALL_DEVICES, REPLICAS
+from accelcore_lint.port.rules.replicas import REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
-from accelcore_lint.port.rules.seeds import SEEDS, STATES
+from accelcore_lint.port.rules.seeds import SEEDS
 from accelcore_lint.port.rules.statements import ALONE, WAIT
-from accelcore_lint.port.rules.streams import EVENTS, STREAMS
+from accelcore_lint.port.rules.streams import STREAMS
 from accelcore_lint.port.rules.switches import SWITCHES
 from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
-    REPLACED, SWITCHES, STREAMS, EVENTS, TYPED, ALONE, WAIT, SEEDS, STATES, PROCESS_GROUP, CHOICES,
-    AVAILABILITY, MOVES, AUTOCAST, AUTOCAST_NAME, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, ALL_DEVICES, PINS,
+    REPLACED, SWITCHES, STREAMS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES,
+    AVAILABILITY, MOVES, AUTOCAST, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS,
     LOADS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

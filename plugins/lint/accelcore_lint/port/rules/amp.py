@@ -7,7 +7,6 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import arguments, text_of
 
 _OF_DEVICE = {"torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast"}
@@ -74,40 +73,6 @@ def _both(test: str, enabled: str) -> str:
     return f"{test} and {enabled if plain else f'({enabled})'}"
 
 
-def _decide_name(node: cst.Attribute | cst.Name, facts: Facts) -> Rewrite | None:
-    """Replace the class where it is no call: `context = torch.cuda.amp.autocast`, if that is called by keywords."""
-    holder = facts.parent(node)
-    if facts.name(node) not in _OF_DEVICE or not isinstance(holder, (cst.Assign, cst.IfExp)):
-        return None
-    made = facts.parent(holder) if isinstance(holder, cst.IfExp) and holder.test is not node else holder
-    if not isinstance(made, cst.Assign) or len(made.targets) != 1:
-        return None
-    name = text_of(made.targets[0].target)
-    calls = [call for call in facts.calls if text_of(call.func) == name]
-    if any(arg.keyword is None for call in calls for arg in call.args):
-        return None
-    if not facts.place.can_choose(node):
-        if any(arg.keyword is not None and arg.keyword.value == "enabled" for call in calls for arg in call.args):
-            return None  # which would also be on where there is only the CPU
-        kind = facts.place.kind(node)
-        source = f"{facts.torch}.autocast, {kind}, dtype={facts.torch}.float16, enabled={_is_on(facts, kind)}"
-    else:
-        source = f"{facts.place.backend(node)}.autocast, {facts.torch}.float16"
-    return whole(node, f"functools.partial({source})", ("import functools", *facts.needs_torch))
-
-
-def _decide_question(node: cst.Call, facts: Facts) -> Rewrite | None:
-    """Ask torch's generic module: `getattr(torch.cuda.amp, "autocast")`."""
-    if text_of(node.func) not in ("getattr", "hasattr") or len(node.args) < 2:
-        return None
-    module, asked = node.args[0].value, node.args[1].value
-    if facts.name(module) != "torch.cuda.amp" or text_of(asked).strip("\"'") not in ("autocast", "GradScaler"):
-        return None
-    new = cst.parse_expression(f"{facts.torch}.amp")
-    args = [node.args[0].with_changes(value=new), *node.args[1:]]
-    return Rewrite(lambda updated: updated.with_changes(args=args), node.args, facts.needs_torch)
-
-
 def _decide_custom(node: cst.Decorator, facts: Facts) -> Rewrite | Left | None:
     call = node.decorator
     name = _CUSTOM.get(facts.name(call.func if isinstance(call, cst.Call) else call) or "")
@@ -136,26 +101,6 @@ AUTOCAST = Rule(
             Level.ROLES,
             'with torch.autocast("cuda", torch.bfloat16, enabled=args.amp):\n    loss = model(x)',
             "with accel.autocast(torch.bfloat16, enabled=args.amp):\n    loss = model(x)",
-        ),
-    ),
-)
-
-AUTOCAST_NAME = Rule(
-    "autocast by name",
-    "autocast of a vendor's device that is called by another name, or asked for",
-    (cst.Attribute, cst.Name, cst.Call),
-    lambda node, facts: (_decide_question if isinstance(node, cst.Call) else _decide_name)(node, facts),
-    (
-        Example(
-            Level.ROLES,
-            "import functools\ncontext = torch.cuda.amp.autocast\nwith context():\n    loss = model(x)",
-            "import functools\ncontext = functools.partial(accel.autocast, torch.float16)\n"
-            "with context():\n    loss = model(x)",
-        ),
-        Example(
-            Level.TORCH,
-            'has_amp = hasattr(torch.cuda.amp, "autocast")',
-            'has_amp = hasattr(torch.amp, "autocast")',
         ),
     ),
 )

@@ -13,35 +13,30 @@ from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES, GROUPS
+from accelcore_lint.port.vendors import DEVICES
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
-_GROUP = re.compile(rf"[\"']({'|'.join(GROUPS)})[\"']")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
 
-def _decide(node: cst.Call | cst.UnaryOperation, facts: Facts) -> Rewrite | Left | None:
-    if isinstance(node, cst.UnaryOperation):
-        return _decide_not(node, facts)
+def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     name = facts.name(node.func)
     if name == "torch.cuda.get_device_name" and facts.level is not Level.TORCH:
         return _decide_name(node, facts)
     if name is None or node.args:
         return None
     if name == AVAILABLE:
-        return _decide_available(node, facts, _available(facts, node))
+        return _decide_available(node, facts)
     if name == "torch.cuda.is_bf16_supported" and facts.level is not Level.TORCH:
         backend = facts.place.backend(node)
         source = f'"bfloat16" in {backend}.capabilities.autocast_dtypes'
         if not facts.guards(node):  # CUDA's function is false on the CPU, which has bfloat16
             source = f'{backend}.device.type != "cpu" and {source}'
         return _as_operand(node, facts, source)
-    if name.endswith(".device_count") and _chooses_group(node, facts):
-        return Left(_LEFT, node.children)
     if name not in _SAME:
         return None
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"
@@ -73,30 +68,18 @@ def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
     return whole(node, f'({source} if {device}.type != "cpu" else "cpu")', facts.needs_torch)
 
 
-def _decide_not(node: cst.UnaryOperation, facts: Facts) -> Left | None:
-    """Write `not (type != "cpu")` as `type == "cpu"`."""
-    call = node.expression
-    if not isinstance(node.operator, cst.Not) or not isinstance(call, cst.Call) or call.args:
-        return None
-    if facts.name(call.func) != AVAILABLE:
-        return None
-    source = _available(facts, node)
-    source = source.replace("!=", "==") if "!=" in source else f"not {source}"
-    return _decide_available(node, facts, source)
-
-
-def _decide_available(node: cst.Call | cst.UnaryOperation, facts: Facts, source: str) -> Left:
+def _decide_available(node: cst.Call, facts: Facts) -> Left:
     """Ask for any accelerator if what the question guards allows that."""
     whole_test, holder = cast("cst.CSTNode", node), facts.parent(node)
     while isinstance(holder, (cst.BooleanOperation, cst.UnaryOperation)):
         whole_test, holder = holder, facts.parent(holder)
     if isinstance(holder, cst.IfExp) and holder.test is whole_test and _is_location(holder, facts):
         return Left(_LOADS, node.children, harmless=True)
-    if isinstance(node, cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
+    if isinstance(facts.parent(node), cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
         return Left(_OTHER, node.children)
     if _is_given_away(whole_test, facts):
         return Left(_GIVEN, node.children)
-    return Left(_LEFT, node.children, retry=_as_operand(node, facts, source), some=True)
+    return Left(_LEFT, node.children, retry=_as_operand(node, facts, _available(facts, node)), some=True)
 
 
 def _is_given_away(answer: cst.CSTNode, facts: Facts) -> bool:
@@ -131,12 +114,6 @@ def _is_location(choice: cst.IfExp, facts: Facts) -> bool:
     return name.endswith("map_location") and "None" in (text_of(choice.body), text_of(choice.orelse))
 
 
-def _chooses_group(node: cst.Call, facts: Facts) -> bool:
-    """Return whether a number of devices decides about an expression that names a backend of process groups."""
-    choices = (outer for outer in facts.parents(node) if isinstance(outer, cst.IfExp))
-    return any(outer.test in facts.parents(node) and _GROUP.search(text_of(outer.body)) for outer in choices)
-
-
 def _as_operand(node: cst.BaseExpression, facts: Facts, source: str) -> Rewrite:
     """Return the decision to replace an operand, in parentheses where a comparison would bind to its neighbours."""
     parent = facts.parent(node)
@@ -156,7 +133,7 @@ def _available(facts: Facts, node: cst.CSTNode) -> str:
 AVAILABILITY = Rule(
     "device check",
     "checks whether and how many devices there are",
-    (cst.Call, cst.UnaryOperation),
+    (cst.Call,),
     _decide,
     (
         Example(Level.TORCH, "use_cuda = torch.cuda.is_available()", "use_cuda = torch.accelerator.is_available()"),

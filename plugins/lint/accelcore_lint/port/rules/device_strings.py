@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import has_form, index_of, is_device_name, with_type
+from accelcore_lint.port.indexes import index_of, is_device_name, with_type
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
@@ -213,8 +213,6 @@ def _inline(facts: Facts, node: cst.CSTNode, index: cst.BaseExpression | None) -
 def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | None:
     """Replace a string where its place says that it is a device."""
     named, index = index_of(node)
-    if has_form(node):
-        return Left("the name of a device, with an index in a form that is not known")
     if not named or names_option(facts, node):
         return None
     wanted = _wanted(facts, node)
@@ -255,7 +253,7 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         return _wanted_argument(facts, holder, nested=nested) or unknown
     name = None
     if isinstance(holder, cst.Assign) and len(holder.targets) == 1:
-        name = _key_of(holder.targets[0].target)
+        name = text_of(holder.targets[0].target)
     elif isinstance(holder, cst.AnnAssign):
         name = text_of(holder.target)
     elif isinstance(holder, cst.Param):
@@ -269,14 +267,6 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
     if name is not None and is_device_name(name):
         return "location" if _LOCATION.search(name) else "kind"
     return unknown
-
-
-def _key_of(target: cst.BaseExpression) -> str:
-    """Return the name to which something is assigned, or the key, as in `params["device"] = "cuda"`."""
-    if isinstance(target, cst.Subscript) and len(target.slice) == 1 and isinstance(target.slice[0].slice, cst.Index):
-        key = target.slice[0].slice.value
-        return str(key.evaluated_value) if isinstance(key, cst.SimpleString) else ""
-    return text_of(target)
 
 
 def _is_field(assign: cst.AnnAssign, facts: Facts) -> bool:

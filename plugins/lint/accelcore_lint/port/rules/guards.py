@@ -31,12 +31,9 @@ _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 
 
-def _decide(node: cst.Comparison | cst.Attribute | cst.Call, facts: Facts) -> Rewrite | Left | None:
+def _decide(node: cst.Comparison | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     """Ask the condition of every accelerator, unless the script also runs on one that does not have what it guards."""
-    if isinstance(node, cst.Call):
-        decision: Rewrite | Left | None = _decide_instance(node, facts)
-    else:
-        decision = _decide_flag(node, facts) if isinstance(node, cst.Attribute) else _decide_comparison(node, facts)
+    decision = _decide_flag(node, facts) if isinstance(node, cst.Attribute) else _decide_comparison(node, facts)
     waits = isinstance(decision, Left) and decision.retry is not None
     return _left(node) if waits and facts.names_others and _may_fail(node, facts) else decision
 
@@ -110,16 +107,6 @@ def _of_kind(node: cst.BaseExpression, tensor: str, kind: str, facts: Facts) -> 
     return whole(node, test if plain else f"({test})", facts.needs_torch)
 
 
-def _decide_instance(node: cst.Call, facts: Facts) -> Left | None:
-    """Write `isinstance(x.data, torch.cuda.FloatTensor)` as a question for the dtype and the device."""
-    if text_of(node.func) != "isinstance" or len(node.args) != 2 or not text_of(node.args[0].value).endswith(".data"):
-        return None
-    module, _, kind = (facts.name(node.args[1].value) or "").rpartition(".")
-    if module != "torch.cuda" or kind not in DTYPES:
-        return None
-    return Left(_SKIPS, node.children, retry=_of_kind(node, text_of(node.args[0].value), DTYPES[kind], facts))
-
-
 def _is_type(device: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether an expression is the type of a device, or certainly a name without an index."""
     if text_of(device).endswith("type"):
@@ -191,7 +178,7 @@ def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
     return any(facts.name(call.func) == AVAILABLE and guard.body in facts.parents(call) for call in facts.calls)
 
 
-def _left(node: cst.Comparison | cst.Attribute | cst.Call) -> Left:
+def _left(node: cst.Comparison | cst.Attribute) -> Left:
     return Left(_SKIPS, node.children)
 
 
@@ -212,7 +199,7 @@ def _mentions(node: cst.Comparison) -> bool:
 GUARDS = Rule(
     "condition",
     "conditions on a vendor's device, if all that they guard is rewritten",
-    (cst.Comparison, cst.Call),
+    (cst.Comparison,),
     _decide,
     (
         Example(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of, is_device_name
+from accelcore_lint.port.indexes import is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
@@ -28,7 +28,6 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return None
     device = argument(node, "device", 0)
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or facts.sets_device(device, node)
-    own = own or (device is not None and index_of(device) == (True, None))
     named = device is not None and not own and is_device_name(text_of(device))
     if len(node.args) > 1 or not (own or named):
         return Left(f"{name} of a device of its own")

@@ -8,11 +8,11 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of, is_device_name
+from accelcore_lint.port.indexes import is_device_name
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.receivers import is_own, is_torchs
-from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, index_source, kind_source
-from accelcore_lint.port.syntax import argument, arguments, text_of
+from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, index_source
+from accelcore_lint.port.syntax import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
@@ -35,33 +35,22 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left(f"another file of the project defines a method {method}, which may be the one that is called")
     if text_of(func.value) == "super()":
         return Left(f"the inherited {method}(): call to(device) where this method is called")
-    if _is_given(func.value, facts):
-        return Left(
-            "a map_location calls this with a storage, which moves by to(device=...): give map_location a device"
-        )
     if _STORAGE.search(text_of(func.value)):
         return Left("a storage, which moves by to(device=...): a tensor's memory is no part of a training script")
     given = arguments(node, "device", "non_blocking")
     if given is None:
         return Left(f"arguments of {method}() that are not known")
     index = given.pop("device").value if "device" in given else None
-    name = index if index is not None and index_of(index)[0] else None
-    if name is not None:  # `x.cuda(f"cuda:{rank}")`
-        index = index_of(name)[1]
     if index is not None and _is_tensors(index, facts):
         source: str | Left = text_of(index)
-    elif index is not None and _is_device(index, facts):
-        source = text_of(index)
-        if _may_be_none(index, facts):  # `x.cuda(None)` moves to the current device, `x.to(None)` nowhere
-            source = f"{source} if {source} is not None else {facts.place.device(node)}"
-    elif index is not None and _is_made(index, facts):
-        source = device_source(facts, node, argument(cst.ensure_type(index, cst.Call), "index", 1))
+    elif index is not None and _is_device(index, facts):  # `x.to(None)` moves nothing
+        source = f"{text_of(index)} if {text_of(index)} is not None else {facts.place.device(node)}"
     elif index is not None and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
         source = f"{tensor[1]}.device"
     else:
         source = device_source(facts, node, index)
     if isinstance(source, Left) and index is not None and facts.place.is_apart(node):
-        source = _as_given(node, index, name, facts) or source
+        source = _as_given(node, index, facts) or source
     if isinstance(source, Left):
         return source
     device = cst.parse_expression(source)
@@ -77,15 +66,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
 
 
-def _as_given(
-    node: cst.Call, index: cst.BaseExpression, name: cst.BaseExpression | None, facts: Facts
-) -> str | Left | None:
-    """Return the source of a device that is a number, a name or None, as it is given: `to` takes them as `cuda` does.
-
-    A number is that of an accelerator in both.
-    """
-    if name is not None:
-        return kind_source(facts, node, index)
+def _as_given(node: cst.Call, index: cst.BaseExpression, facts: Facts) -> str | None:
+    """Return the source of a device that is a number or None, as it is given: `to` takes numbers as `cuda` does."""
     source = index_source(index)
     if _PLAIN.fullmatch(source):
         return f"{source} if {source} is not None else {facts.place.device(node)}"
@@ -98,49 +80,6 @@ def _is_tensors(device: cst.BaseExpression, facts: Facts) -> bool:
     if not isinstance(device, cst.Attribute) or device.attr.value != "device" or text_of(device) in facts.assigned:
         return False
     return not SETTINGS.fullmatch(text_of(device.value)) and facts.name(device) is None
-
-
-def _is_made(device: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether an expression is `torch.device("cuda")`, also with an index of its own."""
-    is_device = isinstance(device, cst.Call) and facts.name(device.func) == "torch.device" and bool(device.args)
-    return is_device and index_of(cst.ensure_type(device, cst.Call).args[0].value) == (True, None)
-
-
-def _is_given(moved: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether an object is the parameter of a function that a `map_location` calls with a storage."""
-    return any(
-        isinstance(outer, cst.FunctionDef)
-        and outer.name.value in facts.known.movers
-        and text_of(moved) in [param.name.value for param in _parameters(outer)]
-        for outer in facts.parents(moved)
-    )
-
-
-def _may_be_none(device: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
-    """Return whether a device is not certainly one: a caller, a function or a parameter's default may give None."""
-    text = text_of(device)
-    if isinstance(device, cst.IfExp):
-        return any(_may_be_none(each, facts, depth) for each in (device.body, device.orelse))
-    if isinstance(device, (cst.SimpleString, cst.FormattedString)):
-        return False
-    if isinstance(device, cst.Call):
-        return facts.name(device.func) != "torch.device"
-    given = [outer for outer in facts.parents(device) if text in [param.name.value for param in _parameters(outer)]]
-    if given:
-        return not _is_filled(text, given[0])
-    values = [value for value in facts.values(device) if text_of(value) != text]
-    return not values or not depth or any(_may_be_none(value, facts, depth - 1) for value in values)
-
-
-def _parameters(node: cst.CSTNode) -> list[cst.Param]:
-    return [*node.params.params, *node.params.kwonly_params] if isinstance(node, cst.FunctionDef) else []
-
-
-def _is_filled(name: str, function: cst.CSTNode) -> bool:
-    """Return whether a function gives a parameter a value first if it is None."""
-    first = getattr(getattr(function, "body", None), "body", ())
-    tests = [text_of(line.test) for line in first if isinstance(line, cst.If)]
-    return f"{name} is None" in tests
 
 
 def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
@@ -194,7 +133,6 @@ MOVES = Rule(
         Example(Level.TORCH, "x = x.cuda(non_blocking=True)", "x = x.to(device, non_blocking=True)"),
         Example(Level.ROLES, "model = Net().cuda()", "model = Net().to(accel.device)"),
         Example(Level.ROLES, "model.cuda(local_rank)", "model.to(accel.device)"),
-        Example(Level.ROLES, 'model.cuda(f"cuda:{local_rank}")', "model.to(accel.device)"),
         Example(Level.ROLES, "window = window.cuda(x.get_device())", "window = window.to(x.device)"),
         Example(Level.ROLES, "x = x.to(local_rank)", "x = x.to(accel.device)"),
         Example(Level.ROLES, "x = torch.ones(2, device=local_rank)", "x = torch.ones(2, device=accel.device)"),

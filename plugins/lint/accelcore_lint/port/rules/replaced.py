@@ -14,12 +14,11 @@ from accelcore_lint.port.syntax import text_of
 _REPLACED = "a test of the project replaces this function by its name: change both"
 
 
-def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp | cst.UnaryOperation, facts: Facts) -> Left | None:
+def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) -> Left | None:
     replaced = facts.known.replaced
     if not replaced:
         return None
     called = node.test if isinstance(node, cst.IfExp) else node
-    called = called.expression if isinstance(called, cst.UnaryOperation) else called
     if isinstance(node, cst.SimpleStatementLine):
         only = node.body[0]
         called = only.value if len(node.body) == 1 and isinstance(only, cst.Expr) else node
@@ -41,6 +40,6 @@ def _is_in_test_without(names: set[str | None], node: cst.CSTNode, facts: Facts)
 REPLACED = Rule(
     "replaced function",
     "functions that a test of the project replaces",
-    (cst.SimpleStatementLine, cst.Call, cst.IfExp, cst.UnaryOperation),
+    (cst.SimpleStatementLine, cst.Call, cst.IfExp),
     _decide,
 )

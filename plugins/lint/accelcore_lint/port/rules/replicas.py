@@ -12,7 +12,6 @@ from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rules.device_strings import device_source, index_source
 from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.vendors import DEVICES
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _DATA_PARALLEL = (
@@ -22,8 +21,6 @@ _DATA_PARALLEL = (
 )
 _ONE_EACH = "DataParallel drives several devices from one process: start one for each, and use DistributedDataParallel"
 _DEVICES = ("device_ids", "output_device")
-_COUNT = re.compile(rf"torch\.({'|'.join(DEVICES)}|accelerator)\.device_count\(\)")
-_ALL = re.compile(r"list\(range\((.+)\)\)|range\((.+)\)|\[\*range\((.+)\)\]")
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
@@ -63,24 +60,6 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return _of_backend(facts, node, given, index)
     except UnplacedError:
         return _where_there_is_one(facts, node, given)
-
-
-def _decide_all(node: cst.Arg, facts: Facts) -> Rewrite | None:
-    """Remove `device_ids=list(range(torch.cuda.device_count()))`, which is DataParallel's default."""
-    call = facts.parent(node)
-    is_devices = node.keyword is not None and node.keyword.value == "device_ids"
-    if not is_devices or not isinstance(call, cst.Call) or facts.name(call.func) not in _DATA_PARALLEL:
-        return None
-    given = _ALL.fullmatch(re.sub(r"\s+", "", text_of(node.value)))
-    count = given and next(filter(None, given.groups()))
-    # An attribute may also be an option of the script.
-    values = facts.assigned.get(count or "") or [] if "." not in (count or "") else []
-    known = bool(count) and (_COUNT.fullmatch(str(count)) or (values and all(map(_is_count, values))))
-    return Rewrite(lambda _: cst.RemovalSentinel.REMOVE, [node.value]) if known and not _has_comment(node) else None
-
-
-def _is_count(value: cst.BaseExpression) -> bool:
-    return _COUNT.fullmatch(text_of(value)) is not None
 
 
 def _of_backend(facts: Facts, node: cst.Call, given: list[cst.Arg], index: cst.BaseExpression) -> Rewrite | Left:
@@ -173,20 +152,6 @@ REPLICAS = Rule(
             Level.ROLES,
             "torch.distributed.barrier(device_ids=[local_rank])",
             "torch.distributed.barrier(device_ids=[local_rank] if torch.accelerator.is_available() else None)",
-        ),
-    ),
-)
-
-ALL_DEVICES = Rule(
-    "replicas on all devices",
-    "`DataParallel` with the devices that it takes by default",
-    (cst.Arg,),
-    _decide_all,
-    (
-        Example(
-            Level.TORCH,
-            "net = torch.nn.DataParallel(net, device_ids=list(range(torch.cuda.device_count())), dim=1)",
-            f"# TODO(accelcore): {_ONE_EACH}\nnet = torch.nn.DataParallel(net, dim=1)",
         ),
     ),
 )

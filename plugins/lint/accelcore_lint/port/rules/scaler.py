@@ -15,7 +15,6 @@ OF_DEVICE = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler
 """The class of one vendor's device."""
 
 _GENERIC = ("torch.amp.GradScaler", "torch.GradScaler")
-_SPACE = cst.SimpleWhitespace(" ")
 _SETTINGS = {
     "init_scale": "init",
     "growth_factor": "growth",
@@ -36,8 +35,6 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
             "a loss scaler of another package, which may be one vendor's: then it does nothing elsewhere", inner=True
         )
     names = (*_SETTINGS, "enabled")
-    if any(arg.star == "**" for arg in node.args):
-        return _with_device(node, facts) if name in OF_DEVICE else None
     if name in OF_DEVICE:
         given = arguments(node, *names)
     elif name in _GENERIC:
@@ -79,15 +76,6 @@ def _is_strange(name: str, facts: Facts) -> bool:
     is_own = not first or first in ("accelcore", "apex") or first in facts.known.modules
     known = name in OF_DEVICE or name in _GENERIC or is_own
     return not known and _STRANGE.fullmatch(made) is not None and "autocast" in facts.code
-
-
-def _with_device(node: cst.Call, facts: Facts) -> Rewrite:
-    """Keep `**options` of torch's own scaler, and give it the device."""
-    func = cst.parse_expression(f"{facts.torch}.amp.GradScaler")
-    device = cst.Arg(cst.parse_expression(facts.place.kind(node)), comma=cst.Comma(cst.SimpleWhitespace(""), _SPACE))
-    return Rewrite(
-        lambda updated: updated.with_changes(func=func, args=[device, *updated.args]), [node.func], facts.needs_torch
-    )
 
 
 SCALER = Rule(

@@ -9,7 +9,6 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.rules.statements import called
 from accelcore_lint.port.syntax import text_of
 
@@ -43,24 +42,12 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         and other.args
         and text_of(other.args[0].value) == seed
         and facts.function_of(other) is function
-        and ((_runs_before(facts, other, node) and _is_fresh(facts, other, call)) or _seeds_next(facts, node, other))
+        and _runs_before(facts, other, node)
+        and _is_fresh(facts, other, call)
         for other in facts.seeds
     ):
         return Rewrite(removed, node.body)
-    if fixed and _is_repeated(facts, node, seed) and not (found[0] == "manual_seed_all" and _has_several(facts, node)):
-        return Rewrite(removed, node.body)
     return _seeded_alone(facts, node, call, found[0])
-
-
-def _is_repeated(facts: Facts, node: cst.SimpleStatementLine, seed: str) -> bool:
-    """Return whether the line before gives the device the same seed, as `manual_seed` does before `manual_seed_all`."""
-    block = facts.parent(node)
-    lines = list(block.body) if isinstance(block, (cst.IndentedBlock, cst.Module)) else []
-    before = lines[lines.index(node) - 1] if node in lines[1:] else None
-    found = called(before, facts) if isinstance(before, cst.SimpleStatementLine) else None
-    return (
-        found is not None and found[0].startswith("manual_seed") and [text_of(arg) for arg in found[1].args] == [seed]
-    )
 
 
 def _has_several(facts: Facts, node: cst.CSTNode) -> bool:
@@ -94,14 +81,6 @@ def _of_device(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, func
     return Rewrite(build, [call.func], facts.needs_torch)
 
 
-def _decide_state(node: cst.Call, facts: Facts) -> Rewrite | None:
-    """Read the state of the device's generator where there is a device."""
-    if facts.name(node.func) != "torch.cuda.get_rng_state" or node.args or not facts.guards(node):
-        return None
-    of = "" if facts.level is Level.TORCH else facts.place.device(node)
-    return whole(node, f"{facts.torch}.get_device_module({of}).get_rng_state()", facts.needs_torch)
-
-
 def _runs_before(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
     """Return whether the block of another call is one of the blocks around a node."""
     blocks = [outer for outer in facts.parents(other) if isinstance(outer, (cst.IndentedBlock, cst.Module))]
@@ -115,23 +94,6 @@ def _is_fresh(facts: Facts, other: cst.CSTNode, call: cst.CSTNode) -> bool:
     return first <= last and all(_HARMLESS.match(line) for line in between)
 
 
-def _seeds_next(facts: Facts, node: cst.SimpleStatementLine, other: cst.Call) -> bool:
-    """Return whether a later call is in the same block, with nothing but seeds and settings of cuDNN in between."""
-    block = facts.parent(node)
-    lines = list(block.body) if isinstance(block, (cst.IndentedBlock, cst.Module)) else []
-    for line in lines[lines.index(node) + 1 :] if node in lines else ():
-        if not re.match(r"[\w.]*(seed(_all)?\(|cudnn\.\w+ = )", text_of(line.with_changes(leading_lines=[]))):
-            return False
-        if other in list(_calls_of(line)):
-            return True
-    return False
-
-
-def _calls_of(line: cst.BaseStatement | cst.BaseSmallStatement) -> list[cst.CSTNode]:
-    parts = line.body if isinstance(line, cst.SimpleStatementLine) else ()
-    return [part.value for part in parts if isinstance(part, cst.Expr)]
-
-
 SEEDS = Rule(
     "seed",
     "seeds of the device",
@@ -143,25 +105,6 @@ SEEDS = Rule(
             Level.ROLES,
             "torch.cuda.manual_seed(config.seed)",
             'if accel.device.type != "cpu":\n    torch.get_device_module(accel.device).manual_seed(config.seed)',
-        ),
-        Example(
-            Level.TORCH,
-            "torch.cuda.manual_seed_all(seed)\nnumpy.random.seed(seed)\ntorch.manual_seed(seed)",
-            "numpy.random.seed(seed)\ntorch.manual_seed(seed)",
-        ),
-    ),
-)
-
-STATES = Rule(
-    "random state",
-    "the state of the device's generator, where there is a device",
-    (cst.Call,),
-    _decide_state,
-    (
-        Example(
-            Level.ROLES,
-            "if torch.cuda.is_available():\n    state = torch.cuda.get_rng_state()",
-            'if accel.device.type != "cpu":\n    state = torch.get_device_module(accel.device).get_rng_state()',
         ),
     ),
 )

@@ -17,7 +17,7 @@ from accelcore_lint.port.vendors import DEVICES
 _MODULES = {"torch.cuda", "torch.cuda.memory", "torch.cuda.random"}
 _RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
 _VENDORS = re.compile(rf"torch\.({'|'.join(DEVICES)})\b|[\"']({'|'.join(DEVICES)})(:|[\"'])")
-_CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated", "ipc_collect")
+_CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated")
 
 
 def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] | None:
@@ -33,24 +33,16 @@ def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] 
 
 
 def _waits_for_stream(call: cst.Call, facts: Facts) -> bool:
-    """Return whether a call is `torch.npu.current_stream().synchronize()`, also by a name for the stream."""
+    """Return whether a call is `torch.npu.current_stream().synchronize()`."""
     func = call.func
     if not isinstance(func, cst.Attribute) or func.attr.value != "synchronize" or call.args:
         return False
-    return is_current_stream(func.value, facts) or _is_only_waited_for(func.value, facts)
+    return is_current_stream(func.value, facts)
 
 
 def is_current_stream(node: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether an expression is a call of `torch.cuda.current_stream()`."""
     return isinstance(node, cst.Call) and not node.args and facts.name(node.func) == "torch.cuda.current_stream"
-
-
-def _is_only_waited_for(name: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether a name is the current stream wherever it is assigned, and is only used to wait for it."""
-    values = facts.values(name)
-    waits = sum(text_of(call.func) == f"{text_of(name)}.synchronize" for call in facts.calls)
-    known = bool(values) and all(is_current_stream(value, facts) for value in values)
-    return known and isinstance(name, cst.Name) and facts.uses[name.value] == len(values) + waits
 
 
 def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrite:
@@ -70,22 +62,14 @@ def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrit
 
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
-    made = node.body[0] if len(node.body) == 1 else None
-    if isinstance(made, cst.Assign) and is_current_stream(made.value, facts):
-        only = len(made.targets) == 1 and _is_only_waited_for(made.targets[0].target, facts)
-        return Rewrite(removed, node.body) if only else None
     found = called(node, facts)
     if found is None or found[0] not in _CALLS:
         return None
     name, call = found
     module = f"{facts.torch}.accelerator"
     device = argument(call, "device", 0)
-    if isinstance(device, cst.Call) and device.args and index_of(device.args[0].value)[0]:
-        device = argument(device, "index", 1) or device.args[0].value  # of `torch.device("cuda", 1)`
     if len(call.args) > 1 or (device is not None and index_of(device) == (False, None) and _is_vendors(device)):
         return Left(f"arguments of {name} that are not known")
-    if name == "ipc_collect":
-        return Left("ipc_collect: other devices have nothing like it")
     named, index = index_of(device) if device is not None else (True, None)
     own = named or device is None or facts.is_local_rank(device) or text_of(device) == "0"
     if facts.level is not Level.TORCH:
@@ -129,11 +113,6 @@ def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0"
     if facts.level is not Level.TORCH and function == "synchronize" and own and len(node.args) < 2:
         return whole(node, f"{facts.place.backend(node)}.runtime.synchronize()")
-    if function == "empty_cache" and not node.args:
-        source = f"{facts.torch}.accelerator.empty_cache()"
-        if not facts.guards(node):
-            source = f"({source} if {facts.torch}.accelerator.is_available() else None)"
-        return whole(node, source, facts.needs_torch)
     return Left(f"{function} in the middle of a line: give it a line of its own", node.children)
 
 
@@ -168,11 +147,7 @@ ALONE = Rule(
             "if torch.accelerator.is_available():\n    torch.accelerator.set_device_index(rank)",
         ),
         Example(Level.ROLES, "torch.cuda.set_device(local_rank)\nprint(local_rank)", "print(local_rank)"),
-        Example(
-            Level.ROLES,
-            "stream = torch.npu.current_stream()\nstream.synchronize()",
-            "accel.runtime.synchronize()",
-        ),
+        Example(Level.ROLES, "torch.npu.current_stream().synchronize()", "accel.runtime.synchronize()"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Streams on which a script copies its next batch, and events that measure times: `torch.Stream`, `torch.Event`."""
+"""Streams on which a script copies its next batch: `torch.Stream`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from accelcore_lint.port.syntax import text_of
 
 _MADE = {"torch.cuda.Stream", "torch.cuda.streams.Stream"}
 _USED = {"torch.cuda.stream", "torch.cuda.current_stream"}
-_EVENTS = {"torch.cuda.Event", "torch.cuda.streams.Event"}
 _NAMED = m.Name() | m.Attribute(value=m.Name(), attr=m.Name())
 _ASSIGNED = m.Assign(targets=[m.AssignTarget(target=_NAMED)])
 _WITH = m.With(items=[m.WithItem(item=m.Call(args=[m.Arg(value=_NAMED, star="")]), asname=None)])
@@ -49,44 +48,6 @@ def _decide(node: cst.Call | cst.With | cst.SimpleStatementLine, facts: Facts) -
         return cst.If(cst.parse_expression(test), cst.IndentedBlock([inner]), leading_lines=updated.leading_lines)
 
     return Rewrite(build, line.body, facts.needs_torch)
-
-
-def _decide_event(node: cst.Call, facts: Facts) -> Rewrite | None:
-    """Make an event of the device if the file only records its events and asks them for times, as all devices do."""
-    if facts.name(node.func) not in _EVENTS:
-        return None
-    made = [call for call in facts.calls if facts.name(call.func) in _EVENTS]
-    names = {name for call in made if (name := _event_name(call, facts)) is not None}
-    code = re.sub(r"#.*", "", facts.code)
-    compared = {name for pair in re.findall(r"([\w.]+)\.elapsed_time\(([^()]*)\)", code) for name in pair}
-    if compared - names or not all(_event_name(call, facts) for call in made):
-        return None
-    return whole(node, f"{facts.torch}.Event({facts.place.device(node)}, enable_timing=True)", facts.needs_torch)
-
-
-def _event_name(call: cst.Call, facts: Facts) -> str | None:
-    """Return the name to which an event is assigned, if that only holds events that are recorded and compared."""
-    if [text_of(arg) for arg in call.args] != ["enable_timing=True"]:
-        return None
-    names = [name for name, values in facts.assigned.items() if any(value is call for value in values)]
-    if len(names) != 1 or not names[0].isidentifier() or (facts.is_library and facts.function_of(call) is None):
-        return None
-    (name,) = names
-    function = _scope_of(call, facts)
-    code = re.sub(r"#.*", "", cst.Module([]).code_for_node(function))
-    if isinstance(function, cst.ClassDef) or re.search(rf"\b(global|nonlocal)\b[^\n]*\b{name}\b", facts.code):
-        return None
-    values = [value for value in facts.assigned[name] if _scope_of(value, facts) is function]
-    events = sum(isinstance(value, cst.Call) and facts.name(value.func) in _EVENTS for value in values)
-    uses = rf"(?<![\w.]){name}\.(record\(\)|synchronize\(\)|query\(\)|elapsed_time\()|\.elapsed_time\({name}\)"
-    known = events + len(re.findall(uses, code))
-    return name if events == len(values) and facts.count(name, function) == known else None
-
-
-def _scope_of(node: cst.CSTNode, facts: Facts) -> cst.CSTNode:
-    """Return the innermost function or class around a node, or the module: what it assigns is a name there."""
-    scopes = (cst.FunctionDef, cst.ClassDef)
-    return next((outer for outer in facts.parents(node) if isinstance(outer, scopes)), facts.module)
 
 
 def _has_stream(node: cst.CSTNode, facts: Facts) -> str:
@@ -165,20 +126,6 @@ STREAMS = Rule(
             'side = torch.Stream(accel.device) if accel.device.type != "cpu" else None\n'
             "with side or contextlib.nullcontext():\n    x = y.to(accel.device, non_blocking=True)\n"
             "if side is not None:\n    torch.accelerator.current_stream().wait_stream(side)",
-        ),
-    ),
-)
-
-EVENTS = Rule(
-    "event",
-    "events that a script only records and asks for times",
-    (cst.Call,),
-    _decide_event,
-    (
-        Example(
-            Level.ROLES,
-            "start = torch.cuda.Event(enable_timing=True)\nstart.record()",
-            "start = torch.Event(accel.device, enable_timing=True)\nstart.record()",
         ),
     ),
 )

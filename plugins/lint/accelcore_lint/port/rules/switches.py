@@ -29,7 +29,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
         return None
     target = assign.targets[0].target
     name, value = facts.name(target) or "", text_of(assign.value)
-    if _DEFAULTS.get(name) == value and _takes_nothing_back(node, target, name, facts):
+    if _DEFAULTS.get(name) == value and _takes_nothing_back(target, name, facts):
         return Rewrite(removed, node.body)
     if name != _TF32:
         return _by_full_name(node, target, name, facts)
@@ -40,36 +40,19 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
     return Rewrite(lambda updated: updated.with_changes(body=[new]), node.body, facts.needs_torch)
 
 
-def _takes_nothing_back(node: cst.CSTNode, target: cst.BaseExpression, name: str, facts: Facts) -> bool:
+def _takes_nothing_back(target: cst.BaseExpression, name: str, facts: Facts) -> bool:
     """Return whether no other line of the program has set something else before, so that torch's default holds."""
     default, key = _DEFAULTS[name], name.removeprefix(_CUDNN)
     if _OTHERWISE.search(facts.code):
         return False
     beside = [given for setting, given in facts.known.settings if setting == key]
     here = [
-        value
+        text_of(value)
         for text, values in facts.assigned.items()
         if text == text_of(target) or text.endswith(f"cudnn.{key}")
         for value in values
-        if text_of(value) != default
     ]
-    once = not here or _runs_once(node, facts)
-    return once and all(given == default for given in beside) and all(_excludes(value, node, facts) for value in here)
-
-
-def _runs_once(node: cst.CSTNode, facts: Facts) -> bool:
-    around = list(facts.parents(node))
-    functions = [outer for outer in around if isinstance(outer, cst.FunctionDef)]
-    loops = [outer for outer in around if isinstance(outer, (cst.For, cst.While))]
-    once = all(facts.is_called_once(each) and facts.uses[each.name.value] == 1 for each in functions)
-    return once and not loops and not (functions and facts.known.imported)
-
-
-def _excludes(one: cst.CSTNode, other: cst.CSTNode, facts: Facts) -> bool:
-    """Return whether two lines are in different branches of an `if`."""
-    around, others = list(facts.parents(one)), list(facts.parents(other))
-    branches = [(outer.body, outer.orelse) for outer in around if isinstance(outer, cst.If)]
-    return any((a in around and b in others) or (b in around and a in others) for a, b in branches)
+    return all(given == default for given in (*here, *beside))
 
 
 def _by_full_name(node: cst.SimpleStatementLine, target: cst.BaseExpression, name: str, facts: Facts) -> Rewrite | None:

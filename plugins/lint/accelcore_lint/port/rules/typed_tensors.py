@@ -102,31 +102,9 @@ def _decide_choice(node: cst.IfExp, facts: Facts) -> Rewrite | None:
     assign = facts.parent(node)
     if not isinstance(assign, cst.Assign):
         return None
-    if _is_dtype(assign.targets[0].target, facts):
-        return whole(node, _dtype_of(node, facts), facts.needs_torch)
     if _of_name(assign.targets[0].target, facts) is None:
         return None
     return whole(node, f"{facts.torch}.{_kind_of(node, facts)}")
-
-
-def _dtype_of(choice: cst.BaseExpression, facts: Facts) -> str:
-    """Return the source of the dtype of a type of one device, or of a choice between several."""
-    if isinstance(choice, cst.IfExp):
-        body, other = (_dtype_of(each, facts) for each in (choice.body, choice.orelse))
-        return f"{body} if {text_of(choice.test)} else {other}" if body and other else ""
-    kind = _OF_DEVICE.get(facts.name(choice) or "")
-    return f"{facts.torch}.{DTYPES[kind]}" if kind else ""
-
-
-def _is_dtype(name: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether a name only has types of one device, and is only used to convert to them by `x.type(name)`."""
-    values = facts.values(name) if isinstance(name, cst.Name) else []
-    plain = [cst.ensure_type(value, cst.IfExp).test for value in values if isinstance(value, cst.IfExp)]
-    asked = any(isinstance(test, cst.IfExp) or facts.name(test) is not None for test in plain)
-    if not values or len(plain) != len(values) or asked or not all(_dtype_of(value, facts) for value in values):
-        return False
-    uses = [call for call in facts.calls if _converts(call) and text_of(call.args[0].value) == text_of(name)]
-    return facts.uses[text_of(name)] == len(values) + len(uses)
 
 
 def _converts(call: cst.Call) -> bool:
@@ -137,10 +115,9 @@ def _decide_type(node: cst.Call, facts: Facts) -> Rewrite | None:
     (given,) = node.args
     named = _of_name(given.value, facts)
     kind = _OF_DEVICE.get(facts.name(given.value) or "") or (named and named[0])
-    is_dtype = kind is None and _is_dtype(given.value, facts)
-    if given.keyword is not None or given.star or not (kind or is_dtype):
+    if given.keyword is not None or given.star or not kind:
         return None
-    sources = (_device(node, given.value, facts), f"{facts.torch}.{DTYPES[kind]}" if kind else text_of(given.value))
+    sources = (_device(node, given.value, facts), f"{facts.torch}.{DTYPES[kind]}")
     args = [cst.Arg(cst.parse_expression(source)) for source in sources]
     func = cst.ensure_type(node.func, cst.Attribute)
 
