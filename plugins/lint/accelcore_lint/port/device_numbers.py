@@ -1,4 +1,4 @@
-"""Numbers by which a script chooses its devices, and which of them is the one that accelcore selects."""
+"""Numbers in a file: ranks, whole numbers, and those by which it chooses its devices."""
 
 from __future__ import annotations
 
@@ -8,19 +8,130 @@ from functools import cached_property
 import libcst as cst
 
 from accelcore_lint.port.indexes import index_of, is_device_name
-from accelcore_lint.port.ranks import Ranks
+from accelcore_lint.port.options import Options
 from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.vendors import DEVICES
 
-_INDEXED = re.compile(
-    r"\.(?:cuda|npu)\((?:device=)?(\w+\.\w+)[,)]|device\([\"'](?:cuda|npu)[\"'], *(?:index=)?(\w+\.\w+)\)"
-    r"|[\"'](?:cuda|npu):\{(\w+\.\w+)(?:![rsa])?(?::d)?\}[\"']|[\"'](?:cuda|npu):[\"'] *\+ *str\((\w+\.\w+)\)"
-    r"|[\"'](?:cuda|npu):%d[\"'] *% *\(?(\w+\.\w+)\b|[\"'](?:cuda|npu):\{(?::d)?\}[\"']\.format\((\w+\.\w+)\)"
+_VARIABLE = r"(?:LOCAL_RANK|SLURM_LOCALID|OMPI_COMM_WORLD_LOCAL_RANK|MV2_COMM_WORLD_LOCAL_RANK)"
+_LOCAL_RANK = re.compile(
+    r"(\w+\.)?_?(local_?rank|LOCAL_RANK)"
+    rf"|int\(os\.environ\[.{_VARIABLE}.\]\)|int\(os\.(getenv|environ\.get)\(.{_VARIABLE}.[^)]*\)\)"
 )
+_RANK_PER_HOST = re.compile(r"[\w.()\[\]\"' ]*rank[\w.()\[\]\"']* ?% ?([\w.]*device_count\(\)|\w*(gpus|devices)\w*)")
+_NUMBERS = (".get_rank", ".device_count", ".current_device")
+"""Functions of torch that return a whole number."""
+
+_RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
 
 
-class DeviceNumbers(Ranks):
-    """A file with the numbers by which it chooses devices."""
+class DeviceNumbers(Tree):
+    """A file with its ranks, its options, and the numbers of its devices."""
+
+    @cached_property
+    def options(self) -> Options:
+        """Return the options of the script's command line."""
+        return Options(self)
+
+    def is_local_rank(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number is this rank's on its host."""
+        return self._is_local_rank(text_of(node), node, ())
+
+    def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
+        if _LOCAL_RANK.fullmatch(text):
+            return True
+        if _RANK_PER_HOST.fullmatch(text):
+            rank = node.left if isinstance(node, cst.BinaryOperation) else node
+            return self._is_launchers(rank, ())
+        function = self.function_of(node)
+        if function is not None and self.spawned.get(function.name.value) == text:
+            return text not in self.assigned
+        values = [*self.assigned.get(text, []), *self._passed(text, node)]
+        if not values or text in seen:
+            return False
+        # None and 0 are the devices of a script that no launcher started: the one that accelcore chooses.
+        ranks = [value for value in values if text_of(value) not in ("None", "0")]
+        return bool(ranks) and all(self._is_local_rank(text_of(value), value, (*seen, text)) for value in ranks)
+
+    def _is_launchers(self, rank: cst.CSTNode, seen: tuple[str, ...]) -> bool:
+        """Return whether a rank is the launcher's or of a process that the script starts, and no option of its own."""
+        text = text_of(rank)
+        function = self.function_of(rank)
+        if _RANK.search(text) or (function is not None and self.spawned.get(function.name.value) == text):
+            return True
+        values = [*self.assigned.get(text, []), *self._passed(text, rank)] if text not in seen else []
+        return bool(values) and all(self._is_launchers(value, (*seen, text)) for value in values)
+
+    def _passed(self, text: str, node: cst.CSTNode) -> list[cst.BaseExpression]:
+        """Return what the file's calls pass for a parameter of the function, or of the constructor, around a node.
+
+        Nothing if one of the calls, or another use of the function, may pass something else.
+        """
+        function = next((outer for outer in self.parents(node) if isinstance(outer, cst.FunctionDef)), None)
+        if function is None:
+            return []
+        names = [param.name.value for param in function.params.params]
+        if text not in names or isinstance(function.params.star_arg, cst.Param) or function.decorators:
+            return []
+        owner = next((outer for outer in self.parents(function) if not isinstance(outer, cst.IndentedBlock)), None)
+        if isinstance(owner, cst.ClassDef) and function.name.value == "__init__":
+            called, names = owner.name.value, names[1:]
+        elif isinstance(owner, cst.Module):
+            called = function.name.value
+        else:
+            return []
+        calls = [call for call in self.calls if text_of(call.func) == called]
+        given = [argument(call, text, names.index(text)) for call in calls]
+        if self.uses[called] != len(calls) or any(value is None for value in given):
+            return []
+        return [value for value in given if value is not None]
+
+    def is_whole(self, node: cst.BaseExpression) -> bool:
+        """Return whether an expression is certainly a whole number."""
+        return self._is_whole(node, ())
+
+    def _is_whole(self, node: cst.BaseExpression, seen: tuple[str, ...]) -> bool:
+        if isinstance(node, cst.Integer):
+            return True
+        text = text_of(node)
+        if isinstance(node, cst.Call):
+            return text_of(node.func) == "int" or (self.name(node.func) or "").endswith(_NUMBERS)
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, (cst.Add, cst.Modulo, cst.Multiply)):
+            return self._is_whole(node.left, seen) and self._is_whole(node.right, seen)
+        formatted = self.parent(node)
+        if isinstance(formatted, cst.BinaryOperation) and re.fullmatch(
+            r"[\"'][a-z]+:%[di][\"']", text_of(formatted.left)
+        ):
+            return True  # which Python refuses for a text
+        function = self.function_of(node)
+        if function is not None and self.spawned.get(function.name.value) == text:
+            return True
+        if isinstance(node, cst.Attribute) and node.attr.value in self.options.wholes:
+            return all(
+                self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
+            )
+        if self._is_counted(node, text):
+            return True
+        values = self.assigned.get(text, [])
+        if not values:  # what a caller gives, or None, which is no index
+            around = self.code if isinstance(node, cst.Attribute) else text_of(self.function_of(node) or self.module)
+            numbers = rf"(?<![\w.]){re.escape(text)} *([=!]=|[<>]=?) *\d"
+            return isinstance(node, (cst.Name, cst.Attribute)) and re.search(numbers, around) is not None
+        return text not in seen and all(self._is_whole(value, (*seen, text)) for value in values)
+
+    def _is_counted(self, node: cst.CSTNode, text: str) -> bool:
+        """Return whether a name is the variable of a loop around it, over `range(...)`."""
+        for outer in self.parents(node):
+            loop: cst.For | cst.CompFor | None = outer if isinstance(outer, cst.For) else getattr(outer, "for_in", None)
+            while loop is not None:
+                if text_of(loop.target) == text:
+                    return isinstance(loop.iter, cst.Call) and text_of(loop.iter.func) == "range"
+                loop = loop.inner_for_in if isinstance(loop, cst.CompFor) else None
+        return False
+
+    def values(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+        """Return what the file assigns to a name."""
+        return self.assigned.get(text_of(node), []) if isinstance(node, (cst.Name, cst.Attribute)) else []
 
     @cached_property
     def made_indexes(self) -> list[cst.BaseExpression | None]:
@@ -77,11 +188,6 @@ class DeviceNumbers(Ranks):
         """Return whether the script may use several devices in one process, by numbers that it gives them."""
         numbers = {number for node, number in self.numbered.items() if self.in_default(node) is None}
         return bool(numbers - {"0"}) or any(map(self._is_other, self.moved_to))
-
-    @cached_property
-    def _indexing(self) -> set[str]:
-        """Return the attributes by which the script numbers devices, such as `args.gpu`."""
-        return {next(filter(None, match.groups())) for match in _INDEXED.finditer(self.code)}
 
     def chooses_by(self, index: cst.BaseExpression) -> bool:
         """Return whether the script chooses a device by this expression, apart from DistributedDataParallel's."""

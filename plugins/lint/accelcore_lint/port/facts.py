@@ -50,14 +50,10 @@ class Facts(DeviceNumbers):
             and not (_DEVICE.search(text_of(index)) and index in self.made_current)
             and not self.is_local_rank(index)
         ]
-        launched = any(re.search(r"\b(horovod|byteps)\b", text_of(node)) for node in self.imports)
-        elsewhere = "rank" in self.options.names or launched or self._is_set_up_elsewhere
-        # The number of an option may be another device than the one that accelcore selects.
-        numbered = {name for name in self._indexing if name.partition(".")[2] in self.options.names}
-        numbered = {name for name in numbered if "local_rank" not in name and not self.spawns}
+        elsewhere = "rank" in self.options.names or self._is_set_up_elsewhere
         several = self.has_several and not (self.spawns or self.backends)
         return (
-            bool(unknown or numbered or several)
+            bool(unknown or several)
             or any(text_of(arg.value) != "0" for call in contexts for arg in call.args[:1])
             or self.engine is not None
             or (not self.spawns and elsewhere)

@@ -22,23 +22,21 @@ _MAKES_UP = re.compile(r"__getattr|__dict__|\bsetattr\(")
 
 def own_moves(texts: Collection[str]) -> frozenset[str]:
     """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects."""
-    if not any(map(_MOVES.search, texts)):
-        return frozenset()
     found: set[str] = set()
-    from_: list[tuple[str, str]] = []  # a name, and another that makes its objects, or is its base
-    for text in texts:
-        classes = list(_CLASS.finditer(text))
-        ends = [*(following.start() for following in classes[1:]), len(text)]
-        for made, end in zip(classes, ends, strict=False):
-            from_ += [(made[1], base) for base in re.findall(r"\w+", made[2] or "")]
-            if _MOVES.search(text, made.end(), end):
-                found.add(made[1])
-        from_ += _holders(text)
-    grown = -1
-    while grown != len(found):
-        grown = len(found)
-        found |= {name for name, source in from_ if source in found}
-    return frozenset(found)
+    edges: list[tuple[str, str]] = []  # a name, and another that makes its objects, or is its base
+    for text in texts if any(map(_MOVES.search, texts)) else ():
+        for name, bases, body in _classes(text):
+            edges += [(name, base) for base in bases]
+            found |= {name} if _MOVES.search(body) else set()
+        edges += _holders(text)
+    return frozenset(_grown(found, edges))
+
+
+def _grown(found: set[str], edges: list[tuple[str, str]]) -> set[str]:
+    """Return names with all that edges lead to, from the second name of one to its first."""
+    while new := {name for name, source in edges if source in found} - found:
+        found = found | new
+    return found
 
 
 def has_strange_moves(text: str) -> bool:
@@ -75,13 +73,13 @@ def own_members(texts: Collection[str]) -> frozenset[str] | None:
     for text in texts if any(map(_MOVES.search, texts)) else ():
         for name, bases, body in _classes(text):
             bodies[name].append((body, bases))
-    strange = {name: [body for body, bases in made if not _is_module(bases)] for name, made in bodies.items()}
-    names = {name for name, found in strange.items() if any(map(_MOVES.search, found))}
-    grown = -1
-    while grown != len(names):
-        grown = len(names)
-        below = {name for name, made in bodies.items() if any(set(bases) & names for _, bases in made)}
-        names |= below | {base for name in names for _, bases in bodies[name] for base in bases if base in bodies}
+    names = {
+        name
+        for name, made in bodies.items()
+        if any(_MOVES.search(body) and not _is_module(bases) for body, bases in made)
+    }
+    pairs = [(name, base) for name, made in bodies.items() for _, bases in made for base in bases if base in bodies]
+    names = _grown(names, pairs + [(base, name) for name, base in pairs])
     made = [each for name in names for each in bodies[name]]
     known = all(base in bodies or base in _PLAIN_BASES for _, bases in made for base in bases)
     if not known or any(_MAKES_UP.search(body) for body, _ in made):

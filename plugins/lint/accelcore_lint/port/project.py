@@ -18,7 +18,6 @@ from accelcore_lint.port.own_classes import (
     takes_arguments,
     torch_modules,
 )
-from accelcore_lint.port.programs import settings_beside
 from accelcore_lint.port.uses import drives_apex, functions_with, uses_in
 from accelcore_lint.port.vendors import DEVICES
 
@@ -39,6 +38,11 @@ _REPLACES = re.compile(
     rf"\b(?:patch|setattr)\(\s*[\"'](torch\.(?:{'|'.join(DEVICES)})\.[\w.]+)[\"']"
     rf"|\b(?:patch\.object|setattr)\(\s*(torch\.(?:{'|'.join(DEVICES)})(?:\.\w+)*),\s*[\"'](\w+)[\"']"
 )
+_SETTING = re.compile(
+    r"\bcudnn(?:\.|[ \t]*,[ \t]*[\"'])(\w+)(?=[^=\n#;]*=(?!=)[ \t]*([^\n#;]*)|[\"'][ \t]*,[ \t]*([^\n)#;]*))"
+)
+"""`cudnn.benchmark = value`, also one of several targets, and `setattr(cudnn, "benchmark", value)`."""
+
 _WORD = re.compile(r"\w+")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _TESTS = re.compile(r"(?m)^(?:async )?def test_|^class Test\w*:|^class \w+\((?:\w+\.)*TestCase\)")
@@ -64,7 +68,7 @@ class Known:
         moves_take: whether such a `cuda()` takes arguments.
         moves_return: whether such a `cuda()` may return something: what uses the value of one that does not is torch's.
         names_others: whether a file speaks of accelerators beside those that a port starts from, such as `"mps"`.
-        settings: settings of cuDNN in the other files of its programs, such as `("benchmark", "True")`.
+        settings: settings of cuDNN in the project, such as `("benchmark", "True")`.
         taken: names that other files may take from it, as by `from module import name`.
         modules: the project's own modules and packages, by the first part of their names.
         replaced: a vendor's functions of torch that a test replaces by their names.
@@ -97,21 +101,19 @@ class Project:
     Attributes:
         taken: the files that another one imports, with the names that those may take from it.
         steered: the files that import one that may choose the device.
-        settings: what a file's programs set of cuDNN, for the files that set something themselves.
         tests: the files that a runner of tests imports.
         all: what is the same for all files.
     """
 
     taken: Mapping[Path, frozenset[str]]
     steered: frozenset[Path]
-    settings: Mapping[Path, frozenset[tuple[str, str]]]
     tests: frozenset[Path]
     all: Known
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
         path = path.resolve()
-        known = replace(self.all, steered=path in self.steered, settings=self.settings.get(path, frozenset()))
+        known = replace(self.all, steered=path in self.steered)
         names = self.taken.get(path, frozenset() if path in self.tests else None)
         return known if names is None else replace(known, imported=True, taken=names)
 
@@ -142,6 +144,9 @@ def read_project(paths: Iterable[Path]) -> Project:
         moves_take=any(map(takes_arguments, texts.values())),
         moves_return=any(map(returns_something, texts.values())),
         names_others=any(map(OTHERS.search, texts.values())),
+        settings=frozenset(
+            (key, (one or other).strip()) for text in texts.values() for key, one, other in _SETTING.findall(text)
+        ),
         modules=frozenset(modules),
         replaced=frozenset(name for text in texts.values() for name in _replaced(text)),
         hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
@@ -151,7 +156,6 @@ def read_project(paths: Iterable[Path]) -> Project:
     return Project(
         {path: frozenset(names) for path, names in taken.items()},
         _users(_choosing(texts), imports),
-        settings_beside(given, texts),
         frozenset(path for path in given if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])),
         known,
     )

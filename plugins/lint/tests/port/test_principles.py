@@ -171,11 +171,6 @@ def test_a_setting_is_kept_that_takes_back_what_another_file_sets(tmp_path):
     for other in ("cudnn.enabled, cudnn.benchmark = True, True", 'setattr(cudnn, "benchmark", True)'):
         paths[1].write_text(main.format("False") + other + "\n")
         assert "benchmark" in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
-    paths[1].write_text(main.format("True").replace("import seeds", "import seedling"))
-    assert "benchmark" not in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
-    paths[1].write_text(main.format("True").replace("import seeds", "importlib.import_module(name)"))
-    written(tmp_path / "project", {"all.py": "import main, seeds\n"})
-    assert "benchmark" in port_source(seeds, Level.ROLES, read_project(paths).known(paths[0])).source
 
 
 def test_a_setting_is_kept_that_takes_back_another_one_of_its_file():
