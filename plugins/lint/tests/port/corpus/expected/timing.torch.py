@@ -24,6 +24,7 @@ for _ in range(3):
 peak = (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0) / 2**20
 print("peak", peak >= 0)
 if peak > 1e9:
-    start_event = torch.Event(device, enable_timing=True)
+    # TODO(accelcore): events are each device's own; torch.Event(device) where the device has them
+    start_event = torch.cuda.Event(enable_timing=True)
     # TODO(accelcore): streams are each device's own; accel.runtime.side_stream() is for simple cases
     stream = torch.cuda.Stream()
