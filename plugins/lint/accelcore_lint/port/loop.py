@@ -41,9 +41,8 @@ class Loop:
         model, optimizer, loss: names.
         data: name of what the loop reads; "" if the loop stays as it is.
         backward: the line that calls backward.
-        update: the line that steps the optimizer, or the `if` around it.
+        update: the line that steps the optimizer.
         gone: lines that the trainer does itself.
-        division: the line that divides the loss by the number of micro-batches; it stays, after backward.
         contexts: autocast contexts around the forward pass.
         options: further arguments of the trainer, as source.
     """
@@ -57,7 +56,6 @@ class Loop:
     backward: cst.CSTNode
     update: cst.CSTNode
     gone: list[cst.CSTNode]
-    division: cst.CSTNode | None = None
     contexts: list[cst.With] = field(default_factory=list)
     options: dict[str, str] = field(default_factory=dict)
 
@@ -126,14 +124,13 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
     if len([name for name in others if "lr_scheduler" not in made[name]]) != 1:
         raise NotCanonicalError("there are several optimizers")
     _check_devices(block, accel, source)
-    data = _data(loop, made, accumulates=bool(steps.every))
+    data = _data(loop, made)
     if steps.jumps:
         _check_jumps(loop, steps, model)
         data = ""  # what a loop leaves before its end is read as before
     if steps.zeroed not in (optimizer, model):
         raise NotCanonicalError("gradients are not cleared in it, or of something else")
     found = Loop(loop, anchor, model, optimizer, steps.loss, data, steps.backward, steps.update, steps.gone)
-    found.division = steps.division
     found.contexts = steps.contexts
     if not re.search(rf"\b{model}\(", text):
         raise NotCanonicalError(f"{model} is not called in it")
@@ -147,8 +144,6 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
 
 def _check_jumps(loop: cst.For, steps: _Steps, model: str) -> None:
     """Raise if `break`, `continue` or `return` may leave a pass after its forward pass and before the update."""
-    if steps.every:
-        raise NotCanonicalError("it accumulates, and may leave a window open")
     called = False
     for line in lines_of(loop.body):
         called = called or re.search(rf"\b{model}\(", text_of(line)) is not None
@@ -217,16 +212,12 @@ def source_of(loop: cst.For) -> cst.BaseExpression:
     return source
 
 
-def _data(loop: cst.For, made: dict[str, str], *, accumulates: bool) -> str:
+def _data(loop: cst.For, made: dict[str, str]) -> str:
     """Return the name of the DataLoader or list that a loop reads; "" if it may read something else."""
     if loop.orelse is not None or loop.asynchronous is not None:
         raise NotCanonicalError("it has an else")
     name = text_of(source_of(loop))
-    if re.match(r"[\w.]*DataLoader\(|\[", made.get(name, "")):
-        return name
-    if accumulates:
-        raise NotCanonicalError(f"it accumulates, and {name} is not a DataLoader or a list that the function makes")
-    return ""
+    return name if re.match(r"[\w.]*DataLoader\(|\[", made.get(name, "")) else ""
 
 
 class _Steps:
@@ -235,35 +226,27 @@ class _Steps:
     def __init__(self, loop: cst.For) -> None:
         self.gone: list[cst.CSTNode] = []
         self.contexts: list[cst.With] = []
-        self.division: cst.CSTNode | None = None
         self.clip: tuple[str, str] | None = None
-        self.scaler = self.scheduler = self.every = self.divisor = ""
+        self.scaler = self.scheduler = ""
         self.loss = self.optimizer = self.zeroed = ""
         self.backward: cst.CSTNode = loop
         self.update: cst.CSTNode = loop
         self.jumps: dict[cst.CSTNode, str] = {}
         self._stage = "forward"
-        self.in_window = self._in_window = self.zeroed_in_window = False
         for line in lines_of(loop.body):
             if m.findall(line, m.Break() | m.Continue() | m.Return()):
                 self.jumps[line] = self._stage
-            self._read(line, loop)
+            self._read(line)
         if not (self.loss and self.optimizer):
             raise NotCanonicalError("backward and step are not both lines of its own body")
-        if self.every != self.divisor:
-            raise NotCanonicalError("it accumulates, and the loss is not divided by the same number")
-        if self.every and not self.zeroed_in_window:
-            raise NotCanonicalError("it accumulates, and clears gradients outside of the update's condition")
 
-    def _read(self, line: cst.BaseStatement, loop: cst.For) -> None:
+    def _read(self, line: cst.BaseStatement) -> None:
         text = text_of(line.with_changes(leading_lines=[])) if isinstance(line, cst.SimpleStatementLine) else ""
         text = re.sub(r"\s+", " ", text.split("  #")[0].strip())
         if isinstance(line, cst.With) and ".autocast(" in text_of(line.items[0].item) and len(line.items) == 1:
             if self._stage != "forward" or ".backward()" in text_of(line):
                 raise NotCanonicalError("autocast is around more than the forward pass")
             self.contexts.append(line)
-        elif isinstance(line, cst.If) and re.search(r"\.step\(", text_of(line)):
-            self._read_condition(line, loop)
         elif isinstance(line, cst.BaseCompoundStatement):
             if re.search(r"\.backward\(|\.zero_grad\(|\.step\(|unscale_|clip_grad", text_of(line)):
                 raise NotCanonicalError("steps of it are under a condition")
@@ -271,22 +254,14 @@ class _Steps:
             self._read_line(text, line)
 
     def _read_line(self, text: str, line: cst.CSTNode) -> None:
-        if match := re.fullmatch(r"(?:(\w+)\.scale\()?\(?(\w+)(?: ?/ ?(\w+))?\)?\)?\.backward\(\)", text):
-            if self._stage != "forward":
-                raise NotCanonicalError("it calls backward twice")
-            self.scaler, self.loss = match[1] or "", match[2]
-            self.divisor = match[3] or self.divisor
-            self.backward, self._stage = line, "backward"
-        elif self._stage == "forward" and (loss := _loss_of(line)) is not None:
+        if self._stage == "forward" and (loss := _loss_of(line)) is not None:
             self.scaler, self.loss = loss
             self.backward, self._stage = line, "backward"
         elif match := re.fullmatch(r"(\w+)\.zero_grad\((?:set_to_none=True)?\)", text):
             if self.zeroed or self._stage == "backward":
                 raise NotCanonicalError("it clears gradients between backward and step, or twice")
-            self.zeroed, self.zeroed_in_window = match[1], self._in_window
+            self.zeroed = match[1]
             self.gone.append(line)
-        elif match := re.fullmatch(r"(\w+) = \1 / (\w+)|(\w+) /= (\w+)", text):
-            self.division, self.divisor = line, match[2] or match[4]
         elif self._stage == "backward" and re.fullmatch(rf"{self.scaler or '!'}\.unscale_\(\w+\)", text):
             self.gone.append(line)
         elif self._stage == "backward" and (match := _CLIPS.fullmatch(text)):
@@ -307,23 +282,10 @@ class _Steps:
                 raise NotCanonicalError("the optimizer is stepped around the scaler")
             self.optimizer, self.update, self._stage = argument or name, line, "step"
         elif self._stage == "step" and not argument and not self.scheduler:
-            self.scheduler, self.in_window = name, self._in_window
+            self.scheduler = name
             self.gone.append(line)
         else:
             raise NotCanonicalError("it steps before backward, or twice")
-
-    def _read_condition(self, line: cst.If, loop: cst.For) -> None:
-        """Read `if (i + 1) % n == 0:` around the update."""
-        counter = loop.target.elements[0].value if isinstance(loop.target, cst.Tuple) else None
-        test = re.fullmatch(r"\((\w+) \+ 1\) % (\w+) == 0", text_of(line.test))
-        if not test or counter is None or text_of(counter) != test[1] or line.orelse is not None:
-            raise NotCanonicalError("the update is under a condition that is not (i + 1) % n == 0")
-        self._in_window = True
-        for inner in lines_of(line.body):
-            self._read(inner, loop)
-            if inner not in self.gone and inner is not self.update:
-                raise NotCanonicalError("there is more than the update under its condition")
-        self.every, self.update, self._in_window = test[2], line, False
 
 
 def _loss_of(line: cst.CSTNode) -> tuple[str, str] | None:
@@ -333,24 +295,19 @@ def _loss_of(line: cst.CSTNode) -> tuple[str, str] | None:
     if not isinstance(call, cst.Call) or call.args or not isinstance(call.func, cst.Attribute):
         return None
     of = call.func.value
-    divided = isinstance(of, cst.BinaryOperation) and isinstance(of.operator, cst.Divide)
-    if call.func.attr.value != "backward" or divided:
-        return None  # a division of it may belong to accumulation
+    if call.func.attr.value != "backward":
+        return None
     if isinstance(of, cst.Call) and len(of.args) == 1 and re.fullmatch(r"(?!self\.)\w+\.scale", text_of(of.func)):
         return text_of(of.func).removesuffix(".scale"), text_of(of.args[0].value)
     return "", text_of(of)
 
 
 def _read_options(found: Loop, steps: _Steps, made: dict[str, str], accel: str, source: str) -> None:
-    if steps.every:
-        found.options["accumulate"] = steps.every
     if steps.clip is not None:
         if steps.clip[0] != found.model:
             raise NotCanonicalError("it clips the gradients of something else")
         found.options["clip_norm"] = steps.clip[1]
     if steps.scheduler:
-        if steps.every and not steps.in_window:
-            raise NotCanonicalError("a schedule that steps within a window")
         if f"({found.optimizer}" not in made.get(steps.scheduler, ""):
             raise NotCanonicalError(f"{steps.scheduler} is not made in the same function")
         found.options["scheduler"] = steps.scheduler

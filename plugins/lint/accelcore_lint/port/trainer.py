@@ -39,8 +39,6 @@ def with_trainers(source: str, original: str) -> tuple[str, list[Note]]:
                     raise NotCanonicalError("the file chooses no device")
                 found.append(recognise(block, loop, anchor, backend[1], source))
                 done = "replaced by a trainer"
-                if "accumulate" in found[-1].options:
-                    done += "; a short last window is updated, which the loop carried over or dropped"
                 if not found[-1].data:
                     done += "; for a job of several ranks, read its data through trainer.batches"
                 notes.append(Note(line, "loop", done))
@@ -99,15 +97,13 @@ class _Replace(cst.CSTTransformer):
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         loop, name = self._loop, self._name
         result: object = super().on_leave(original_node, updated_node)
-        if original_node is loop.division:
-            return removed(cst.ensure_type(updated_node, cst.SimpleStatementLine))
         if any(original_node is each for each in loop.gone):
             return removed(cst.ensure_type(updated_node, cst.SimpleStatementLine))
         if original_node is loop.backward:
             self._inside = False
-            result = self._backward(cst.ensure_type(updated_node, cst.SimpleStatementLine))
+            result = self._called(f"backward({loop.loss})", updated_node)
         elif original_node is loop.update:
-            result = self._update(updated_node)
+            result = self._called("update()", updated_node)
         elif any(original_node is each for each in loop.contexts):
             item = cst.WithItem(cst.parse_expression(f"{name}.autocast()"))
             result = cst.ensure_type(updated_node, cst.With).with_changes(items=[item])
@@ -119,32 +115,8 @@ class _Replace(cst.CSTTransformer):
             result = cst.FlattenSentinel([self._made(), result])  # type: ignore[type-var]
         return result
 
-    def _backward(self, line: cst.SimpleStatementLine) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:
-        call = cst.parse_expression(f"{self._name}.backward({self._loop.loss})")
-        new = line.with_changes(body=[cst.Expr(call)])
-        if self._loop.division is None:
-            return new
-        division = cst.ensure_type(self._loop.division, cst.SimpleStatementLine)
-        bare = cst.TrailingWhitespace()
-        return cst.FlattenSentinel([new, division.with_changes(leading_lines=[], trailing_whitespace=bare)])
-
-    def _update(self, node: cst.CSTNode) -> cst.CSTNode:
-        call = cst.Expr(cst.parse_expression(f"{self._name}.update()"))
-        if isinstance(node, cst.SimpleStatementLine):
-            return node.with_changes(body=[call])
-        condition = cst.ensure_type(node, cst.If)
-        comments = [
-            line
-            for part in (*condition.body.body, condition.body)
-            for line in (*getattr(part, "leading_lines", ()), *getattr(part, "footer", ()))
-            if line.comment
-        ]
-        trailing = [
-            cst.EmptyLine(comment=part.trailing_whitespace.comment)
-            for part in condition.body.body
-            if isinstance(part, cst.SimpleStatementLine) and part.trailing_whitespace.comment
-        ]
-        return cst.SimpleStatementLine([call], leading_lines=[*condition.leading_lines, *comments, *trailing])
+    def _called(self, method: str, line: cst.CSTNode) -> cst.CSTNode:
+        return line.with_changes(body=[cst.Expr(cst.parse_expression(f"{self._name}.{method}"))])
 
     def _over_batches(self, node: cst.For) -> cst.For:
         if not self._loop.data:
