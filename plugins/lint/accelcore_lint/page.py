@@ -16,7 +16,7 @@ MARK = "<!-- The rest is made from the rules: python -m accelcore_lint.page docs
 def section(rule: Rule, *, level: str = "") -> str:
     """Return the section of a rule: what it is about, an example that it finds, and one that it does not."""
     parts = [f"{level}{rule.code} {rule.name}", rule.about]
-    for label, example in (("Found", rule.found[0]), ("Not found", rule.clean[0])):
+    for label, example in (("Found", rule.found), ("Not found", rule.clean)):
         code = textwrap.dedent(example).strip("\n")
         parts.append(f"{label}:\n\n```python\n{code}\n```")
     return "\n\n".join(parts)

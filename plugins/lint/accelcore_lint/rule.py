@@ -38,8 +38,8 @@ class Rule:
         name: the name in words, with hyphens.
         about: what the rule finds and why it matters, a paragraph of the page `docs/lint.md`.
         check: finds it in a script.
-        found: scripts in which the rule must find something; the tests and the page take them from here.
-        clean: scripts in which it must find nothing.
+        found: a script in which the rule must find something; the tests and the page take it from here.
+        clean: a script in which it must find nothing.
         general: whether to be quiet where a more special rule has marked the same code.
     """
 
@@ -47,8 +47,8 @@ class Rule:
     name: str
     about: str
     check: Callable[[Script], Iterable[Mark]]
-    found: tuple[str, ...]
-    clean: tuple[str, ...]
+    found: str
+    clean: str
     general: bool = False
 
     @property

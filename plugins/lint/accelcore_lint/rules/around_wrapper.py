@@ -57,8 +57,7 @@ RULE = Rule(
     about="`ddp.module(x)` in the training loop. The gradients are averaged by hooks that the wrapper's own forward "
     "prepares. Without it each rank trains a model of its own, and only rank 0's is saved.",
     check=_check,
-    found=(
-        """
+    found="""
         from torch.nn.parallel import DistributedDataParallel as DDP
 
         def train(net, optimizer, loader, criterion):
@@ -68,10 +67,8 @@ RULE = Rule(
                 loss = criterion(model.module(x), y)
                 loss.backward()
                 optimizer.step()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
         from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -83,6 +80,5 @@ RULE = Rule(
                 optimizer.step()
                 with torch.no_grad():
                     model.module(x)
-        """,
-    ),
+    """,
 )

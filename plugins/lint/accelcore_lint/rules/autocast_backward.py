@@ -42,8 +42,7 @@ RULE = Rule(
     "backward, such as the second forward of activation checkpointing or the backward of a custom function, may be "
     "cast in another way.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def step(model, batch, device, optimizer):
@@ -51,10 +50,8 @@ RULE = Rule(
                 loss = model(batch)
                 loss.backward()
             optimizer.step()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def step(model, batch, device, optimizer):
@@ -62,6 +59,5 @@ RULE = Rule(
                 loss = model(batch)
             loss.backward()
             optimizer.step()
-        """,
-    ),
+    """,
 )

@@ -36,14 +36,6 @@ RULE = Rule(
     "On others the same script is exact where it was not, and nothing says so. Settings that only choose quick or "
     "reproducible kernels, such as `torch.backends.cudnn.benchmark`, are no findings: other devices ignore them.",
     check=_check,
-    found=(
-        "import torch\ntorch.backends.cuda.matmul.allow_tf32 = True",
-        "import torch.backends.cudnn as cudnn\ncudnn.allow_tf32 = False",
-    ),
-    clean=(
-        'import torch\ntorch.set_float32_matmul_precision("high")',
-        "import torch\ntorch.backends.cudnn.benchmark = True",
-        "import torch.backends.cudnn as cudnn\ncudnn.deterministic = True",
-        "import torch\ntorch.backends.cuda.enable_flash_sdp(False)",
-    ),
+    found="import torch\ntorch.backends.cuda.matmul.allow_tf32 = True",
+    clean='import torch\ntorch.set_float32_matmul_precision("high")',
 )

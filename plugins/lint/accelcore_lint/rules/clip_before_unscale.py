@@ -44,8 +44,7 @@ RULE = Rule(
     "`scaler.unscale_(optimizer)`. The gradients are 65536 times too large at that point, so that nearly every step "
     "is clipped to a tiny length, and training hardly moves.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def train(model, optimizer, scaler, loader):
@@ -56,22 +55,8 @@ RULE = Rule(
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 scaler.step(optimizer)
                 scaler.update()
-        """,
-        """
-        import torch
-
-        def train(model, optimizer, scaler, loader):
-            for batch in loader:
-                optimizer.zero_grad()
-                scaler.scale(model(batch)).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def train(model, optimizer, scaler, loader):
@@ -82,22 +67,5 @@ RULE = Rule(
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 scaler.step(optimizer)
                 scaler.update()
-        """,
-        """
-        import torch
-
-        def train(model, optimizer, scaler, loader):
-            for batch in loader:
-                optimizer.zero_grad()
-                loss = model(batch)
-                if scaler is not None:
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    loss.backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-        """,
-    ),
+    """,
 )

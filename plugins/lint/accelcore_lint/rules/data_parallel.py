@@ -26,9 +26,6 @@ RULE = Rule(
     about="`torch.nn.DataParallel` drives several devices from one process. It replicates the model in every step "
     "and holds the interpreter's lock. torch itself advises against it; backends of other vendors often lack it.",
     check=_check,
-    found=("import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 2))",),
-    clean=(
-        "from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef wrap(model):\n    return DDP(model)",
-        "class DataParallel:\n    import torch\n\nDataParallel()",
-    ),
+    found="import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 2))",
+    clean="from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef wrap(model):\n    return DDP(model)",
 )

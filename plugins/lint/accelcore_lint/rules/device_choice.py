@@ -46,13 +46,6 @@ RULE = Rule(
     "accelerator this trains on the CPU and reports nothing; on a machine whose driver is broken, too.",
     check=_check,
     general=True,
-    found=(
-        'import torch\ndevice = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
-        'import torch\ndevice = torch.device("cuda:0") if torch.cuda.is_available() else torch.device("cpu")',
-        "import torch\nif not torch.cuda.is_available():\n    raise SystemExit('no GPU')",
-    ),
-    clean=(
-        "import torch\ndevice = torch.accelerator.current_accelerator() or torch.device('cpu')",
-        'import torch\n\ndef text(device):\n    return "fast" if device.type == "cuda" else "slow"',
-    ),
+    found='import torch\ndevice = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+    clean="import torch\ndevice = torch.accelerator.current_accelerator() or torch.device('cpu')",
 )

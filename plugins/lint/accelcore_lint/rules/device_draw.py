@@ -31,9 +31,6 @@ RULE = Rule(
     about='`torch.randn(..., device="cuda")` in a script that sets a seed. Each kind of device has its own '
     "generator, so the same seed gives other numbers. A comparison of two devices then differs from the first step.",
     check=_check,
-    found=('import torch\ntorch.manual_seed(0)\nnoise = torch.randn(4, device="cuda")',),
-    clean=(
-        "import torch\ntorch.manual_seed(0)\nnoise = torch.randn(4)",
-        'import torch\nnoise = torch.randn(4, device="cuda")',
-    ),
+    found='import torch\ntorch.manual_seed(0)\nnoise = torch.randn(4, device="cuda")',
+    clean="import torch\ntorch.manual_seed(0)\nnoise = torch.randn(4)",
 )

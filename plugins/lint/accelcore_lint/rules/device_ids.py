@@ -33,16 +33,11 @@ RULE = Rule(
     "raises an error if the model is on the CPU. A script that has moved its model does not need it.",
     check=_check,
     found=(
-        (
-            "from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef wrap(model, rank):\n"
-            "    return DDP(model, device_ids=[rank])"
-        ),
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef wrap(model, rank):\n"
+        "    return DDP(model, device_ids=[rank])"
     ),
     clean=(
-        (
-            "from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef wrap(model, ids):\n"
-            "    return DDP(model, device_ids=ids)"
-        ),
-        "import torch\ntorch.distributed.barrier()",
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef wrap(model, ids):\n"
+        "    return DDP(model, device_ids=ids)"
     ),
 )

@@ -44,14 +44,6 @@ RULE = Rule(
     "The script then runs on one vendor's device only. Comparisons are left to the other rules.",
     check=_check,
     general=True,
-    found=(
-        'import torch\ndevice = torch.device("cuda")',
-        'import torch\n\ndef device(rank):\n    return torch.device(f"cuda:{rank}")',
-        'import argparse, torch\nparser = argparse.ArgumentParser()\nparser.add_argument("--device", default="cuda")',
-        'import torch\nx = torch.zeros(2, device="npu:0")',
-    ),
-    clean=(
-        'import torch\ndevice = torch.device("cpu")',
-        'import torch\n\ndef describe(device):\n    return {"cuda": 1}[device.type], "cuda is a word here"',
-    ),
+    found='import torch\ndevice = torch.device("cuda")',
+    clean='import torch\ndevice = torch.device("cpu")',
 )

@@ -119,8 +119,7 @@ RULE = Rule(
     "Found are a loss that is divided twice, and a mean loss that nothing divides. The second is found only if no "
     "arithmetic in the script uses the number and no call is given it.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def train(model, optimizer, loader, accumulate):
@@ -130,33 +129,8 @@ RULE = Rule(
                 if (i + 1) % accumulate == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        """,
-        """
-        import torch
-        import torch.nn.functional as F
-
-        def train(model, optimizer, loader, args):
-            for i, (x, y) in enumerate(loader):
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                if (i + 1) % args.accum_steps == 0 or i + 1 == len(loader):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-        """
-        import torch
-
-        def train(model, optimizer, loader, accumulate):
-            for i, (x, y) in enumerate(loader):
-                loss = (model(x) - y).abs().mean()
-                loss.backward()
-                if (i + 1) % accumulate == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
         import torch.nn.functional as F
 
@@ -168,19 +142,5 @@ RULE = Rule(
                 if (i + 1) % args.accum_steps == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        """,
-        """
-        import torch
-        import torch.nn.functional as F
-
-        def train(model, loader, args):
-            optimizer = torch.optim.SGD(model.parameters(), lr=args.lr / args.accum_steps)
-            for i, (x, y) in enumerate(loader):
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                if (i + 1) % args.accum_steps == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-    ),
+    """,
 )

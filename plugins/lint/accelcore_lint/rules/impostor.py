@@ -45,11 +45,6 @@ RULE = Rule(
     'answer as cuda. They change torch for the whole process: `torch.jit.script` is disabled, tests for `"nccl"` '
     "fail, and libraries that ask for the device choose the wrong branch.",
     check=_check,
-    found=(
-        "import torch\nimport torch_npu\nfrom torch_npu.contrib import transfer_to_npu",
-        "import torch\nimport torchada",
-        "import habana_frameworks.torch.gpu_migration\nimport torch",
-        "import torch\nimport torch_npu\ntorch.cuda.synchronize = torch.npu.synchronize",
-    ),
-    clean=("import torch\nimport torch_npu", "import torch\nfrom .gpu_migration import helper"),
+    found="import torch\nimport torch_npu\nfrom torch_npu.contrib import transfer_to_npu",
+    clean="import torch\nimport torch_npu",
 )

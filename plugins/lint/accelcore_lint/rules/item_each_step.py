@@ -74,8 +74,7 @@ RULE = Rule(
     "loss, and launches nothing meanwhile. Small models lose much by it. Reads under a condition, and those by which a "
     "loop ends, are not found.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def train(model, optimizer, loader):
@@ -86,10 +85,8 @@ RULE = Rule(
                 loss.backward()
                 optimizer.step()
                 total += loss.item()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def train(model, optimizer, loader):
@@ -100,17 +97,5 @@ RULE = Rule(
                 optimizer.step()
                 if i % 100 == 0:
                     print(loss.item())
-        """,
-        """
-        import torch
-
-        def fit(model, optimizer, batch):
-            last = 1.0
-            while last > 0.1:
-                loss = model(batch)
-                loss.backward()
-                optimizer.step()
-                last = loss.item()
-        """,
-    ),
+    """,
 )

@@ -68,8 +68,7 @@ RULE = Rule(
     "state, leaves that state behind. Where a move does no harm, as with most optimizers of torch before the first "
     "step, nothing is found.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
         from torch.distributed.fsdp import fully_shard
 
@@ -77,32 +76,13 @@ RULE = Rule(
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             fully_shard(model)
             return optimizer
-        """,
-        """
-        import torch
-
-        def main(model, device):
-            optimizer = torch.optim.Adagrad(model.parameters())
-            model.to(device)
-            return optimizer
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def main(model, device):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             model.to(device)
             return optimizer
-        """,
-        """
-        import torch
-        from torch.distributed.fsdp import fully_shard
-
-        def main(model):
-            fully_shard(model)
-            return torch.optim.AdamW(model.parameters(), lr=1e-3)
-        """,
-    ),
+    """,
 )

@@ -40,14 +40,6 @@ RULE = Rule(
     about='`map_location="cuda"` in `torch.load`. The checkpoint can then be read on one vendor\'s device only. On '
     "each rank of a job it also takes device memory a second time.",
     check=_check,
-    found=(
-        'import torch\nstate = torch.load("a.pt", map_location="cuda:0", weights_only=True)',
-        'import torch\n\ndef load(path, n):\n    return torch.load(path, map_location=f"cuda:{n}", weights_only=True)',
-        "import torch\nload = lambda path: torch.load(path, lambda storage, _: storage.cuda(0), weights_only=True)",
-        (
-            'import torch\n\ndef load(path, rank):\n    places = {"cuda:0": f"cuda:{rank}"}\n'
-            "    return torch.load(path, map_location=places, weights_only=True)"
-        ),
-    ),
-    clean=('import torch\nstate = torch.load("a.pt", map_location="cpu", weights_only=True)',),
+    found='import torch\nstate = torch.load("a.pt", map_location="cuda:0", weights_only=True)',
+    clean='import torch\nstate = torch.load("a.pt", map_location="cpu", weights_only=True)',
 )

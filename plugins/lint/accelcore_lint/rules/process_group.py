@@ -31,16 +31,6 @@ RULE = Rule(
     about='`init_process_group("nccl")`, also as the default of an option. Each vendor has its own: nccl, hccl, '
     "xccl. torch knows the one of a device.",
     check=_check,
-    found=(
-        'import torch.distributed as dist\ndist.init_process_group(backend="nccl")',
-        'import argparse, torch\nargparse.ArgumentParser().add_argument("--dist-backend", default="nccl")',
-        'import torch.distributed as dist\ndist.init_process_group("cpu:gloo,npu:hccl")',
-    ),
-    clean=(
-        'import torch.distributed as dist\ndist.init_process_group("gloo")',
-        (
-            "import torch.distributed as dist\n\ndef start(device):\n"
-            "    dist.init_process_group(dist.get_default_backend_for_device(device))"
-        ),
-    ),
+    found='import torch.distributed as dist\ndist.init_process_group(backend="nccl")',
+    clean='import torch.distributed as dist\ndist.init_process_group("gloo")',
 )

@@ -33,8 +33,7 @@ RULE = Rule(
     about="A `GradScaler` beside `autocast(dtype=torch.bfloat16)`. bf16 has the range of fp32, so nothing "
     "underflows. The scaler costs a pass over all gradients and a wait for the device, and may skip steps.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def train(model, optimizer, loader, device):
@@ -46,10 +45,8 @@ RULE = Rule(
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def train(model, optimizer, loader, device, dtype):
@@ -61,6 +58,5 @@ RULE = Rule(
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        """,
-    ),
+    """,
 )

@@ -55,8 +55,7 @@ RULE = Rule(
     about="`scheduler.step()` before `optimizer.step()` in the same round of a loop. Since torch 1.1 this skips the "
     "schedule's first value. A call with an argument, or under an `if`, is not found.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
         from torch.optim.lr_scheduler import StepLR
 
@@ -69,27 +68,8 @@ RULE = Rule(
                     optimizer.zero_grad()
                     loss_of(model, batch).backward()
                     optimizer.step()
-        """,
-        """
-        import torch
-        from torch.optim.lr_scheduler import StepLR
-
-        def train(model, optimizer, loader):
-            for batch in loader:
-                optimizer.zero_grad()
-                model(batch).backward()
-                optimizer.step()
-
-        def main(model, loader):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scheduler = StepLR(optimizer, 30)
-            for epoch in range(90):
-                scheduler.step()
-                train(model, optimizer, loader)
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
         from torch.optim.lr_scheduler import StepLR
 
@@ -102,6 +82,5 @@ RULE = Rule(
                     model(batch).backward()
                     optimizer.step()
                 scheduler.step()
-        """,
-    ),
+    """,
 )

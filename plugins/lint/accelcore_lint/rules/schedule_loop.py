@@ -86,8 +86,7 @@ RULE = Rule(
     "never leaves its warm-up, and `CosineAnnealingLR(T_max=epochs)` stepped for each batch goes up and down many "
     "times an epoch. Only schedules whose arguments tell what they count are found.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def main(model, loader, epochs):
@@ -101,23 +100,8 @@ RULE = Rule(
                     model(batch).backward()
                     optimizer.step()
                 scheduler.step()
-        """,
-        """
-        import torch
-
-        def main(model, loader, args):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
-            for epoch in range(args.epochs):
-                for batch in loader:
-                    optimizer.zero_grad()
-                    model(batch).backward()
-                    optimizer.step()
-                    scheduler.step()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def main(model, loader, epochs):
@@ -130,18 +114,5 @@ RULE = Rule(
                     model(batch).backward()
                     optimizer.step()
                     scheduler.step()
-        """,
-        """
-        import torch
-
-        def main(model, batch, epochs):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
-            for epoch in range(epochs):
-                optimizer.zero_grad()
-                model(batch).backward()
-                optimizer.step()
-                scheduler.step()
-        """,
-    ),
+    """,
 )

@@ -70,8 +70,7 @@ RULE = Rule(
     about="A `DistributedSampler` shuffles by its seed and its epoch. If nothing calls `set_epoch`, all epochs have "
     "the same order. Only scripts that contain the loop over epochs are looked at, and only the script itself.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
         from torch.utils.data.distributed import DistributedSampler
 
@@ -80,21 +79,8 @@ RULE = Rule(
             loader = torch.utils.data.DataLoader(data, sampler=sampler)
             for epoch in range(3):
                 train(loader)
-        """,
-        """
-        from torch.utils.data import DataLoader, DistributedSampler
-
-        def main(model, optimizer, data):
-            loader = DataLoader(data, sampler=DistributedSampler(data))
-            for e in range(9):
-                for x in loader:
-                    optimizer.zero_grad()
-                    model(x).backward()
-                    optimizer.step()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
         from torch.utils.data.distributed import DistributedSampler
 
@@ -104,20 +90,5 @@ RULE = Rule(
             for epoch in range(3):
                 sampler.set_epoch(epoch)
                 train(loader)
-        """,
-        """
-        from torch.utils.data.distributed import DistributedSampler
-
-        def sampler(data):
-            return DistributedSampler(data)
-        """,
-        """
-        from torch.utils.data import DataLoader, DistributedSampler
-
-        def main(parts, train):
-            for epoch in range(3):
-                data = parts.made(epoch=epoch)
-                train(DataLoader(data, sampler=DistributedSampler(data)))
-        """,
-    ),
+    """,
 )

@@ -85,8 +85,7 @@ RULE = Rule(
     "epoch's first step, or are lost. With one such as `or i + 1 == len(loader)` its losses are still divided by "
     "`n`.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def train(model, optimizer, loader, n):
@@ -95,20 +94,8 @@ RULE = Rule(
                 if (i + 1) % n == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        """,
-        """
-        import torch
-
-        def train(model, optimizer, loader, n):
-            for i, batch in enumerate(loader):
-                (model(batch) / n).backward()
-                if (i + 1) % n == 0 or i + 1 == len(loader):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def train(model, optimizer, loader, n):
@@ -119,31 +106,5 @@ RULE = Rule(
                     optimizer.zero_grad()
             optimizer.step()
             optimizer.zero_grad()
-        """,
-        """
-        import torch
-
-        def train(model, optimizer, loader, n, steps):
-            for i, batch in enumerate(loader):
-                step = i // n
-                if step >= steps:
-                    continue
-                (model(batch) / n).backward()
-                if (i + 1) % n == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-        """
-        import torch
-
-        def train(model, optimizer, batches, n):
-            step = 0
-            for batch in batches:
-                (model(batch) / n).backward()
-                step += 1
-                if step % n == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-    ),
+    """,
 )

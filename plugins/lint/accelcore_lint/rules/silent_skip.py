@@ -124,8 +124,7 @@ RULE = Rule(
     "numbers, and nothing says so. A guard whose other branch raises, warns, prints, or does the same by other "
     "means is not found.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def step(model, batch, device):
@@ -133,37 +132,8 @@ RULE = Rule(
                 with torch.autocast("cuda"):
                     return model(batch)
             return model(batch)
-        """,
-        """
-        import torch
-
-        kwargs = {"batch_size": 32}
-        use_cuda = torch.cuda.is_available()
-        if use_cuda:
-            kwargs.update({"num_workers": 1, "pin_memory": True})
-        """,
-        """
-        import torch
-
-        def make(device):
-            return torch.amp.GradScaler(enabled=device.type == "cuda")
-        """,
-        """
-        import torch
-
-        def build(model, x):
-            return torch.compile(model) if x.is_cuda else model
-        """,
-        """
-        import torch
-
-        def seeds(seed):
-            if torch.cuda.is_available():
-                torch.cuda.manual_seed_all(seed)
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def step(model, batch, device):
@@ -171,23 +141,5 @@ RULE = Rule(
                 raise RuntimeError(f"mixed precision needs CUDA, and this is {device}")
             with torch.autocast("cuda"):
                 return model(batch)
-        """,
-        """
-        import torch
-
-        def build(model, device):
-            if device.type == "cuda":
-                model = torch.compile(model)
-            else:
-                print(f"not compiled on {device}")
-            return model
-        """,
-        """
-        import torch
-
-        def step(model, batch, device):
-            with torch.autocast(device.type):
-                return model(batch)
-        """,
-    ),
+    """,
 )

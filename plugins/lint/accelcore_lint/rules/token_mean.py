@@ -51,8 +51,7 @@ RULE = Rule(
     "of them. Dividing each mean by the number of micro-batches gives short ones too much weight, and the result "
     "differs from that of one large batch.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
         import torch.nn.functional as F
 
@@ -63,10 +62,8 @@ RULE = Rule(
                 if (i + 1) % n == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
         import torch.nn.functional as F
 
@@ -77,6 +74,5 @@ RULE = Rule(
                 if (i + 1) % n == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        """,
-    ),
+    """,
 )

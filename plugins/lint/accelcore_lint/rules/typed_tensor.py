@@ -32,9 +32,6 @@ RULE = Rule(
     about="`torch.cuda.FloatTensor` and its relatives join a device and a dtype in one class. They exist for few "
     "devices and dtypes.",
     check=_check,
-    found=(
-        "import torch\nTensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor",
-        "import torch\ntorch.set_default_tensor_type('torch.cuda.HalfTensor')",
-    ),
-    clean=("import torch\nx = torch.empty(3, dtype=torch.float16)",),
+    found="import torch\nTensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor",
+    clean="import torch\nx = torch.empty(3, dtype=torch.float16)",
 )

@@ -41,13 +41,6 @@ RULE = Rule(
     about="`torch.load` without `weights_only=True` unpickles the file, before torch 2.6 by default. A pickle can "
     "run any code, so a checkpoint of other people owns the machine.",
     check=_check,
-    found=(
-        'import torch\nstate = torch.load("a.pt")',
-        'import torch\nstate = torch.load("a.pt", map_location="cpu", weights_only=False)',
-    ),
-    clean=(
-        'import torch\nstate = torch.load("a.pt", weights_only=True)',
-        'import accelcore\nimport torch\nstate = torch.load("a.pt")',
-        "import torch\n\ndef load(path, **options):\n    return torch.load(path, **options)",
-    ),
+    found='import torch\nstate = torch.load("a.pt")',
+    clean='import torch\nstate = torch.load("a.pt", weights_only=True)',
 )

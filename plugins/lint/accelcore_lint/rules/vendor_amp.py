@@ -67,16 +67,6 @@ RULE = Rule(
     '`custom_fwd(device_type="cuda")` and apex\'s `amp`. On another device the region runs in fp32, or the scaler '
     "turns itself off.",
     check=_check,
-    found=(
-        "from torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\nwith autocast():\n    pass",
-        'import torch\nwith torch.autocast("cuda", dtype=torch.float16):\n    pass',
-        'import torch\nscaler = torch.amp.GradScaler("cuda")',
-        'from torch.amp import custom_fwd\n\n@custom_fwd(device_type="cuda")\ndef forward(ctx, x):\n    return x',
-        "import torch\n\n@torch.cuda.amp.custom_fwd\ndef forward(ctx, x):\n    return x",
-        "import torch\nscaler = torch.amp.GradScaler()",
-    ),
-    clean=(
-        "import torch\n\ndef run(device):\n    with torch.autocast(device.type, dtype=torch.bfloat16):\n        pass",
-        "import torch\n\ndef make(device):\n    return torch.amp.GradScaler(device.type)",
-    ),
+    found="from torch.cuda.amp import GradScaler, autocast\nscaler = GradScaler()\nwith autocast():\n    pass",
+    clean="import torch\n\ndef run(device):\n    with torch.autocast(device.type, dtype=torch.bfloat16):\n        pass",
 )

@@ -36,14 +36,6 @@ RULE = Rule(
     about="`.cuda()` and its relatives move a tensor or module to one vendor's device. `.to(device)` does the same "
     "on every device; accelcore's trainer moves the model and the batches by itself.",
     check=_check,
-    found=(
-        "import torch\nmodel = torch.nn.Linear(2, 2).cuda()",
-        "import torch\n\ndef step(x, rank):\n    return x.cuda(rank, non_blocking=True)",
-        "import torch_npu\n\ndef move(x):\n    return x.npu()",
-    ),
-    clean=(
-        "import torch\n\ndef move(x, device):\n    return x.to(device, non_blocking=True)",
-        "import torch\nversion = torch.version.cuda",
-        "import torch\n\ndef load(path):\n    return torch.load(path, lambda storage, place: storage.cuda())",
-    ),
+    found="import torch\nmodel = torch.nn.Linear(2, 2).cuda()",
+    clean="import torch\n\ndef move(x, device):\n    return x.to(device, non_blocking=True)",
 )

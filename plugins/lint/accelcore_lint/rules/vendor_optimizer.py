@@ -37,12 +37,6 @@ RULE = Rule(
     about="`NpuFusedAdamW` of torch_npu, `FusedAdam` of apex and relatives. accelcore makes the same optimizers by "
     "name, with the same state on every device, and takes the vendor's kernel where there is one.",
     check=_check,
-    found=(
-        "import torch_npu\n\ndef make(model):\n    return torch_npu.optim.NpuFusedAdamW(model.parameters(), lr=1e-3)",
-        "from apex.optimizers import FusedAdam\n\ndef make(model):\n    return FusedAdam(model.parameters())",
-    ),
-    clean=(
-        "import torch\n\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3)",
-        "from accelcore.apex import optimizers\n\ndef make(parameters):\n    return optimizers.NpuFusedSGD(parameters)",
-    ),
+    found="import torch_npu\n\ndef make(model):\n    return torch_npu.optim.NpuFusedAdamW(model.parameters(), lr=1e-3)",
+    clean="import torch\n\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3)",
 )

@@ -60,14 +60,6 @@ RULE = Rule(
     "device.",
     check=_check,
     general=True,
-    found=(
-        "import torch\ntorch.cuda.set_device(0)",
-        "import torch\nfrom torch import cuda\ncuda.synchronize()",
-        "import torch\ntorch.cuda.reset_peak_memory_stats()",
-        "import torch\nimport torch_npu\ntorch.npu.manual_seed_all(1)",
-    ),
-    clean=(
-        "import torch\ntorch.manual_seed(1)\ntorch.accelerator.synchronize()",
-        "import torch\n\nclass cuda:\n    synchronize = print\n\ncuda.synchronize()",
-    ),
+    found="import torch\ntorch.cuda.set_device(0)",
+    clean="import torch\ntorch.manual_seed(1)\ntorch.accelerator.synchronize()",
 )

@@ -77,8 +77,7 @@ RULE = Rule(
     "A script that never clears them adds up the gradients of all batches. The second is found only if the script "
     "makes the optimizer itself.",
     check=_check,
-    found=(
-        """
+    found="""
         import torch
 
         def train(model, optimizer, loader):
@@ -86,20 +85,8 @@ RULE = Rule(
                 model(batch).backward()
                 optimizer.zero_grad()
                 optimizer.step()
-        """,
-        """
-        import torch
-
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(10):
-            loss = model(torch.randn(4, 2)).mean()
-            loss.backward()
-            optimizer.step()
-        """,
-    ),
-    clean=(
-        """
+    """,
+    clean="""
         import torch
 
         def train(model, optimizer, loader):
@@ -108,43 +95,5 @@ RULE = Rule(
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        """,
-        """
-        import torch
-
-        def train(model, optimizer, loader, limit):
-            for batch in loader:
-                optimizer.zero_grad()
-                model(batch).backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                if norm > limit:
-                    optimizer.zero_grad()
-                    optimizer.step()
-                    continue
-                optimizer.step()
-        """,
-        """
-        import torch
-
-        def train(generator, critic, optimizer_g, optimizer_d, loader):
-            for batch in loader:
-                optimizer_d.zero_grad()
-                critic(batch).mean().backward()
-                optimizer_d.step()
-                optimizer_g.zero_grad()
-                critic(generator(batch)).mean().backward()
-                optimizer_g.step()
-        """,
-        """
-        import torch
-
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(10):
-            for parameter in model.parameters():
-                parameter.grad = None
-            model(torch.randn(4, 2)).mean().backward()
-            optimizer.step()
-        """,
-    ),
+    """,
 )
