@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator
 from itertools import combinations, permutations
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -153,16 +154,21 @@ def _of_defaults(info: Any, pool: list[Any]) -> Iterator[Any]:
 
 def _defaults(info: Any, count: int) -> Iterator[tuple[str, Any, str]]:
     """Yield name, default and type of the parameters behind the first `count`; of all overloads of an operator."""
-    try:
-        parameters = list(inspect.signature(info.op).parameters.values())[count:]
-    except (TypeError, ValueError):
+    for find in (lambda: info.op, lambda: attrgetter(info.name)(torch)):  # some samples have a function around theirs
+        try:
+            parameters = list(inspect.signature(find()).parameters.values())
+        except (AttributeError, TypeError, ValueError):
+            continue
+        if all(each.kind != each.VAR_KEYWORD for each in parameters):
+            break
+    else:
         packet = getattr(torch.ops.aten, (info.aten_name or info.name).rpartition(".")[2], None)
         for overload in packet.overloads() if packet is not None else ():
             for argument in getattr(packet, overload)._schema.arguments[count:]:
                 if argument.has_default_value() and not argument.is_out:
                     yield argument.name, argument.default_value, str(argument.type)
         return
-    for parameter in parameters:
+    for parameter in parameters[count:]:
         if parameter.default is not parameter.empty:
             yield parameter.name, parameter.default, str(parameter.annotation)
 

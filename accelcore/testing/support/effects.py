@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from accelcore.testing.support.case import drawn_weights
 from accelcore.testing.support.layouts import mapped, placed, tensors, wide
 
 _MOST_SAMPLES, _MOST_CHANGED = 12, 2  # of an option
+_MOST_ELEMENTS = 2**13  # of the results of a number beyond the sizes
 _SEEN = 1e-4  # relative: what a kernel in fp32 cannot have lost by rounding
 
 
@@ -50,6 +53,40 @@ def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any
                 break
 
 
+def beyond_sizes(info: Any, chosen: list[Any]) -> Iterator[Any]:
+    """Yield arguments with whole numbers beyond the sizes of all dimensions, once for each option, and once below 0.
+
+    Kernels do not check all arguments of functions that torch does not document, nor that windows have no size below 0.
+    """
+    done = set()
+    signs = (1,) if info.name.startswith("nn.functional.") else (1, -1)
+    with suppress(AttributeError):
+        signs = signs if attrgetter(info.name)(torch).__doc__ else ()
+    for (first, *given), named in chosen:
+        beyond = 2 + max((size for each in tensors((first, *given)) for size in each.shape), default=0)
+        for place, value in (*enumerate(given), *named.items()):
+            for sign in signs if type(value) is int else ():
+                changed = _replaced(((first, *given), named), place, sign * beyond)
+                if (place, sign) not in done and _runs(info, changed):
+                    done.add((place, sign))
+                    yield changed
+
+
+def _replaced(arguments: Any, place: Any, value: Any) -> Any:
+    (first, *given), named = arguments
+    if isinstance(place, str):
+        return (first, *given), {**named, place: value}
+    return (first, *given[:place], value, *given[place + 1 :]), named
+
+
+def _runs(info: Any, arguments: Any) -> bool:
+    given, options = placed(arguments, torch.device("cpu"), "")
+    try:
+        return sum(each.numel() for each in tensors(info.op(*given, **options))) < _MOST_ELEMENTS
+    except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
+        return False
+
+
 def _without_each(arguments: Any) -> Iterator[tuple[Any, Any]]:
     """Yield for each option its name or place with its value if that is a word, and the arguments without it."""
     (first, *given), named = arguments
@@ -60,7 +97,7 @@ def _without_each(arguments: Any) -> Iterator[tuple[Any, Any]]:
             if place == len(given) - 1:
                 yield (place, _word(value)), ((first, *given[:-1]), named)
             for other in _plain(value):
-                yield (place, _word(value)), ((first, *given[:place], other, *given[place + 1 :]), named)
+                yield (place, _word(value)), _replaced(arguments, place, other)
 
 
 def _word(value: Any) -> str:

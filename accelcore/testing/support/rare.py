@@ -16,7 +16,7 @@ from accelcore.testing.support.coverage import (
     of_other_options,
     with_indices_that_occur,
 )
-from accelcore.testing.support.effects import with_effect
+from accelcore.testing.support.effects import beyond_sizes, with_effect
 from accelcore.testing.support.layouts import (
     cropped,
     mapped,
@@ -64,6 +64,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *([] if chosen else options),
         *pairs,
         *with_effect(info, dtype, options + pairs, pool),
+        *beyond_sizes(info, options),
         *_of_other_shapes(name, options),
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
     ]:
