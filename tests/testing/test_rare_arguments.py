@@ -60,6 +60,12 @@ def _first_of_equal(func, x, dim):
         ..., None, :]).int().argmax(-1).movedim(-1, dim)  # fmt: skip
 
 
+def _not_scaled_with_mask(function, *args, attn_mask=None, scale=None, **options):
+    return function(*args, attn_mask=attn_mask, scale=scale if attn_mask is None else None, **options)
+
+
+FUNCTIONS = {"cross_entropy", "ctc_loss", "scaled_dot_product_attention"}
+
 WRONG = {
     "an option of torch's samples": ("nn.functional.pad.replicate", "of other options: the gradient", {
         "replication_pad2d_backward": _inside}),
@@ -87,6 +93,12 @@ WRONG = {
         "im2col": lambda func, x, size, gap, *args: func(x, size, gap, *args) * (1 + (max(gap) > 1))}),
     "an impossible alignment": ("nn.functional.ctc_loss", "of other options: result", {
         "ctc_loss": lambda function, *args, zero_infinity=False, **options: function(*args, **options)}),
+    "options behind a function of the samples": ("nn.functional.scaled_dot_product_attention",
+        "of other options: result", {"scaled_dot_product_attention": _not_scaled_with_mask}),
+    "a diagonal beyond the sizes": ("tril", "of other options: result", {
+        "tril": lambda func, x, number=0: func(x, max(1 - x.shape[-2], number))}),
+    "NaN among options": ("nanmedian", "with NaN: result", {
+        "nanmedian.dim": lambda func, x, *args, **options: torch.median(x, *args, **options)}),
     "equal numbers": ("cummax", "with equal numbers: result 1", {"cummax": _first_of_equal}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
@@ -97,7 +109,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_kernel_that_is_wrong_for_a_rare_argument_is_caught(what):
     name, says, kernels = WRONG[what]
-    wrong = WrongFunction if kernels.keys() & {"cross_entropy", "ctc_loss"} else Wrong
+    wrong = WrongFunction if kernels.keys() & FUNCTIONS else Wrong
     with wrong(kernels):
         found = compare_options(HOST, [name]).wrong
     assert any(says in each for each in found), found

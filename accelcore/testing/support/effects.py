@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accelcore.testing.support.case import drawn_weights
 from accelcore.testing.support.layouts import mapped, placed, tensors, wide
+from accelcore.testing.support.samples import needs_lapack
 
 _MOST_SAMPLES, _MOST_CHANGED = 12, 2  # of an option
 _MOST_ELEMENTS = 2**13  # of the results of a number beyond the sizes
@@ -160,9 +161,7 @@ def _changes(info: Any) -> Iterator[Callable[[Any], Any]]:
 
     Only data are NaN or infinite: of coordinates, and in LAPACK, they may crash the process.
     """
-    from torch.testing._internal.common_device_type import skipCPUIfNoLapack
-
-    if all(each is not skipCPUIfNoLapack for each in info.decorators):
+    if not needs_lapack(info):
         for spoil in (_spoiled, lambda value: torch.full_like(value, -math.inf)):
             yield partial(_with_first, spoil)
     for change in _CHANGES:

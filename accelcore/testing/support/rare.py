@@ -26,8 +26,9 @@ from accelcore.testing.support.layouts import (
     with_ends,
     with_equal_numbers,
     with_infinity,
+    with_nan,
 )
-from accelcore.testing.support.samples import CONVERTS, DECIDED, ROUGH, samples
+from accelcore.testing.support.samples import CONVERTS, DECIDED, ROUGH, needs_lapack, samples
 
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
@@ -77,6 +78,13 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     yield from _with_frozen_inputs(info, dtype, every)
     if dtype == torch.float32 and not any(each in name for each in _COUNTS_UP):
         yield from _of_numbers(info, every)
+    if dtype == torch.float32 and not (chosen or needs_lapack(info)):
+        given = arguments_of(max(every, key=_elements))
+        changes = {
+            "with NaN": with_nan(max(options, key=_most_options)),
+            **{what: with_infinity(given, each) for what, each in INFINITE.items()},
+        }
+        yield from (Rare(info, dtype, changed, what) for what, changed in changes.items() if changed is not None)
     known = info.supported_dtypes("cpu")
     for kind, most in ((torch.int8, 4), (torch.uint8, 1)):
         if kind in known:
@@ -127,6 +135,11 @@ def _with_frozen_inputs(info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
 def _frozen(arguments: Any, numbers: tuple[int, ...]) -> Any:
     places = {id(tensors(arguments)[number]) for number in numbers}
     return mapped(lambda each: each.detach() if id(each) in places else each, arguments)
+
+
+def _most_options(arguments: Any) -> tuple[bool, int]:
+    given, named = arguments
+    return max((each.numel() for each in tensors(given)), default=0) > 1, len(given) + len(named)
 
 
 def _elements(sample: Any) -> int:

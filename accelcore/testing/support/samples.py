@@ -144,6 +144,13 @@ def operators() -> dict[str, Any]:
     return {".".join(filter(None, (info.name, info.variant_test_name))): info for info in op_db}
 
 
+def needs_lapack(info: Any) -> bool:
+    """Return whether an operator decomposes matrices by LAPACK, which may crash the process if they are not finite."""
+    from torch.testing._internal.common_device_type import skipCPUIfNoLapack
+
+    return any(each is skipCPUIfNoLapack for each in info.decorators)
+
+
 def samples(info: Any, dtype: torch.dtype, *, differentiable: bool = True) -> list[Any]:
     """Return some of an operator's samples on the CPU, of all kinds, the same each time.
 
