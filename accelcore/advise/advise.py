@@ -82,7 +82,7 @@ def advise(
             of_presets if chosen is best else f"{advice.reason}. Of the presets, {best.variant.name}: {of_presets}"
         )
         advice.notes.append(
-            f"only {best.variant.name} was tried compiled, flat and not flat: --all tries each preset so"
+            f"only {best.variant.name} was tried compiled, flat and not flat: --all tries each preset that agrees"
         )
     if first.trainers > 1:
         advice.notes.append(
