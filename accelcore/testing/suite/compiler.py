@@ -39,15 +39,20 @@ class TestCompiler(DeviceTests):
     """Compiled modules against eager ones."""
 
     def test_compiled_is_the_same(self, accel: Backend) -> None:
-        """A compiled module gives the outputs and gradients of the eager one, in the very same parameters."""
+        """A compiled module gives the outputs and gradients of the eager one, in the very same parameters.
+
+        Its outputs keep their values in later calls, unless it declares that it overwrites them.
+        """
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             module, reference = network().to(accel.device), network()
             compiled = accel.compiler.compile(module, {})
             (inputs, _), (more, _) = *batches(1), *batches(1, 24, seed=2)
-            for rows in (inputs, more):
+            kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for rows in (inputs, more, -inputs):
                 output = compiled.module(rows.to(accel.device))
                 assert output.device == accel.device
-                assert error(output, reference(rows)) < 1e-4, "a compiled module computes something else"
+                kept.append((output.detach(), reference(rows).detach()))
+                assert error(*kept[-1]) < 1e-4, "a compiled module computes something else"
                 output.square().mean().backward()
                 reference(rows).square().mean().backward()
             gradients = [(parameter.grad, other.grad) for parameter, other in _pairs(module, reference)]
@@ -55,6 +60,8 @@ class TestCompiler(DeviceTests):
                 assert found is not None, "a parameter has no gradient: something else than its module was compiled"
                 assert expected is not None
                 assert error(found, expected) < 1e-3, "a compiled module has other gradients"
+            if not compiled.overwrites:
+                assert all(error(*pair) < 1e-4 for pair in kept), "a later call overwrites an output, undeclared"
             assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
 
     def test_compiled_follows_its_module(self, accel: Backend) -> None:

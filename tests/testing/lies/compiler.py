@@ -48,6 +48,21 @@ def compiler_of_the_first_size(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+@lie("TestCompiler.test_compiled_is_the_same", says="a later call overwrites an output")
+def compiler_that_overwrites_outputs_unsaid(backend):
+    def compile(honest, module, options):
+        memory = {}
+
+        def run(rows):
+            output = module(rows)
+            output.data = memory.setdefault(output.shape, torch.empty_like(output)).copy_(output.detach())
+            return output
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 @lie("TestCompiler.test_failure_falls_back_once", says="with a compiler that failed")
 def compiler_that_fails_in_silence(backend):
     return replaced(
