@@ -61,7 +61,9 @@ def liars(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _settings_put_back():
     precision, dtype = torch.get_float32_matmul_precision(), torch.get_autocast_dtype("cpu")
+    stream = torch.cpu.stream(torch.cpu.current_stream())
     yield
+    stream.__enter__()
     torch.set_float32_matmul_precision(precision)
     torch.set_autocast_enabled("cpu", False)
     torch.set_autocast_dtype("cpu", dtype)

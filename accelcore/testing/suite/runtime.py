@@ -216,9 +216,14 @@ class TestRuntime(DrawnTests, TransferTests, DeviceTests):
 
     @pytest.mark.parametrize("kind", VIEWS)
     def test_views_keep_values(self, accel: Backend, kind: str) -> None:
-        """A view arrives with its own elements, in their order."""
-        view = VIEWS[kind](torch.arange(24.0).reshape(4, 6))
+        """A view arrives with its own elements, in their order; a view on the device comes back with its own."""
+        base = torch.arange(24.0).reshape(4, 6)
+        view = VIEWS[kind](base)
         assert torch.equal(accel.runtime.to_device(view).cpu(), view)
+        there = VIEWS[kind](base.to(accel.device))
+        ready = accel.runtime.fetch(there)
+        for way, back in (("cpu", there.cpu()), ("copy_", torch.empty_like(view).copy_(there)), ("fetch", ready())):
+            assert torch.equal(back, view), f"by {way} a view on the device comes back as other elements of its memory"
 
     def test_transfers_keep_values(self, accel: Backend) -> None:
         """Tensors of every dtype arrive unchanged."""
@@ -286,6 +291,9 @@ class TestRuntime(DrawnTests, TransferTests, DeviceTests):
             with accel.runtime.side_stream():
                 assert module.current_stream(accel.device) != outer, "its work is queued on the stream outside it"
             assert module.current_stream(accel.device) == outer, "later work is queued on the side stream, too"
+            with pytest.raises(ZeroDivisionError), accel.runtime.side_stream():
+                raise ZeroDivisionError
+            assert module.current_stream(accel.device) == outer, "after an error, later work is queued on it, too"
             total = torch.zeros(1024, device=accel.device)
             for _ in range(8):
                 with accel.runtime.side_stream():

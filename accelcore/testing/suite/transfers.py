@@ -202,8 +202,14 @@ class TransferTests:
                 assert torch.equal(host, tensor), "synchronize returned before a copy to the host was done"
 
     def test_reading_keeps_the_peak(self, accel: Backend) -> None:
-        """Memory that was freed counts in the peak, however often the figures are read."""
+        """Memory that was freed counts in the peak, however often the figures are read, or if they were not read."""
         kept = kept_memory(accel)
+        before = accel.runtime.memory().used
+        unseen = torch.ones(160 * _MEBIBYTE // 4, device=accel.device)
+        accel.runtime.synchronize()
+        del unseen
+        least = before + 144 * _MEBIBYTE
+        assert accel.runtime.memory().peak >= least, "memory that was freed before a reading is not in the peak"
         held = torch.ones(96 * _MEBIBYTE // 4, device=accel.device)
         accel.runtime.synchronize()
         peak = accel.runtime.memory().peak - 16 * _MEBIBYTE  # up to what the host's own bookkeeping lags behind

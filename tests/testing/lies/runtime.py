@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -17,6 +17,18 @@ from lies.lie import declaring, lie, replaced
 def random_state_without_numpy(backend):
     def rng_state(honest):
         return {name: value for name, value in honest.rng_state().items() if not name.startswith("numpy")}
+
+    return replaced(backend, "runtime", rng_state=rng_state)
+
+
+@lie("TestRuntime.test_state_at_any_point", says="put back gives other numbers", draw="randn")
+def random_state_without_a_kept_number(backend):
+    """The host's generator makes normal numbers in pairs, and keeps the second one."""
+
+    def rng_state(honest):
+        state = honest.rng_state()
+        state["torch"][-16:] = 0
+        return state
 
     return replaced(backend, "runtime", rng_state=rng_state)
 
@@ -144,6 +156,27 @@ def transfer_of_neighbours(backend):
     return replaced(backend, "runtime", to_device=to_device)
 
 
+@lie("TestRuntime.test_views_keep_values", says="by fetch a view on the device comes back", kind="block")
+def fetch_from_the_first_element(backend):
+    """Copies a view from the beginning of its memory."""
+
+    def fetch(honest, tensor):
+        return honest.fetch(tensor.as_strided(tensor.shape, tensor.stride(), 0))
+
+    return replaced(backend, "runtime", fetch=fetch)
+
+
+@lie("TestRuntime.test_reading_keeps_the_peak", says="freed before a reading is not in the peak")
+def peak_of_its_readings(backend):
+    def memory(honest):
+        found = honest.memory()
+        memory.peak = max(memory.peak, found.used)
+        return dataclasses.replace(found, peak=memory.peak)
+
+    memory.peak = 0
+    return replaced(backend, "runtime", memory=memory)
+
+
 @lie("TestRuntime.test_seed_deterministic", says="deterministic=True was ignored")
 def seed_that_is_not_deterministic(backend):
     return replaced(backend, "runtime", seed=lambda honest, n, deterministic=False: honest.seed(n))
@@ -152,6 +185,18 @@ def seed_that_is_not_deterministic(backend):
 @lie("TestRuntime.test_side_stream", says="queued on the stream outside")
 def side_stream_that_is_none(backend):
     return declaring(replaced(backend, "runtime", side_stream=lambda honest: nullcontext()), streams=True)
+
+
+@lie("TestRuntime.test_side_stream", says="after an error, later work is queued on it")
+def side_stream_that_an_error_leaves_behind(backend):
+    @contextmanager
+    def side_stream(honest):
+        context = torch.cpu.stream(torch.cpu.Stream())
+        context.__enter__()
+        yield
+        context.__exit__(None, None, None)
+
+    return declaring(replaced(backend, "runtime", side_stream=side_stream), streams=True)
 
 
 @lie("TestRuntime.test_capture", says="a launch did something else than the work")
