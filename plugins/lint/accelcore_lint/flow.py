@@ -136,14 +136,6 @@ class Flow:
         inner = self.events[self.order(first) + 1 : self.order(last)]
         return [event for event in inner if event.kind in kinds]
 
-    def common_loop(self, *events: Event) -> ast.stmt | None:
-        """Return the innermost loop that contains all of these events."""
-        first, *others = events
-        for block in reversed(first.blocks):
-            if block.loops and all(event.in_loop(block.node) for event in others):
-                return block.node
-        return None
-
     @cached_property
     def windows(self) -> list[Window]:
         """The accumulations of gradients in this function."""

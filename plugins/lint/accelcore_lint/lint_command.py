@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -15,16 +15,11 @@ from accelcore_lint import __version__
 from accelcore_lint.command import FINDINGS, Command, PathArgument
 from accelcore_lint.files import Search, shown
 from accelcore_lint.finding import Finding
-from accelcore_lint.output import as_json, github, sarif
+from accelcore_lint.formats import FORMATS
 from accelcore_lint.rules import RULES
 from accelcore_lint.run import Result, lint_data, lint_files
 from accelcore_lint.settings import Settings, codes, read
 
-_FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {
-    "json": as_json.write,
-    "github": github.write,
-    "sarif": sarif.write,
-}
 _STDIN = Path("-")
 
 
@@ -38,7 +33,7 @@ def _codes(context: click.Context, parameter: click.Parameter, value: Sequence[s
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", *_FORMATS]),
+    type=click.Choice(["text", *FORMATS]),
     default="text",
     show_default=True,
     help="How findings are printed.",
@@ -97,7 +92,7 @@ def lint(
     elif form == "text":
         _show(findings)
     elif findings or form != "github":
-        click.echo(_FORMATS[form](findings))
+        click.echo(FORMATS[form](findings))
     problems = [f"{shown(result.path)} was not linted: {result.problem}" for result in results if result.problem]
     for line in (*notes, *problems):
         click.echo(line, err=True)
@@ -125,7 +120,7 @@ def _results(paths: Sequence[Path], settings: Settings, notes: list[str]) -> lis
 def _show(findings: Sequence[Finding]) -> None:
     from rich.console import Console
 
-    from accelcore_lint.output.text import show
+    from accelcore_lint.text import show
 
     show(findings, Console(highlight=False, markup=False, emoji=False))
 

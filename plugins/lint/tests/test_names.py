@@ -70,7 +70,6 @@ def test_a_flow_has_events_in_order_and_their_objects():
     backward, *_, step, _ = flow.events
     assert (backward.scaler, step.key, step.scaler) == ("self.scaler", "self.optimizer", "self.scaler")
     assert ast.unparse(backward.loss) == "self.loss_of(batch) / 4"
-    assert flow.common_loop(backward, step) is backward.loop
     (window,) = flow.windows
     assert (ast.unparse(window.count), window.counter, window.flushes) == ("4", "i", False)
 

@@ -272,7 +272,7 @@ class Decisions(cst.CSTVisitor):
         if made is None or guard.orelse is not None:
             return False
         values = [value for value in self._facts.assigned.get(made[1], []) if not _CPU.fullmatch(text_of(value))]
-        is_option = made[1].split(".")[-1] in self._facts.options.names
+        is_option = made[1].split(".")[-1] in self._facts.options
         left = any(note.rule in ("device string", "unknown name") for note in self.left)
         return left or not (values or is_option)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import libcst as cst
 
 from accelcore_lint.port.indexes import index_of, is_device_name
-from accelcore_lint.port.options import Options
+from accelcore_lint.port.options import is_whole, options_in
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.vendors import DEVICES
@@ -29,9 +29,9 @@ class DeviceNumbers(Tree):
     """A file with its ranks, its options, and the numbers of its devices."""
 
     @cached_property
-    def options(self) -> Options:
-        """Return the options of the script's command line."""
-        return Options(self)
+    def options(self) -> dict[str, cst.Call]:
+        """Return the options of the script's command line, by the attributes in which their values are."""
+        return options_in(self.calls)
 
     def is_local_rank(self, node: cst.BaseExpression) -> bool:
         """Return whether a number is this rank's on its host."""
@@ -106,7 +106,11 @@ class DeviceNumbers(Tree):
         function = self.function_of(node)
         if function is not None and self.spawned.get(function.name.value) == text:
             return True
-        if isinstance(node, cst.Attribute) and node.attr.value in self.options.wholes:
+        if (
+            isinstance(node, cst.Attribute)
+            and node.attr.value in self.options
+            and is_whole(self.options[node.attr.value])
+        ):
             return all(
                 self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
             )

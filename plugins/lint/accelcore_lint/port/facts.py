@@ -50,7 +50,7 @@ class Facts(DeviceNumbers):
             and not (_DEVICE.search(text_of(index)) and index in self.made_current)
             and not self.is_local_rank(index)
         ]
-        elsewhere = "rank" in self.options.names or self._is_set_up_elsewhere
+        elsewhere = "rank" in self.options or self._is_set_up_elsewhere
         several = self.has_several and not (self.spawns or self.backends)
         return (
             bool(unknown or several)
@@ -73,7 +73,7 @@ class Facts(DeviceNumbers):
     def is_from_elsewhere(self, index: cst.BaseExpression) -> bool:
         """Return whether an index is an attribute that only another file can have set, such as `args.gpu`."""
         known = self.is_local_rank(index) or bool(self.values(index))
-        return isinstance(index, cst.Attribute) and not known and index.attr.value not in {*self.options.names, "index"}
+        return isinstance(index, cst.Attribute) and not known and index.attr.value not in {*self.options, "index"}
 
     @cached_property
     def strange_apex(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.indexes import index_of, is_device_name, with_type
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -298,7 +299,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
             return None
         if argument(call, "choices") is not None:
             return Left("the default of an option whose choices are devices")
-        return "kind" if nested or facts.options.are_read_in(call) else Left(DECLARED)
+        return "kind" if nested or are_read_in(facts, call) else Left(DECLARED)
     if text_of(call.func).split(".")[-1] in _LOOKS_UP and call.args[-1] is arg and not first:
         key = call.args[-2].value
         is_key = isinstance(key, cst.SimpleString) and is_device_name(str(key.evaluated_value))

@@ -149,7 +149,7 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
         return Left(f"{flag} may be the project's own: a file sets or defines it, or it is called", node.children)
     if "pack" in owner.lower() or any("pack_" in text_of(value) for value in facts.values(node.value)):
         return Left("a packed sequence has is_cuda and no device: ask its .data", node.children)
-    if flag in {*facts.options.names, *facts.defined_methods} or facts.sets_attribute(flag):
+    if flag in {*facts.options, *facts.defined_methods} or facts.sets_attribute(flag):
         return Left(f"{flag} may be the script's own: it sets an attribute of that name", node.children)
     kind = f"{text_of(node.value)}.device.type"
     kind = f"{kind} == {facts.place.kind(node)}" if facts.names_others else kind

@@ -6,6 +6,7 @@ import libcst as cst
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import DEFAULT, UnplacedError
 from accelcore_lint.port.rules.device_strings import DECLARED, whole
 from accelcore_lint.port.syntax import argument, arguments, text_of
@@ -75,7 +76,7 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
         if is_option and keyword == "default" and any("backend" in option for option in options):
             if argument(call, "choices") is not None:
                 return Left("the default of an option whose choices are process-group backends")
-            return _default(facts, node) if facts.options.are_read_in(call) else Left(DECLARED)
+            return _default(facts, node) if are_read_in(facts, call) else Left(DECLARED)
     is_backend = (
         isinstance(parent, cst.Assign)
         and len(parent.targets) == 1

@@ -46,7 +46,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left("arguments of GradScaler that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
-    chosen = any(map(is_device_name, facts.options.names))  # by the user, perhaps as "cuda:1"
+    chosen = any(map(is_device_name, facts.options))  # by the user, perhaps as "cuda:1"
     stays = facts.attributes & _ONLY_TORCHS or "scaler" in facts.uses_of or chosen
     with_backend = facts.place.can_choose(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
