@@ -261,7 +261,8 @@ class Decisions(cst.CSTVisitor):
         self.left.append(note)
         statement = self._statement(node)
         if isinstance(statement, cst.SimpleStatementLine):
-            self._left_lines.append((self._scope_of(node), self._all_names(statement)))
+            attributes = set(map(text_of, matchers.findall(statement, matchers.Attribute())))
+            self._left_lines.append((self._scope_of(node), self._facts.names_in(statement) | attributes))
         comments = self.comments[statement]
         if decision.reason not in comments:
             comments.append(decision.reason)
@@ -285,9 +286,6 @@ class Decisions(cst.CSTVisitor):
         if not isinstance(other, cst.If) or OTHERS.search(text_of(other.test)) is None:
             return False
         return not any(guard.body in self._facts.parents(node) for node in self.rewrites)
-
-    def _all_names(self, line: cst.CSTNode) -> set[str]:
-        return self._facts.names_in(line) | set(map(text_of, matchers.findall(line, matchers.Attribute())))
 
     def _decide(self, rule: Rule, node: cst.CSTNode) -> Rewrite | Left | None:
         try:

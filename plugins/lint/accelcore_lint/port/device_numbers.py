@@ -106,11 +106,8 @@ class DeviceNumbers(Tree):
         function = self.function_of(node)
         if function is not None and self.spawned.get(function.name.value) == text:
             return True
-        if (
-            isinstance(node, cst.Attribute)
-            and node.attr.value in self.options
-            and is_whole(self.options[node.attr.value])
-        ):
+        option = self.options.get(node.attr.value) if isinstance(node, cst.Attribute) else None
+        if option is not None and is_whole(option):
             return all(
                 self._is_whole(value, (*seen, text)) for value in self.assigned.get(text, ()) if text not in seen
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import libcst as cst
 
@@ -123,11 +122,10 @@ class _Names(cst.CSTVisitor):
             self.found[value] += 1  # `__all__`, `getattr`, annotations
 
 
-@dataclass
-class Imports:
-    """Pass over a file whose other parts are rewritten.
+class Imports(cst.CSTTransformer):
+    """Pass over a file whose other parts are rewritten: it replaces imports, or marks them as removed.
 
-    Attributes:
+    Args:
         level: what the file is rewritten to.
         before: names that the file used.
         after: names that it uses now.
@@ -135,32 +133,48 @@ class Imports:
         complete: whether no vendor's word was left.
         strange: names in apex that the file uses and accelcore.apex does not have; `"apex"` is all of them.
         taken: names that other files take from this one.
+
+    Attributes:
         rewritten, left: notes for the report.
     """
 
-    level: Level
-    before: Counter[str]
-    after: Counter[str]
-    lines: Mapping[str, int]
-    complete: bool
-    strange: frozenset[str] = frozenset()
-    taken: frozenset[str] = frozenset()
-    rewritten: list[Note] = field(default_factory=list)
-    left: list[Note] = field(default_factory=list)
-    _present: Sequence[str] = ()
+    def __init__(
+        self,
+        level: Level,
+        *,
+        before: Counter[str],
+        after: Counter[str],
+        lines: Mapping[str, int],
+        complete: bool,
+        strange: frozenset[str],
+        taken: frozenset[str],
+    ) -> None:
+        super().__init__()
+        self.level, self.before, self.after, self.lines = level, before, after, lines
+        self.complete, self.strange, self.taken = complete, strange, taken
+        self.rewritten: list[Note] = []
+        self.left: list[Note] = []
+        self._module = cst.Module([])
+        self._present: Sequence[str] = ()
+        self._probes: set[cst.CSTNode] = set()
 
-    def apply(self, module: cst.Module) -> cst.Module:
-        """Return the module with other import statements; those that are not needed are marked as removed."""
-        return module.visit(_Replace(self, module))
+    def visit_Module(self, node: cst.Module) -> None:
+        self._module = node
 
-    def replacement(
-        self, statement: cst.SimpleStatementLine, present: Sequence[str], *, probe: bool = False
+    def visit_Try(self, node: cst.Try) -> None:
+        if _depends_on_imports(node):
+            self._probes.update(node.body.body)
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        """Return what replaces one statement, above which the reasons that are `present` already stand.
+        self._present = reasons_above(original_node, self._module)
+        return self._replacement(updated_node, probe=original_node in self._probes)
 
-        `probe`: whether the script does something else if the import fails.
-        """
-        self._present = present
+    def _replacement(
+        self, statement: cst.SimpleStatementLine, *, probe: bool
+    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+        """Return what replaces one statement; `probe`: whether the script does something else if the import fails."""
         if len(statement.body) != 1:
             return statement
         part = statement.body[0]
@@ -252,24 +266,6 @@ class Imports:
 
     def _note(self, notes: list[Note], statement: cst.SimpleStatementLine, text: str) -> None:
         notes.append(Note(self.lines.get(text_of(statement.body[0]), 0), "import", text))
-
-
-class _Replace(cst.CSTTransformer):
-    def __init__(self, imports: Imports, module: cst.Module) -> None:
-        super().__init__()
-        self._imports, self._module = imports, module
-        self._probes: set[cst.CSTNode] = set()
-
-    def visit_Try(self, node: cst.Try) -> None:
-        if _depends_on_imports(node):
-            self._probes.update(node.body.body)
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        return self._imports.replacement(
-            updated_node, reasons_above(original_node, self._module), probe=original_node in self._probes
-        )
 
 
 def _package_of(part: cst.BaseSmallStatement) -> str:

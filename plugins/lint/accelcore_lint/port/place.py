@@ -310,11 +310,9 @@ class Place:
         around = [list(self._tree.parents(site)) for site in self._sites if self._scope(site) is None]
         inside = all(any(guard in outer for guard in guards) for outer in around)
         lines = (line for site in self._sites for line in (site, *self._tree.parents(site)))
-        tops = {line for line in lines if self._tree.parent(line) is self._tree.module}
-        return bool(guards) and inside and not any(self._runs_in_workers(line) for line in tops)
-
-    def _runs_in_workers(self, line: cst.CSTNode) -> bool:
-        return isinstance(line, (cst.FunctionDef, cst.ClassDef)) and line.name.value in self._tree.in_workers
+        tops = (line for line in lines if self._tree.parent(line) is self._tree.module)
+        names = {line.name.value for line in tops if isinstance(line, (cst.FunctionDef, cst.ClassDef))}
+        return bool(guards) and inside and not names & self._tree.in_workers
 
     def _rank(self, function: cst.FunctionDef) -> str:
         """Return the source of the rank of a function that the script starts; -1 means a single process there."""

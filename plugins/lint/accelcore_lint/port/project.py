@@ -155,14 +155,10 @@ def read_project(paths: Iterable[Path]) -> Project:
     )
     return Project(
         {path: frozenset(names) for path, names in taken.items()},
-        _users(_choosing(texts), imports),
+        _users({path for path, text in texts.items() if _CHOOSES.search(text)}, imports),
         frozenset(path for path in given if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])),
         known,
     )
-
-
-def _choosing(texts: Mapping[Path, str]) -> set[Path]:
-    return {path for path, text in texts.items() if _CHOOSES.search(text)}
 
 
 def _users(files: set[Path], imports: Mapping[Path, Sequence[tuple[Path, str]]]) -> frozenset[Path]:

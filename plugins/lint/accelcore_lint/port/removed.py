@@ -146,7 +146,8 @@ def _swept(block: Block) -> Block:
             gone = cast("cst.SimpleStatementLine", statement)
             comment = gone.trailing_whitespace.comment
             has_comment = any(line.comment for line in gone.leading_lines)
-            waiting += gone.leading_lines if has_comment or not kept else _blank(gone.leading_lines)
+            blank = [line for line in gone.leading_lines if not line.comment]
+            waiting += gone.leading_lines if has_comment or not kept else blank
             if comment is not None:
                 waiting.append(cst.EmptyLine(comment=comment))
         elif waiting:
@@ -160,10 +161,6 @@ def _swept(block: Block) -> Block:
         kept.append(cst.SimpleStatementLine([cst.Pass()]))
     footer = [*(line for line in waiting if line.comment), *block.footer]
     return block.with_changes(body=kept, footer=footer)
-
-
-def _blank(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    return [line for line in lines if line.comment is None]
 
 
 def _merged(waiting: Sequence[cst.EmptyLine], own: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from accelcore_lint.port.model import Level, Note
+from accelcore_lint.port.model import Level
 from accelcore_lint.port.rewrite import Outcome
 
 
@@ -94,7 +94,7 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
             for note in notes:
                 by_hand = note.rule == "engine"
                 place = f"  {'by hand' if by_hand else title} {ported.path}:{note.line}"
-                console.print(Text(f"{place}: {_sentence(note)}", "yellow" if by_hand else style))
+                console.print(Text(f"{place}: {note.text} [{note.rule}]", "yellow" if by_hand else style))
     before, after = _lines(files)
     errors = sum(ported.outcome is None for ported in files)
     left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
@@ -107,10 +107,6 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
     if engines:
         text += f"; {engines} file{' is' if engines == 1 else 's are'} trained by another library (see `by hand` above)"
     console.print(Text(text))
-
-
-def _sentence(note: Note) -> str:
-    return f"{note.text} [{note.rule}]"
 
 
 def _lines(files: Sequence[Ported]) -> tuple[int, int]:

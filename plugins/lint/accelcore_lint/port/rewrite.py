@@ -87,14 +87,14 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(
         level,
-        names_used(module),
-        names_used(rewritten),
-        facts.import_lines(),
+        before=names_used(module),
+        after=names_used(rewritten),
+        lines={text_of(node): facts.line(node) for node in reversed(facts.imports)},
         complete=not decisions.left,
         strange=facts.strange_apex,
         taken=facts.known.taken,
     )
-    swept = without_ranks(sweep(imports.apply(rewritten)), module, facts.known.taken)
+    swept = without_ranks(sweep(rewritten.visit(imports)), module, facts.known.taken)
     name = facts.place.current
     swept = swept if name in facts.identifiers else without_unused(swept, name)
     outcome.source = swept.code

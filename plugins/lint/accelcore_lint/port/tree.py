@@ -175,11 +175,8 @@ class Tree(Survey):
             for name in names
             if (function := self.functions.get(name)) is not None
             and function.params.params
-            and all(map(self._may_be_rank, self._given_first(name)))
+            and all(_RANK.fullmatch(text_of(value)) for value in self._given_first(name))
         }
-
-    def _may_be_rank(self, value: cst.BaseExpression) -> bool:
-        return _RANK.fullmatch(text_of(value)) is not None
 
     def _given_first(self, name: str) -> list[cst.BaseExpression]:
         calls = (call for call in self.calls if isinstance(call.func, cst.Name) and call.func.value == name)
@@ -348,10 +345,6 @@ class Tree(Survey):
     def _passes_function(self, call: cst.Call) -> bool:
         first = call.args[0].value if call.args else None
         return argument(call, "num_machines") is not None or (first is not None and text_of(first) in self.functions)
-
-    def import_lines(self) -> dict[str, int]:
-        """Return the numbers of the lines of all import statements, by their text."""
-        return {text_of(node): self.line(node) for node in reversed(self.imports)}
 
 
 def _is_apart(node: cst.CSTNode) -> bool:

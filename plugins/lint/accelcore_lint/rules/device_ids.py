@@ -13,17 +13,15 @@ def _check(script: Script) -> Iterator[Mark]:
     for call in script.all(ast.Call):
         ids = argument(call, "device_ids")
         # A name or a condition may be None on devices where it has to be.
-        if isinstance(ids, ast.List | ast.Tuple) and "Parallel" in _class(script, call):
+        if isinstance(ids, ast.List | ast.Tuple) and "Parallel" in (
+            script.names.resolve(call.func).rpartition(".")[2] or last_name(call.func)
+        ):
             yield Mark(
                 ids,
                 "Indices of devices are an error for a model on the CPU.",
                 "Leave device_ids out: the model is on its device before it is wrapped; "
                 'accel.trainer(parallel="ddp") does both.',
             )
-
-
-def _class(script: Script, call: ast.Call) -> str:
-    return script.names.resolve(call.func).rpartition(".")[2] or last_name(call.func)
 
 
 RULE = Rule(

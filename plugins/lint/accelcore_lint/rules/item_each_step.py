@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import BACKWARD, STEP, Event, Flow, flows
+from accelcore_lint.flow import BACKWARD, STEP, Event, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script
 
@@ -19,7 +19,7 @@ def _check(script: Script) -> Iterator[Mark]:
         marked: set[ast.AST] = set()
         for backward in flow.of(BACKWARD):
             loop = backward.loop
-            if loop is not None and loop not in marked and _trains(flow, backward):
+            if loop is not None and loop not in marked and any(step.loop is loop for step in flow.of(STEP)):
                 waits = [call for call in _waits(script, loop, backward) if not _guarded(script, call, loop)]
                 if waits:
                     marked.add(loop)
@@ -29,10 +29,6 @@ def _check(script: Script) -> Iterator[Mark]:
                         "meanwhile.",
                         "Add up loss.detach() and read it every so many steps, or after the epoch.",
                     )
-
-
-def _trains(flow: Flow, backward: Event) -> bool:
-    return any(step.loop is backward.loop for step in flow.of(STEP))
 
 
 def _waits(script: Script, loop: ast.stmt, backward: Event) -> Iterator[ast.Call]:

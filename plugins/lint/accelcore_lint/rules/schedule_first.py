@@ -5,23 +5,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Event, Flow, flows
+from accelcore_lint.flow import HELPER, SCHEDULE, STEP, Flow, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name
 
 
 def _check(script: Script) -> Iterator[Mark]:
-    if not _makes_schedules(script):
+    if not any("lr_scheduler." in name for _, name in script.calls(bool)):
         return  # an object of the same name may be anything
     trains: set[ast.AST] = {flow.node for flow in flows(script) if flow.of(STEP)}
     schedules: set[ast.AST] = {flow.node for flow in flows(script) if flow.of(SCHEDULE)}
     for flow in flows(script):
         if not flow.foreign:
             yield from _in_flow(flow, trains, schedules)
-
-
-def _makes_schedules(script: Script) -> bool:
-    return any("lr_scheduler." in name for _, name in script.calls(bool))
 
 
 def _in_flow(flow: Flow, trains: set[ast.AST], schedules: set[ast.AST]) -> Iterator[Mark]:
@@ -35,7 +31,11 @@ def _in_flow(flow: Flow, trains: set[ast.AST], schedules: set[ast.AST]) -> Itera
             continue  # with an argument it sets a value, and under an `if` it may not run in the first round
         inside = [event for event in steps if event.in_loop(loop)]
         helped = any(event.function in schedules for event in inside)
-        if inside and not helped and all(_precedes(flow, schedule, event) for event in inside):
+        if (
+            inside
+            and not helped
+            and all(flow.order(schedule) < flow.order(event) and not schedule.excludes(event) for event in inside)
+        ):
             yield Mark(
                 call,
                 "The schedule steps before the optimizer: the first learning rate is never used, and each later one "
@@ -43,10 +43,6 @@ def _in_flow(flow: Flow, trains: set[ast.AST], schedules: set[ast.AST]) -> Itera
                 f"Move {last_name(call.func.value) if isinstance(call.func, ast.Attribute) else 'it'}.step() after "
                 "optimizer.step(); accel.trainer(scheduler=...) keeps the order.",
             )
-
-
-def _precedes(flow: Flow, schedule: Event, step: Event) -> bool:
-    return flow.order(schedule) < flow.order(step) and not schedule.excludes(step)
 
 
 RULE = Rule(

@@ -190,6 +190,15 @@ def test_a_scaler_is_ours_if_it_has_what_the_script_asks(use, made):
     assert "cuda" not in ported  # an instance of torch's class is none of its subclass torch.cuda.amp.GradScaler
 
 
+def test_the_state_of_a_devices_generator_is_read_where_there_is_a_device():
+    source = (
+        "import torch\n\nstate = torch.cuda.get_rng_state() if torch.cuda.is_available() else None\n"
+        "if state is not None:\n    torch.cuda.set_rng_state(state)\n"
+    )
+    assert port_source(source, Level.TORCH).after == port_source(source, Level.ROLES).after == 0
+    assert port_source("import torch\nstate = torch.cuda.get_rng_state()\n", Level.ROLES).after == 1
+
+
 def test_a_function_that_imports_torch_late_needs_no_import_at_the_top():
     source = (
         "import click\n\n\n@click.command()\ndef run(model):\n    import torch\n\n"

@@ -37,6 +37,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         if not facts.guards(node):  # CUDA's function is false on the CPU, which has bfloat16
             source = f'{backend}.device.type != "cpu" and {source}'
         return _as_operand(node, facts, source)
+    if name == "torch.cuda.get_rng_state" and facts.guards(node):
+        of = "" if facts.level is Level.TORCH else facts.place.device(node)
+        return whole(node, f"{facts.torch}.get_device_module({of}).get_rng_state()", facts.needs_torch)
     if name not in _SAME:
         return None
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"

@@ -34,6 +34,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left(
             "a loss scaler of another package, which may be one vendor's: then it does nothing elsewhere", inner=True
         )
+    if any(arg.star == "**" for arg in node.args):
+        return None
     names = (*_SETTINGS, "enabled")
     if name in OF_DEVICE:
         given = arguments(node, *names)
