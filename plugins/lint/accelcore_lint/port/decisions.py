@@ -12,9 +12,9 @@ from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import imports_torch
-from accelcore_lint.port.model import Left, Note, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
+from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.syntax import is_import, reasons_above, text_of
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import libcst as cst
 
-from accelcore_lint.port.indexes import index_of, is_device_name
+from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.options import is_whole, options_in
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.tree import Tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from accelcore_lint.port.model import Note
+from accelcore_lint.port.rule import Note
 
 ENGINES = (
     "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai|horovod|byteps"

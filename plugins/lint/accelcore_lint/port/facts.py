@@ -1,4 +1,4 @@
-"""Facts of one file that rules ask for: which expressions are ranks or whole numbers, and what is guarded."""
+"""Facts of one file that rules ask for: what a condition guards, and which objects have to stay the original's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from libcst import metadata
 from accelcore_lint.port.device_numbers import DeviceNumbers
 from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.imports import extensions_in, is_known_apex
-from accelcore_lint.port.model import Level
 from accelcore_lint.port.place import Place
 from accelcore_lint.port.project import OTHERS, Known
+from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.uses import drives_apex, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import libcst as cst
 
-from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.removed import removed
+from accelcore_lint.port.rule import TODO, Level, Note
 from accelcore_lint.port.syntax import dotted, is_guard, is_import, reasons_above, text_of
 from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.uses import STOPS

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.imports import imports_torch
-from accelcore_lint.port.model import Level
+from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import common_guard, is_guard, run_on_import, text_of
 from accelcore_lint.port.tree import Tree
 

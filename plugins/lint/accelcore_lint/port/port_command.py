@@ -14,10 +14,10 @@ from rich.console import Console
 from accelcore_lint.command import FAILED, FINDINGS, Command, PathArgument
 from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
-from accelcore_lint.port.model import Level
 from accelcore_lint.port.project import Project, read_project
 from accelcore_lint.port.report import Ported, as_json, diff, show
 from accelcore_lint.port.rewrite import UnfaithfulError, port_source
+from accelcore_lint.port.rule import Level
 
 _SCRIPT = "accelcore_lint.port.arguments"
 

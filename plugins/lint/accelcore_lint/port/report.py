@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from accelcore_lint.port.model import Level
 from accelcore_lint.port.rewrite import Outcome
+from accelcore_lint.port.rule import Level
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from accelcore_lint.port.decisions import Decisions
 from accelcore_lint.port.engines import engine_in, engine_note
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
-from accelcore_lint.port.model import TODO, Level, Note
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.removed import sweep, without_ranks, without_unused
+from accelcore_lint.port.rule import TODO, Level, Note
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.vendors import builds_extensions, may_concern, vendor_lines

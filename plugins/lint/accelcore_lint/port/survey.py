@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 import libcst as cst
 
-from accelcore_lint.port.indexes import index_of
+from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.syntax import argument, dotted, text_of
 from accelcore_lint.port.vendors import DEVICES
 

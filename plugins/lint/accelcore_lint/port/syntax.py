@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-from accelcore_lint.port.model import TODO
+from accelcore_lint.port.rule import TODO
 
 
 def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:

@@ -7,8 +7,8 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, recognise, source_of
-from accelcore_lint.port.model import Note
 from accelcore_lint.port.removed import removed, sweep
+from accelcore_lint.port.rule import Note
 from accelcore_lint.port.syntax import text_of
 
 _BACKEND = re.compile(r"(?m)^ *(\w+) = accelcore\.select\(")

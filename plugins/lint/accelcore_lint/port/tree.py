@@ -10,8 +10,8 @@ from typing import Any, cast
 import libcst as cst
 from libcst import matchers, metadata
 
-from accelcore_lint.port.model import Level
 from accelcore_lint.port.project import Known
+from accelcore_lint.port.rule import Level
 from accelcore_lint.port.survey import Survey
 from accelcore_lint.port.syntax import argument, dotted, is_guard, text_of
 from accelcore_lint.port.vendors import STAR_IMPORT

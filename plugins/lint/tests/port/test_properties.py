@@ -5,7 +5,7 @@ import tokenize
 
 import pytest
 from accelcore_lint.port import Level, port_source
-from accelcore_lint.port.model import TODO
+from accelcore_lint.port.rule import TODO
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

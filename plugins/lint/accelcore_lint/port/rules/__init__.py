@@ -1,10 +1,11 @@
 """The rules of a port, in the order in which they are asked about a node. One idea a file."""
 
-from accelcore_lint.port.model import Rule
+from accelcore_lint.port.rule import Rule
 from accelcore_lint.port.rules.amp import AUTOCAST, CUSTOM
 from accelcore_lint.port.rules.availability import AVAILABILITY
+from accelcore_lint.port.rules.conditions import GUARDS, IS_CUDA
+from accelcore_lint.port.rules.device_calls import ALONE, WAIT
 from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
-from accelcore_lint.port.rules.guards import GUARDS, IS_CUDA
 from accelcore_lint.port.rules.leftovers import LEFTOVERS
 from accelcore_lint.port.rules.loading import LOADS, MAPS, PINS
 from accelcore_lint.port.rules.memory import MEMORY
@@ -15,7 +16,6 @@ from accelcore_lint.port.rules.replaced import REPLACED
 from accelcore_lint.port.rules.replicas import REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
 from accelcore_lint.port.rules.seeds import SEEDS
-from accelcore_lint.port.rules.statements import ALONE, WAIT
 from accelcore_lint.port.rules.streams import STREAMS
 from accelcore_lint.port.rules.switches import SWITCHES
 from accelcore_lint.port.rules.typed_tensors import TYPED

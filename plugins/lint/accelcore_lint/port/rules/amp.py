@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
+from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import arguments, text_of
 
 _OF_DEVICE = {"torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast"}

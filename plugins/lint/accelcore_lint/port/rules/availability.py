@@ -8,9 +8,9 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES

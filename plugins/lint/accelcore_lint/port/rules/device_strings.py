@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from accelcore_lint.port.device_names import index_of, is_device_name, with_type
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of, is_device_name, with_type
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.options import are_read_in
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 

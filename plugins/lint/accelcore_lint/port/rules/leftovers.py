@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import libcst as cst
 
+from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import is_known_apex
-from accelcore_lint.port.indexes import index_of
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules import scaler
 from accelcore_lint.port.rules.device_strings import names_option, whole
 from accelcore_lint.port.syntax import text_of

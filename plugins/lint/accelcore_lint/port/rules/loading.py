@@ -9,9 +9,9 @@ from typing import cast
 import libcst as cst
 from libcst import matchers
 
+from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, kind_source, whole
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
+from accelcore_lint.port.device_names import is_device_name
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import is_device_name
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
 

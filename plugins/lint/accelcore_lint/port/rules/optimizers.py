@@ -7,8 +7,8 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import arguments, text_of
 
 _ADAM = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")

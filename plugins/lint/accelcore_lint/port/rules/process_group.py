@@ -5,9 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import DEFAULT, UnplacedError
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import DECLARED, whole
 from accelcore_lint.port.syntax import argument, arguments, text_of
 from accelcore_lint.port.vendors import GROUPS

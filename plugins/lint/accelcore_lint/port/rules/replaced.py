@@ -8,7 +8,7 @@ import libcst as cst
 from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Left, Rule
+from accelcore_lint.port.rule import Left, Rule
 from accelcore_lint.port.syntax import text_of
 
 _REPLACED = "a test of the project replaces this function by its name: change both"

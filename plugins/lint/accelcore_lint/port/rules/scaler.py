@@ -6,9 +6,9 @@ import re
 
 import libcst as cst
 
+from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of, is_device_name
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import arguments, text_of
 
 OF_DEVICE = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler"}

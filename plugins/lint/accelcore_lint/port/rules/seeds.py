@@ -7,9 +7,9 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
-from accelcore_lint.port.rules.statements import called
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_calls import called
 from accelcore_lint.port.syntax import text_of
 
 _HARMLESS = re.compile(

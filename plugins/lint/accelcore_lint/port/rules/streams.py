@@ -9,9 +9,9 @@ import libcst as cst
 from libcst import matchers as m
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_calls import is_current_stream
 from accelcore_lint.port.rules.device_strings import whole
-from accelcore_lint.port.rules.statements import is_current_stream
 from accelcore_lint.port.syntax import text_of
 
 _MADE = {"torch.cuda.Stream", "torch.cuda.streams.Stream"}

@@ -7,8 +7,8 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Level, Rewrite, Rule
 from accelcore_lint.port.removed import removed
+from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import text_of
 
 _CUDNN = "torch.backends.cudnn."

@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.model import Example, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
 

@@ -7,9 +7,9 @@ from typing import cast
 
 import libcst as cst
 
+from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.indexes import index_of, is_device_name
-from accelcore_lint.port.model import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, SETTINGS, whole
 from accelcore_lint.port.rules.typed_tensors import DTYPES
 from accelcore_lint.port.syntax import text_of
