@@ -91,7 +91,7 @@ WRONG = {
         "searchsorted": lambda func, *args, sorter=None, **options: func(*args, **options)}),
     "windows with gaps": ("nn.functional.unfold", "of other options: result", {
         "im2col": lambda func, x, size, gap, *args: func(x, size, gap, *args) * (1 + (max(gap) > 1))}),
-    "an impossible alignment": ("nn.functional.ctc_loss", "of other options: result", {
+    "an impossible alignment": ("nn.functional.ctc_loss", "of other options: ", {
         "ctc_loss": lambda function, *args, zero_infinity=False, **options: function(*args, **options)}),
     "options behind a function of the samples": ("nn.functional.scaled_dot_product_attention",
         "of other options: result", {"scaled_dot_product_attention": _not_scaled_with_mask}),

@@ -154,9 +154,9 @@ def _of_defaults(info: Any, pool: list[Any]) -> Iterator[Any]:
 
 def _defaults(info: Any, count: int) -> Iterator[tuple[str, Any, str]]:
     """Yield name, default and type of the parameters behind the first `count`; of all overloads of an operator."""
-    for find in (lambda: info.op, lambda: attrgetter(info.name)(torch)):  # some samples have a function around theirs
+    for owner, name in ((info, "op"), (torch, info.name)):  # some samples have a function around the operator
         try:
-            parameters = list(inspect.signature(find()).parameters.values())
+            parameters = list(inspect.signature(attrgetter(name)(owner)).parameters.values())
         except (AttributeError, TypeError, ValueError):
             continue
         if all(each.kind != each.VAR_KEYWORD for each in parameters):

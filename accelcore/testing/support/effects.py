@@ -60,7 +60,7 @@ def beyond_sizes(info: Any, chosen: list[Any]) -> Iterator[Any]:
     Kernels do not check all arguments of functions that torch does not document, nor that windows have no size below 0.
     """
     done = set()
-    signs = (1,) if info.name.startswith("nn.functional.") else (1, -1)
+    signs: tuple[int, ...] = (1,) if info.name.startswith("nn.functional.") else (1, -1)
     with suppress(AttributeError):
         signs = signs if attrgetter(info.name)(torch).__doc__ else ()
     for (first, *given), named in chosen:

@@ -158,9 +158,14 @@ def samples(info: Any, dtype: torch.dtype, *, differentiable: bool = True) -> li
     """
     gradients = differentiable and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
     torch.default_generator.manual_seed(0)
-    # Not info.sample_inputs, which inspects the stack for each sample.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some samples are made by what torch calls deprecated
-        every = list(islice(info.sample_inputs_func(info, "cpu", dtype, gradients), _MOST_MADE))
-    chance = random.Random(0)  # noqa: S311  # by chance, because options change in a fixed order
-    return [every[n] for n in sorted(chance.sample(range(len(every)), min(len(every), _MOST)))]
+    state = random.getstate()
+    random.seed(0)
+    try:
+        # Not info.sample_inputs, which inspects the stack for each sample.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some samples are made by what torch calls deprecated
+            every = list(islice(info.sample_inputs_func(info, "cpu", dtype, gradients), _MOST_MADE))
+        # By chance, because options change in a fixed order.
+        return [every[n] for n in sorted(random.sample(range(len(every)), min(len(every), _MOST)))]
+    finally:
+        random.setstate(state)
