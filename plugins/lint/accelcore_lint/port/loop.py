@@ -38,7 +38,7 @@ class Loop:
     Attributes:
         node: the `for` over batches.
         anchor: the statement of the block that holds the loop; the trainer is made before it.
-        model, optimizer, loss: names.
+        model, optimizer: names.
         data: name of what the loop reads; "" if the loop stays as it is.
         backward: the line that calls backward.
         update: the line that steps the optimizer.
@@ -51,7 +51,6 @@ class Loop:
     anchor: cst.CSTNode
     model: str
     optimizer: str
-    loss: str
     data: str
     backward: cst.CSTNode
     update: cst.CSTNode
@@ -130,7 +129,7 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
         data = ""  # what a loop leaves before its end is read as before
     if steps.zeroed not in (optimizer, model):
         raise NotCanonicalError("gradients are not cleared in it, or of something else")
-    found = Loop(loop, anchor, model, optimizer, steps.loss, data, steps.backward, steps.update, steps.gone)
+    found = Loop(loop, anchor, model, optimizer, data, steps.backward, steps.update, steps.gone)
     found.contexts = steps.contexts
     if not re.search(rf"\b{model}\(", text):
         raise NotCanonicalError(f"{model} is not called in it")
@@ -254,7 +253,7 @@ class _Steps:
             self._read_line(text, line)
 
     def _read_line(self, text: str, line: cst.CSTNode) -> None:
-        if self._stage == "forward" and (loss := _loss_of(line)) is not None:
+        if self._stage == "forward" and (loss := loss_of(line)) is not None:
             self.scaler, self.loss = loss
             self.backward, self._stage = line, "backward"
         elif match := re.fullmatch(r"(\w+)\.zero_grad\((?:set_to_none=True)?\)", text):
@@ -288,7 +287,7 @@ class _Steps:
             raise NotCanonicalError("it steps before backward, or twice")
 
 
-def _loss_of(line: cst.CSTNode) -> tuple[str, str] | None:
+def loss_of(line: cst.CSTNode) -> tuple[str, str] | None:
     """Return the scaler, or "", and the expression that backward is called on, of a line that only calls backward."""
     statement = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
     call = statement.value if isinstance(statement, cst.Expr) else None

@@ -6,7 +6,7 @@ import re
 
 import libcst as cst
 
-from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, recognise, source_of
+from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, loss_of, recognise, source_of
 from accelcore_lint.port.removed import removed, sweep
 from accelcore_lint.port.rule import Note
 from accelcore_lint.port.syntax import text_of
@@ -101,7 +101,9 @@ class _Replace(cst.CSTTransformer):
             return removed(cst.ensure_type(updated_node, cst.SimpleStatementLine))
         if original_node is loop.backward:
             self._inside = False
-            result = self._called(f"backward({loop.loss})", updated_node)
+            found = loss_of(updated_node)
+            assert found is not None, "the line calls backward"
+            result = self._called(f"backward({found[1]})", updated_node)
         elif original_node is loop.update:
             result = self._called("update()", updated_node)
         elif any(original_node is each for each in loop.contexts):

@@ -36,6 +36,7 @@ loss = model(x).square().mean()
 loss.backward()
 optimizer.step()
 """
+ONE_LINE = PLAIN.replace("loss = model(x).square().mean()\nloss.", "model(x).square().mean().")
 WINDOW = """
 loss = model(x).square().mean()
 (loss / n).backward()
@@ -58,6 +59,7 @@ TAKEN = [
     pytest.param(script(PLAIN, "loader"), id="a loader"),
     pytest.param(script(PLAIN.replace("loss.backward()", "loss.mean().backward()")), id="an expression"),
     pytest.param(script(PLAIN.replace("loss.backward()", "(loss + loss / n).backward()")), id="a sum"),
+    pytest.param(script(ONE_LINE), id="a forward pass in the line of backward"),
     pytest.param(script(PLAIN + "schedule.step()\n"), id="a schedule after each batch"),
     pytest.param(script("if i > 3:\n    break\n" + PLAIN, "loader"), id="an end before the forward pass"),
     pytest.param(script("if i == 1:\n    continue\n" + PLAIN + "if i == 4:\n    return\n"), id="a batch left out"),
@@ -72,6 +74,7 @@ def test_a_loop_that_is_taken_trains_as_before(source, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     outcome = port_source(source, Level.TRAINER)
     assert [note.text.split(";")[0] for note in outcome.loops] == ["replaced by a trainer"]
+    assert "trainer.forward(x)" in outcome.source
     whole = "enumerate(loader)" in source and "break" not in source
     assert ("trainer.batches(loader)" in outcome.source) == whole
     assert port_runs.losses(outcome.source) == pytest.approx(port_runs.losses(source), rel=1e-5)
