@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from accelcore.advise.rule import Advice, Row, check_repeats, choose, judge, measure_noise, reason
@@ -35,19 +36,23 @@ def advise(
     every: bool = False,
     seeds: int = 3,
     rounds: int = 2,
-    show: Callable[[str], None] = lambda trial: None,
+    show: Callable[[str, int, int], None] = lambda trial, number, most: None,
     run: Callable[[Script, Variant], Outcome] = try_script,
 ) -> Advice:
     """Try a script and recommend a variant by the rule of `accelcore.advise.rule`.
 
-    The options are those of the command. `show` is called with the name of each trial before it; `run` runs one.
+    The options are those of the command. `run` runs a trial. Before it, `show` is called with its name, its number from
+    1 on, and the largest number of trials, 0 before the first one has told what the device declares.
     """
     for name in presets:
         if name not in PRESETS:
             raise ConfigurationError(f"there is no preset {name!r} to try", available=", ".join(PRESETS))
 
+    numbers, most = count(1), 0
+
     def attempt(variant: Variant) -> Outcome:
-        show(f"{variant.name}, seed {variant.seed // _SEEDS_APART}" if variant.seed else variant.name)
+        name = f"{variant.name}, seed {variant.seed // _SEEDS_APART}" if variant.seed else variant.name
+        show(name, next(numbers), most)
         return run(script, variant)
 
     reference = Row(Variant("fp32", PRESETS["fp32"]))
@@ -55,10 +60,12 @@ def advise(
     advice = Advice(script, first.about)
     if first.failure:
         script = advice.script = _shortened(script, first, advice.notes)
-    others = [attempt(replace(reference.variant, seed=_SEEDS_APART * number)) for number in range(1, seeds + 1)]
-    measure_noise(advice, first, others)
     rows, refused = _rows(presets, first.about)
     rows = [reference, *rows]
+    tried_again = (len(rows) if every else 1) * (1 + len(_executions(reference.variant, first.about)))
+    most = 1 + seeds + rounds * (len(rows) + tried_again)
+    others = [attempt(replace(reference.variant, seed=_SEEDS_APART * number)) for number in range(1, seeds + 1)]
+    measure_noise(advice, first, others)
     _take_turns(rows, rounds, attempt)
     check_repeats(advice, first, reference.outcomes[0])
     judge(rows, advice, first)

@@ -147,7 +147,7 @@ def reason(best: Row, rows: Sequence[Row]) -> str:
         text += f"; {', '.join(quicker)}: not quicker by more than the spread of times, and less simple"
     if slower:
         next_best = min(slower, key=lambda row: row.seconds[1])
-        text += f"; next is {next_best.variant.name} with {next_best.seconds[1] * 1e3:.3g} ms"
+        text += f"; the next slower one that agrees is {next_best.variant.name}, {next_best.seconds[1] * 1e3:.3g} ms"
     if simpler:
         names = ", ".join(row.variant.name for row in simpler)
         text += f"; {names}: simpler, but slower than the fastest by more than the spread of times"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import count
 from pathlib import Path
 from time import perf_counter
 
@@ -78,10 +77,15 @@ def advise(
         check_script(script, arguments)
     command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
-    numbers, start = count(1), perf_counter()
+    start = perf_counter()
 
-    def show(trial: str) -> None:
-        click.echo(f"trial {next(numbers)}, after {perf_counter() - start:.0f} s: {trial}", err=True)
+    def show(trial: str, number: int, most: int) -> None:
+        seconds = perf_counter() - start
+        progress = f"trial {number}"
+        if most:
+            left = seconds / (number - 1) * (most - number + 1)
+            progress += f" of at most {most}, after {seconds:.0f} s, about {left:.0f} s left"
+        click.echo(f"{progress}: {trial}", err=True)
 
     advice = advise(
         Script(command, steps, timeout), presets=presets, every=every, seeds=seeds, rounds=rounds, show=show

@@ -54,6 +54,17 @@ def row(advice, name):
     return next(row for row in advice.rows if row.variant.name == name)
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_each_trial_is_announced_with_the_most_that_there_can_be(every):
+    """Every variant agrees, so that the most is what there is."""
+    shown, machine = [], Machine()
+    machine.advise(every=every, show=lambda *trial: shown.append(trial))
+    names, numbers, most = zip(*shown, strict=True)
+    assert numbers == (*range(1, len(machine.tried) + 1),)
+    assert most == (0, *[len(machine.tried)] * (len(machine.tried) - 1))
+    assert names[:3] == ("fp32", "fp32, seed 1", "fp32, seed 2")
+
+
 def test_the_fastest_that_agrees_is_recommended():
     advice = Machine(bf16={"seconds": 1e-3}, O3={"seconds": 0.5e-3, "shift": 5.0}).advise()
     assert advice.recommended == "bf16"
@@ -136,7 +147,7 @@ def test_a_preset_that_is_the_fastest_compiled_only_is_found_if_all_are_tried():
     advice = machine.advise(presets=["bf16"], every=True)
     assert advice.recommended == "fp32 compiled"
     assert not any("--all" in note for note in advice.notes)
-    assert "next is bf16 with 1.01 ms" in advice.reason
+    assert "next slower one that agrees is bf16, 1.01 ms" in advice.reason
 
 
 def test_a_compiled_script_is_tried_not_compiled():

@@ -43,8 +43,7 @@ class DataStream:
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._warned = self._had_batches = False
-        self._advice = ""  # what to do about an epoch that had no batch, if there was one
+        self._warned = self._had_batches = self._was_empty = False  # of epochs
         self._total_epochs: int | None = None
         self._batches: int | None = None
         self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
@@ -84,11 +83,15 @@ class DataStream:
                         remedy="start a new loop after trainer.resume(...); read two loaders as one: zip(one, other)",
                     )
             if not self.taken:
-                self._advice = "look for drop_last=True"
                 if isinstance(loader, Iterator):
-                    self._advice = "an iterator gives its batches once: pass a list or a DataLoader"
+                    raise TrainingError(
+                        "the iterator has no batches: this epoch would train nothing",
+                        why="an iterator or a generator gives its batches once, in one epoch",
+                        remedy="pass a list or a DataLoader",
+                    )
+                self._was_empty = True
                 if self._collectives.rank == 0:
-                    logger.warning("the loader has no batches: this epoch trains nothing; %s", self._advice)
+                    logger.warning("the loader has no batches: this epoch trains nothing; look for drop_last=True")
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
                 self._had_batches = self._had_batches or self.taken > 0
@@ -117,8 +120,10 @@ class DataStream:
             yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
-        if self._advice and not self._had_batches:
-            raise TrainingError("the training has ended, and none of its epochs had a batch", remedy=self._advice)
+        if self._was_empty and not self._had_batches:
+            raise TrainingError(
+                "the training has ended, and none of its epochs had a batch", remedy="look for drop_last=True"
+            )
 
     def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
         """Note how many batches an epoch of `loader` has, for `total_steps`."""
