@@ -68,6 +68,7 @@ class TestCompiler(DeviceTests):
         """A compiled module follows changes of mode, weights and attributes, and of its inputs' shapes and dtypes.
 
         It has gradients where they are enabled, calls its hooks and those of its parts, and changes buffers and inputs.
+        It changes an earlier output only if it declares that.
         """
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             module, reference = _Shifted().to(accel.device), _Shifted()
@@ -94,6 +95,10 @@ class TestCompiler(DeviceTests):
                 assert torch.equal(given.cpu(), rows), "what the module writes to an input is lost"
                 called = ["before", "before", "after", "after"] * (number + 1)
                 assert calls == called, "a hook of the module, or of its part, was not called once"
+            with torch.no_grad():
+                compiled.module(-rows.to(accel.device))
+            if not compiled.overwrites:
+                assert error(found, expected) < limit, "without gradients a later call overwrites an output, undeclared"
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
                 assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
 

@@ -48,19 +48,31 @@ def compiler_of_the_first_size(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
-@lie("TestCompiler.test_compiled_is_the_same", says="a later call overwrites an output")
-def compiler_that_overwrites_outputs_unsaid(backend):
+def writing_into_the_last_output(backend, gradients):
+    """The backend with a compiler whose outputs with, or without, gradients share memory if they have one shape."""
+
     def compile(honest, module, options):
         memory = {}
 
-        def run(rows):
-            output = module(rows)
-            output.data = memory.setdefault(output.shape, torch.empty_like(output)).copy_(output.detach())
+        def run(rows, **named):
+            output = module(rows, **named)
+            if output.requires_grad == gradients:
+                output.data = memory.setdefault(output.shape, torch.empty_like(output)).copy_(output.detach())
             return output
 
         return Compiled(run, compiled=True)
 
     return replaced(backend, "compiler", compile=compile)
+
+
+@lie("TestCompiler.test_compiled_is_the_same", says="a later call overwrites an output")
+def compiler_that_overwrites_outputs_unsaid(backend):
+    return writing_into_the_last_output(backend, gradients=True)
+
+
+@lie("TestCompiler.test_compiled_follows_its_module", says="without gradients a later call overwrites an output")
+def compiler_that_overwrites_evaluations_unsaid(backend):
+    return writing_into_the_last_output(backend, gradients=False)
 
 
 @lie("TestCompiler.test_failure_falls_back_once", says="with a compiler that failed")
