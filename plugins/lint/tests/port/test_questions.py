@@ -190,6 +190,7 @@ def test_a_device_that_nothing_uses_any_more_is_not_asked_for():
     [
         ("", 1),
         ("random.seed(3)\nif args.cuda:\n    torch.backends.cudnn.deterministic = True\n", 1),
+        ("torch.cuda.set_device(args.gpu)\n", 1),
         ("x = torch.randn(3, device='cuda')\n", 2),
         ("net = build(args)\n", 2),
         ("if build(args):\n    pass\n", 2),
@@ -197,7 +198,7 @@ def test_a_device_that_nothing_uses_any_more_is_not_asked_for():
 )
 def test_a_seed_is_removed_if_nothing_can_have_drawn_before_it(between, count):
     source = f"import torch\ntorch.manual_seed(3)\n{between}torch.cuda.manual_seed_all(3)\n"
-    assert port_source(source, Level.ROLES).source.count("manual_seed(3)") == count
+    assert port_source(source, Level.ROLES).source.count("manual_seed") == count
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,12 @@ _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
 
-def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
+    if isinstance(node, cst.Attribute):  # a test of the function itself, whose parentheses are forgotten: always true
+        holder = facts.parent(node)
+        is_test = isinstance(holder, cst.UnaryOperation) or getattr(holder, "test", None) is node
+        is_test = is_test and facts.name(node) == AVAILABLE
+        return whole(node, f"{facts.torch}.accelerator.is_available", facts.needs_torch) if is_test else None
     name = facts.name(node.func)
     if name == "torch.cuda.get_device_name" and facts.level is not Level.TORCH:
         return _decide_name(node, facts)
@@ -136,9 +141,14 @@ def _available(facts: Facts, node: cst.CSTNode) -> str:
 AVAILABILITY = Rule(
     "device check",
     "checks whether and how many devices there are",
-    (cst.Call,),
+    (cst.Call, cst.Attribute),
     _decide,
     (
+        Example(
+            Level.ROLES,
+            "n = 4 if not torch.cuda.is_available else 0",
+            "n = 4 if not torch.accelerator.is_available else 0",
+        ),
         Example(Level.TORCH, "use_cuda = torch.cuda.is_available()", "use_cuda = torch.accelerator.is_available()"),
         Example(
             Level.ROLES,

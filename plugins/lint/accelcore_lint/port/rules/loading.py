@@ -73,8 +73,9 @@ def _decide_map(node: cst.Lambda | cst.Dict, facts: Facts) -> Rewrite | Left | N
 
 
 def _is_map(node: cst.CSTNode, facts: Facts) -> bool:
-    """Return whether an expression is the `map_location` of `torch.load`, or is assigned to such a name."""
-    holder = facts.parent(node)
+    """Return whether an expression is, or may be, the `map_location` of `torch.load`, or is assigned to such a name."""
+    while isinstance(holder := facts.parent(node), cst.IfExp) and holder.test is not node:
+        node = holder
     if isinstance(holder, cst.Assign):
         return text_of(holder.targets[0].target) in ("map_location", "loc")
     call = facts.parent(holder) if isinstance(holder, cst.Arg) else None
@@ -151,6 +152,11 @@ MAPS = Rule(
             Level.ROLES,
             'state = torch.load(path, map_location={"cuda:0": f"cuda:{local_rank}"})',
             'state = torch.load(path, map_location={f"{accel.device.type}:0": str(accel.device)})',
+        ),
+        Example(
+            Level.ROLES,
+            'map_location = {"cuda:0": f"cuda:{local_rank}"} if many else "cpu"',
+            'map_location = {f"{accel.device.type}:0": str(accel.device)} if many else "cpu"',
         ),
         Example(
             Level.ROLES,

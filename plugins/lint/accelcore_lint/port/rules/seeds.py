@@ -13,7 +13,7 @@ from accelcore_lint.port.rules.device_calls import called
 from accelcore_lint.port.syntax import text_of
 
 _HARMLESS = re.compile(
-    r"\s*($|#|[\w.]*(seed(_all)?|cudnn\.\w+|use_deterministic_algorithms|print|info)\b *[(=]|os\.environ\["
+    r"\s*($|#|[\w.]*(seed(_all)?|cudnn\.\w+|use_deterministic_algorithms|set_device|print|info)\b *[(=]|os\.environ\["
     r"|[\w.]+ *= *(torch\.device\([^()]*\)|[\"'][^\"']*[\"']|[\d.]+|True|False|None) *($|#)"
     r"|(if|elif|else|try|except)\b[^(]*:|(if|elif)\b.*\.(is_available|device_count)\(\).*:)"
 )
