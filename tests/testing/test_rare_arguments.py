@@ -64,6 +64,10 @@ def _not_scaled_with_mask(function, *args, attn_mask=None, scale=None, **options
     return function(*args, attn_mask=attn_mask, scale=scale if attn_mask is None else None, **options)
 
 
+def _as_if_contiguous(x):
+    return x if x.is_contiguous() or not x.numel() else x.as_strided(x.shape, torch.empty(x.shape).stride())
+
+
 FUNCTIONS = {"cross_entropy", "ctc_loss", "scaled_dot_product_attention"}
 
 WRONG = {
@@ -99,6 +103,10 @@ WRONG = {
         "tril": lambda func, x, number=0: func(x, max(1 - x.shape[-2], number))}),
     "NaN among options": ("nanmedian", "with NaN: result", {
         "nanmedian.dim": lambda func, x, *args, **options: torch.median(x, *args, **options)}),
+    "an option and strides": ("aminmax", "strided, of other options: result", {
+        "aminmax": lambda func, x, **options: func(_as_if_contiguous(x), **options)}),
+    "a power of a loss": ("nn.functional.multi_margin_loss", "of other options: result", {
+        "multi_margin_loss": lambda func, x, target, power=1, *others: func(x, target, 1, *others)}),
     "equal numbers": ("cummax", "with equal numbers: result 1", {"cummax": _first_of_equal}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
@@ -116,6 +124,15 @@ def test_a_kernel_that_is_wrong_for_a_rare_argument_is_caught(what):
     right = compare_options(HOST, [name])
     assert right.compared
     assert right.wrong == []
+
+
+def test_an_option_is_compared_with_large_numbers_in_low_precision():
+    def infinite(func, x, approximate="none"):
+        found = func(x, approximate=approximate)
+        return found if approximate == "none" or x.dtype == torch.float32 else found.where(x < 10, torch.nan)
+
+    with Wrong({"gelu": infinite}), pytest.raises(AssertionError, match="with large numbers: result 0 is wrong"):
+        suite.TestOperators().test_operator(create(), "nn.functional.gelu", lambda *said: None)
 
 
 def test_every_operator_is_compared_in_some_part(monkeypatch):

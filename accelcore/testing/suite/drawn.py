@@ -246,9 +246,10 @@ class DrawnTests:
         found = torch.bincount(torch.multinomial(weights, _COUNT, replacement=True).cpu(), minlength=3).tolist()
         assert found[0] == 0, "multinomial drew what has no weight"
         assert not _off(found[2], 0.75 * _COUNT, math.sqrt(0.1875 * _COUNT)), "multinomial does not go by weight"
-        chances = torch.arange(64, device=accel.device) % 2.0
-        for drawn in (torch.bernoulli(chances), torch.empty_like(chances).bernoulli_(chances)):
-            assert torch.equal(drawn, chances), "bernoulli does not go by the chance of each element"
+        rows = torch.arange(64, device=accel.device).reshape(8, 8) % 2.0
+        for chances in (rows, rows.t(), rows[:, 3:6]):
+            for drawn in (torch.bernoulli(chances), torch.empty_like(chances).bernoulli_(chances)):
+                assert torch.equal(drawn, chances), "bernoulli does not go by the chance of each element"
         several = torch.multinomial(_ones(accel)[:100], 100).cpu()
         assert len(set(several.tolist())) == 100, "multinomial without replacement repeats"
         pairs = torch.multinomial(torch.tensor([0.1, 0.3, 0.6], device=accel.device).expand(20_000, 3), 2).cpu()

@@ -39,7 +39,6 @@ LARGE, SMALL = "with large numbers", "with small numbers"
 """Says of a sample that its first argument was multiplied by a large factor, or a small one."""
 OTHERWISE = "of other options"
 """Says of a sample in low precision that it has options that the usual samples do not have."""
-
 FROZEN = "of frozen inputs"
 """Says of a sample that some of its arguments need no gradient."""
 
@@ -114,7 +113,7 @@ class Case:
         what: how the sample was changed, in words; empty if it was not.
         elementwise: whether each element of the result is that of the inputs' elements at its place.
         aside: whether arguments lie behind other elements.
-        out: layout of the tensors given as `out=`.
+        out, layout: of the tensors given as `out=`; of the arguments, if something is said of the sample.
     """
 
     found: Found
@@ -127,6 +126,7 @@ class Case:
     elementwise: bool
     aside: bool = False
     out: str = BEHIND
+    layout: str = ""
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)  # arguments that the operator writes to, as running statistics
 
@@ -162,10 +162,10 @@ class Case:
             for number, (part, tensor) in enumerate(right)
         ]
         images = any(tensor.dim() in (4, 5) for tensor in tensors(self.arguments))
-        for layout in LAYOUTS if images else LAYOUTS[:-1]:
-            if not layout or not (self.what or self.name in READS_MEMORY):
-                begin = BEHIND if self.aside and not layout and self.name not in READS_MEMORY else layout
-                self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
+        one = self.what or self.name in READS_MEMORY
+        for layout in (self.layout,) if one else LAYOUTS if images else LAYOUTS[:-1]:
+            begin = BEHIND if self.aside and not layout and self.name not in READS_MEMORY else layout
+            self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
         if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE):
             return

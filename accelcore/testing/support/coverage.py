@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.testing.support.layouts import repeated, tensors
+from accelcore.testing.support.layouts import tensors
 from accelcore.testing.support.samples import samples
+from accelcore.testing.support.values import repeated
 
 _MOST_PAIRS = 16  # of an operator
 _REDUCTIONS = ("none", "sum", "mean")

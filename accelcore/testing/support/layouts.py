@@ -21,8 +21,7 @@ _MANY, _MOST = (70_001, 4099, 300), 2**17
 _LONG = 2**16 + 2**10 + 3
 """Elements of a lengthened tensor: no multiple of what processors take at once."""
 
-_WHOLE = (torch.int64, torch.int32)
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, *_WHOLE)
+WHOLE = (torch.int64, torch.int32)
 _COMPLEX = (torch.complex32, torch.complex64)
 
 
@@ -110,7 +109,9 @@ def wide(arguments: Any, dtype: torch.dtype) -> Any:
 
 def emptied(arguments: Any) -> Any:
     """Return the arguments without rows; None if there is no tensor with rows."""
-    return _changed(arguments, lambda value, rows: value[:0] if value.dim() and value.shape[0] == rows else value)
+    return changed_tensors(
+        arguments, lambda value, rows: value[:0] if value.dim() and value.shape[0] == rows else value
+    )
 
 
 def scalars(arguments: Any) -> Any:
@@ -125,119 +126,13 @@ def scalars(arguments: Any) -> Any:
         element = value.reshape(-1)[0]
         return element.abs() if element.is_floating_point() else element  # which some kernels return as it is
 
-    return _changed(arguments, single)
-
-
-def with_nan(arguments: Any) -> Any:
-    """Return the arguments without gradients, and with NaN as the second element of the first; None if it has none."""
-    first = arguments[0][0]
-    if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() < 2:
-        return None
-    where = torch.arange(first.numel()).reshape(first.shape) == 1
-
-    def spoil(value: Tensor, _: int) -> Tensor:
-        return value.masked_fill(where, float("nan")) if value.data_ptr() == first.data_ptr() else value
-
-    changed = _changed(arguments, spoil)
-    return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
-
-
-def with_infinity(arguments: Any, infinity: float) -> Any:
-    """Return the arguments with a row and one more element of the first that are infinite; of a vector, two elements.
-
-    None if there are fewer than two rows, or than two elements in a row.
-    """
-    first = arguments[0][0]
-    if not isinstance(first, Tensor) or not first.is_floating_point() or not first.dim() or min(first.shape) < 2:
-        return None
-    count = first.shape[-1] if first.dim() > 1 else 1
-    where = torch.arange(first.numel()).reshape(first.shape) <= count
-
-    def spoil(value: Tensor, _: int) -> Tensor:
-        return value.masked_fill(where, infinity) if value.data_ptr() == first.data_ptr() else value
-
-    return _changed(arguments, spoil)
-
-
-def with_ends(arguments: Any) -> Any:
-    """Return the arguments with the least and the largest whole number in the first; None if it has no two elements."""
-    first = arguments[0][0]
-    if not isinstance(first, Tensor) or not first.dim() or first.numel() < 2 or first.dtype not in _INTEGERS:
-        return None
-    info, place = torch.iinfo(first.dtype), first.data_ptr()
-
-    def change(value: Tensor, _: int) -> Tensor:
-        if value.data_ptr() != place:
-            return value
-        flat = value.reshape(-1).clone()
-        flat[0], flat[1] = info.min, info.max
-        return flat.reshape(value.shape)
-
-    return _changed(arguments, change)
-
-
-def with_nothing_of(arguments: Any, factor: str) -> Any:
-    """Return the arguments with 0 as one of the factors `beta` and `alpha`, and 1 as the other; None without them.
-
-    The first tensor is NaN if `beta` is 0, because its elements have to be ignored then.
-    """
-    (first, *others), options = arguments
-    if "beta" not in options or not first.is_floating_point():
-        return None
-    if factor == "beta":
-        first = torch.full_like(first, float("nan")).requires_grad_(first.requires_grad)
-    return (first, *others), {**options, "alpha": 1, "beta": 1, factor: 0}
-
-
-def multiplied(arguments: Any, factor: float) -> Any:
-    """Return the arguments with `factor` times the first tensor; None if it has no fractions."""
-    first = arguments[0][0]
-    if not isinstance(first, Tensor) or not first.is_floating_point():
-        return None
-    place = first.data_ptr()
-    return _changed(arguments, lambda each, _: each * factor if each.data_ptr() == place else each)
-
-
-def with_whole_numbers(arguments: Any) -> Any:
-    """Return two operands of which the second has whole numbers from 1 on; None if there are no two of fractions."""
-    (first, *others), options = arguments
-    if not others or not isinstance(others[0], Tensor) or not others[0].is_floating_point():
-        return None
-    whole = others[0].detach().abs().clamp(max=9).int() + 1
-    return (first.detach(), whole, *others[1:]), options
-
-
-def others_of(arguments: Any) -> Any:
-    """Return arguments of the same shapes with other values: elements in reverse order, other fractions."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-            return value.flip(tuple(range(value.dim()))) if value.is_floating_point() else value
-        return value * 0.75 if isinstance(value, float) else value
-
-    return mapped(change, arguments)
-
-
-def repeated(arguments: Any) -> Any:
-    """Return the arguments with indices of which the second half is the first index again; None without indices."""
-    if not any(leaf.dtype in _WHOLE and leaf.numel() > 1 for leaf in tensors(arguments)):
-        return None
-
-    def repeat(value: Tensor, _: int) -> Tensor:
-        if value.dtype not in _WHOLE or value.numel() < 2:
-            return value
-        flat = value.reshape(-1).clone()
-        flat[flat.numel() // 2 :] = flat[0]
-        return flat.reshape(value.shape)
-
-    return _changed(arguments, repeat)
+    return changed_tensors(arguments, single)
 
 
 def without_indices(arguments: Any) -> Any:
     """Return the arguments without indices, and without what belongs to each index; None if there are none."""
     given = [leaf for leaf in tensors(arguments) if leaf.dim()]
-    counts = {leaf.shape[0] for leaf in given[1:] if leaf.dtype in _WHOLE}
+    counts = {leaf.shape[0] for leaf in given[1:] if leaf.dtype in WHOLE}
     if not counts:
         return None
 
@@ -245,14 +140,7 @@ def without_indices(arguments: Any) -> Any:
         belongs = value.data_ptr() != given[0].data_ptr() and value.dim() and value.shape[0] in counts
         return value[:0] if belongs else value
 
-    return _changed(arguments, shorten)
-
-
-def with_short_indices(arguments: Any) -> Any:
-    """Return the arguments with indices of 32 bits; None without indices."""
-    if not any(leaf.dtype == torch.int64 and leaf.numel() for leaf in tensors(arguments)):
-        return None
-    return _changed(arguments, lambda value, _: value.int() if value.dtype == torch.int64 else value)
+    return changed_tensors(arguments, shorten)
 
 
 def of_images(arguments: Any) -> Any:
@@ -292,11 +180,6 @@ def of_depth(arguments: Any) -> Any:
     return (first, each(weight), *map(each, biases)), {**options, "groups": first.shape[1]}
 
 
-def with_equal_numbers(arguments: Any) -> Any:
-    """Return the arguments with all fractions rounded, so that several are the same."""
-    return _changed(arguments, lambda value, _: value.round() if value.is_floating_point() else value)
-
-
 def of_points(arguments: Any) -> Any:
     """Return the arguments of a convolution with a kernel of one point."""
     (first, weight, *others), options = arguments
@@ -317,7 +200,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
         by_index: whether the first tensor of indices counts instead of the first tensor: there are more indices then.
     """
     given = tensors(arguments)
-    firsts = [leaf for leaf in given if leaf.dtype in _WHOLE] if by_index else arguments[0][:1]
+    firsts = [leaf for leaf in given if leaf.dtype in WHOLE] if by_index else arguments[0][:1]
     first = next(iter(firsts), None)
     if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2:
         return None
@@ -334,7 +217,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
 
     def grow(value: Tensor, _: int) -> Tensor:
         numbers = which(value)
-        if indices and not by_index and value.dtype in _WHOLE:
+        if indices and not by_index and value.dtype in WHOLE:
             value = value * (many // size)
         for number in numbers:
             value = value.index_select(number, torch.arange(many) % size)
@@ -343,7 +226,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
                 value = value * torch.linspace(1, 0.5, many).to(value.dtype).reshape(shape)
         return value
 
-    return _changed(arguments, grow)
+    return changed_tensors(arguments, grow)
 
 
 def lengthened(arguments: Any) -> Any:
@@ -362,7 +245,7 @@ def lengthened(arguments: Any) -> Any:
         long = value.reshape(-1)[where]
         return long * torch.linspace(1, 0.5, _LONG).to(value.dtype) if value.is_floating_point() else long
 
-    return _changed(arguments, lengthen)
+    return changed_tensors(arguments, lengthen)
 
 
 def expanded(arguments: Any, dimension: int) -> Any:
@@ -383,7 +266,8 @@ def expanded(arguments: Any, dimension: int) -> Any:
     return mapped(expand, arguments)
 
 
-def _changed(arguments: Any, change: Any) -> Any:
+def changed_tensors(arguments: Any, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """Return the arguments with each tensor changed by a function of it and the number of rows; None without rows."""
     first = arguments[0][0]
     if not isinstance(first, Tensor) or not first.dim() or first.layout != torch.strided:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
@@ -17,18 +17,15 @@ from accelcore.testing.support.coverage import (
     with_indices_that_occur,
 )
 from accelcore.testing.support.effects import beyond_sizes, with_effect
-from accelcore.testing.support.layouts import (
-    cropped,
-    mapped,
+from accelcore.testing.support.layouts import cropped, mapped, of_depth, tensors
+from accelcore.testing.support.samples import CONVERTS, DECIDED, READS_MEMORY, ROUGH, needs_lapack, samples
+from accelcore.testing.support.values import (
     multiplied,
-    of_depth,
-    tensors,
     with_ends,
     with_equal_numbers,
     with_infinity,
     with_nan,
 )
-from accelcore.testing.support.samples import CONVERTS, DECIDED, ROUGH, needs_lapack, samples
 
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
@@ -36,6 +33,8 @@ _SQUARE_OVERFLOWS = 2.0**65
 _MOST_SHAPES, _MOST_INDICES = 8, 16  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
 _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
+_IN_LAYOUTS: tuple[tuple[Callable[..., Any], str], ...] = ((max, "strided"), (max, "transposed"), (min, "transposed"))
+"""Of which samples, by how many options they have, another layout is compared."""
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
@@ -47,6 +46,7 @@ class Rare:
     dtype: torch.dtype
     arguments: Any
     what: str
+    layout: str = ""
 
 
 def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: list[Any]) -> Iterator[Rare]:
@@ -70,6 +70,10 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
     ]:
         yield Rare(info, dtype, arguments, OTHERWISE)
+    for choose, layout in (
+        ((max, "strided"), (max, "transposed"), (min, "transposed")) if every and name not in READS_MEMORY else ()
+    ):
+        yield Rare(info, dtype, choose(options, key=_most_options), OTHERWISE, layout)
     if name in ROUGH or not every:
         return
     for arguments in options:
@@ -137,9 +141,9 @@ def _frozen(arguments: Any, numbers: tuple[int, ...]) -> Any:
     return mapped(lambda each: each.detach() if id(each) in places else each, arguments)
 
 
-def _most_options(arguments: Any) -> tuple[bool, int]:
+def _most_options(arguments: Any) -> int:
     given, named = arguments
-    return max((each.numel() for each in tensors(given)), default=0) > 1, len(given) + len(named)
+    return len(given) + len(named)
 
 
 def _elements(sample: Any) -> int:

@@ -96,11 +96,13 @@ NOT_UNIQUE = (
         "ormqr",
         "torch.ops.aten._unsafe_masked_index",
     ),
-    *("nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss"),  # they read unwritten memory
     "as_strided.partial_views",  # it reads memory around the view, which a copy to a device lacks
     "native_dropout_backward",  # it takes a mask in the form in which the device's own dropout returns it
 )
 """Operators with several right results, of which only shape and dtype are compared."""
+
+UNWRITTEN = ("nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss")
+"""Operators whose result torch does not write on the CPU if there are no elements."""
 
 ROUGH = (
     *(

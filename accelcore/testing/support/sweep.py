@@ -29,23 +29,34 @@ from accelcore.testing.support.layouts import (
     enlarged,
     expanded,
     lengthened,
-    multiplied,
     of_images,
     of_points,
-    others_of,
     placed,
-    repeated,
     scalars,
     tensors,
+    without_indices,
+)
+from accelcore.testing.support.rare import Rare, rare
+from accelcore.testing.support.samples import (
+    ORDERED,
+    REPEATABLE,
+    ROUGH,
+    SAMPLED,
+    UNIQUE_INDICES,
+    UNWRITTEN,
+    operators,
+    samples,
+)
+from accelcore.testing.support.values import (
+    multiplied,
+    others_of,
+    repeated,
     with_infinity,
     with_nan,
     with_nothing_of,
     with_short_indices,
     with_whole_numbers,
-    without_indices,
 )
-from accelcore.testing.support.rare import Rare, rare
-from accelcore.testing.support.samples import ORDERED, REPEATABLE, ROUGH, SAMPLED, UNIQUE_INDICES, operators, samples
 
 _MOST_WRONG = 4
 _MOST_RESULTS = 10  # of an enlarged sample
@@ -87,6 +98,7 @@ def compare(
             resized = chosen
         else:
             resized = [first] if dtype == torch.float32 or not dtype.is_floating_point else []
+        resized = [] if name in UNWRITTEN else resized
         cases = [case for each in chosen for case in _cases(each, resized=any(each is other for other in resized))]
         if dtype == torch.float32 and name in SAMPLED:
             cases += [(each, "") for each in of_other_options(info, dtype, every, chosen)]
@@ -110,8 +122,9 @@ def compare(
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
             if dtype in (torch.bfloat16, torch.float16):  # each of them half of the options
                 options = list(of_other_options(info, dtype, every, chosen))
-                for given in options[dtype == torch.float16 :: 2]:
-                    Case(found, device, name, info, dtype, given, OTHERWISE, elementwise).run()
+                for number, given in enumerate(options, dtype == torch.float16):
+                    what, changed = (LARGE, multiplied(given, 8.0)) if number % 2 else (OTHERWISE, given)
+                    Case(found, device, name, info, dtype, changed or given, what, elementwise).run()
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
             small = dtype == torch.float32 and "norm" not in name  # small rows are normalized by eps, and noise
             for what, times in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):
@@ -160,7 +173,8 @@ def compare_options(device: torch.device, names: Sequence[str], faults: Sequence
 
 def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable[Rare]) -> None:
     for case in cases:
-        Case(found, device, name, case.info, case.dtype, case.arguments, case.what, elementwise=False).run()
+        given = case.dtype, case.arguments, case.what
+        Case(found, device, name, case.info, *given, elementwise=False, layout=case.layout).run()
         if len(found.wrong) > _MOST_WRONG:
             return
 

@@ -1,0 +1,130 @@
+"""Arguments of an operator with other values: infinities, equal numbers, repeated indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelcore.testing.support.layouts import WHOLE, changed_tensors, mapped, tensors
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, *WHOLE)
+
+
+def with_nan(arguments: Any) -> Any:
+    """Return the arguments without gradients, and with NaN as the second element of the first; None if it has none."""
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() < 2:
+        return None
+    where = torch.arange(first.numel()).reshape(first.shape) == 1
+
+    def spoil(value: Tensor, _: int) -> Tensor:
+        return value.masked_fill(where, float("nan")) if value.data_ptr() == first.data_ptr() else value
+
+    changed = changed_tensors(arguments, spoil)
+    return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
+
+
+def with_infinity(arguments: Any, infinity: float) -> Any:
+    """Return the arguments with a row and one more element of the first that are infinite; of a vector, two elements.
+
+    None if there are fewer than two rows, or than two elements in a row.
+    """
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.is_floating_point() or not first.dim() or min(first.shape) < 2:
+        return None
+    count = first.shape[-1] if first.dim() > 1 else 1
+    where = torch.arange(first.numel()).reshape(first.shape) <= count
+
+    def spoil(value: Tensor, _: int) -> Tensor:
+        return value.masked_fill(where, infinity) if value.data_ptr() == first.data_ptr() else value
+
+    return changed_tensors(arguments, spoil)
+
+
+def with_ends(arguments: Any) -> Any:
+    """Return the arguments with the least and the largest whole number in the first; None if it has no two elements."""
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.dim() or first.numel() < 2 or first.dtype not in _INTEGERS:
+        return None
+    info, place = torch.iinfo(first.dtype), first.data_ptr()
+
+    def change(value: Tensor, _: int) -> Tensor:
+        if value.data_ptr() != place:
+            return value
+        flat = value.reshape(-1).clone()
+        flat[0], flat[1] = info.min, info.max
+        return flat.reshape(value.shape)
+
+    return changed_tensors(arguments, change)
+
+
+def with_nothing_of(arguments: Any, factor: str) -> Any:
+    """Return the arguments with 0 as one of the factors `beta` and `alpha`, and 1 as the other; None without them.
+
+    The first tensor is NaN if `beta` is 0, because its elements have to be ignored then.
+    """
+    (first, *others), options = arguments
+    if "beta" not in options or not first.is_floating_point():
+        return None
+    if factor == "beta":
+        first = torch.full_like(first, float("nan")).requires_grad_(first.requires_grad)
+    return (first, *others), {**options, "alpha": 1, "beta": 1, factor: 0}
+
+
+def multiplied(arguments: Any, factor: float) -> Any:
+    """Return the arguments with `factor` times the first tensor; None if it has no fractions."""
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return None
+    place = first.data_ptr()
+    return changed_tensors(arguments, lambda each, _: each * factor if each.data_ptr() == place else each)
+
+
+def with_whole_numbers(arguments: Any) -> Any:
+    """Return two operands of which the second has whole numbers from 1 on; None if there are no two of fractions."""
+    (first, *others), options = arguments
+    if not others or not isinstance(others[0], Tensor) or not others[0].is_floating_point():
+        return None
+    whole = others[0].detach().abs().clamp(max=9).int() + 1
+    return (first.detach(), whole, *others[1:]), options
+
+
+def others_of(arguments: Any) -> Any:
+    """Return arguments of the same shapes with other values: elements in reverse order, other fractions."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+            return value.flip(tuple(range(value.dim()))) if value.is_floating_point() else value
+        return value * 0.75 if isinstance(value, float) else value
+
+    return mapped(change, arguments)
+
+
+def repeated(arguments: Any) -> Any:
+    """Return the arguments with indices of which the second half is the first index again; None without indices."""
+    if not any(leaf.dtype in WHOLE and leaf.numel() > 1 for leaf in tensors(arguments)):
+        return None
+
+    def repeat(value: Tensor, _: int) -> Tensor:
+        if value.dtype not in WHOLE or value.numel() < 2:
+            return value
+        flat = value.reshape(-1).clone()
+        flat[flat.numel() // 2 :] = flat[0]
+        return flat.reshape(value.shape)
+
+    return changed_tensors(arguments, repeat)
+
+
+def with_short_indices(arguments: Any) -> Any:
+    """Return the arguments with indices of 32 bits; None without indices."""
+    if not any(leaf.dtype == torch.int64 and leaf.numel() for leaf in tensors(arguments)):
+        return None
+    return changed_tensors(arguments, lambda value, _: value.int() if value.dtype == torch.int64 else value)
+
+
+def with_equal_numbers(arguments: Any) -> Any:
+    """Return the arguments with all fractions rounded, so that several are the same."""
+    return changed_tensors(arguments, lambda value, _: value.round() if value.is_floating_point() else value)
