@@ -10,7 +10,7 @@ has seen; 0.1 would be a guess.
 
 The ranks of a job (torchrun) train one model: the loop shares out each batch and averages the gradients itself.
 
-Exit codes: 0 done, 2 impossible as asked, 130 interrupted (Ctrl-C).
+Exit codes: 0 done, 1 impossible here, 2 wrong options, 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The 1797 images of 8 x 8 pixels come with scikit-learn: `pip install ".[examples
 same in every run, is held out. The last line printed is the accuracy on these, above 0.98 with seeds 0 to 4. It takes
 about half a minute on two cores.
 
-Exit codes: 0 done, 2 impossible as asked, 130 interrupted (Ctrl-C).
+Exit codes: 0 done, 1 impossible here, 2 wrong options, 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Each rank holds a part of each parameter, of its gradient and of its optimizer s
 source code of the Python standard library, read byte by byte. Without training, the loss is 5.5 nats per byte, as of a
 guess among 256 bytes. On text that is not trained on, it falls to about 2.
 
-Exit codes: 0 done, 2 impossible as asked, 130 interrupted (Ctrl-C).
+Exit codes: 0 done, 1 impossible here, 2 wrong options, 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
             validation = trainer.evaluate(held_out).mean(model)
             job.print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.3f}, held-out loss {validation:.3f} nats per byte")
             saved = trainer.save(args.output, keep=1)
-            job.print(f"saved in {saved}; each rank saved its part")
+            job.print(f"saved in {saved}" + ("; each rank saved its part" if job.world_size > 1 else ""))
 
 
 def parse() -> argparse.Namespace:

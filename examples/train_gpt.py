@@ -8,7 +8,7 @@ The text is the source code of Python's own library, so nothing is downloaded. W
 validation, and the loss on them is shown beside that of a bigram model of the training text. The output folder gets
 checkpoints, `metrics.jsonl` (one line for each logged step, then a summary) and `loss.png`.
 
-Exit codes: 0 done, 2 impossible as asked, 130 interrupted (Ctrl-C, which saves a checkpoint first).
+Exit codes: 0 done, 1 impossible here, 2 wrong options, 130 interrupted (Ctrl-C, which saves a checkpoint first).
 """
 
 from __future__ import annotations

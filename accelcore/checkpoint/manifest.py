@@ -68,8 +68,10 @@ def verify(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint, unverified."""
     file = path / MANIFEST
+    if not file.exists():
+        raise ValueError(f"{MANIFEST} is missing")
     if not file.is_file() or file.stat().st_size > _LARGEST_MANIFEST:  # reading a device would never end
-        raise ValueError(f"{MANIFEST} is missing, or not a file of a manifest's size")
+        raise ValueError(f"{MANIFEST} is not a file, or larger than {_LARGEST_MANIFEST >> 20} MiB")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

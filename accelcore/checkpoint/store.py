@@ -260,7 +260,9 @@ class Checkpoint:
                 f"the checkpoint {path} is damaged",
                 why=str(error) if plain else f"{MANIFEST} does not have the form of a manifest: {error!r}",
                 available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
-                remedy=f'resume from that one: trainer.resume("{older}")' if older else "restore it from a copy",
+                remedy=f'give that one: trainer.resume("{older}"), or accelcore export {older} FILE'
+                if older
+                else "restore it from a copy",
             ) from error
 
     def read(self, file: str, like_of: LikeOf = lambda name, shape: None) -> Any:

@@ -144,6 +144,7 @@ def test_a_backend_lives_in_a_config(accel):
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
         ({"max_epochs": 3}, r"trainer\.epochs\("),
         ({"lr": 1e-3}, r"optimizers\.create\("),
+        ({"fp16": True}, 'precision="fp16"'),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
         ({"parallel": accelcore.FSDP}, r"make it: parallel=FSDP\(\)"),
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),

@@ -98,8 +98,8 @@ class Checkpoints(ABC):
         if extra is not None and not isinstance(extra, Mapping):
             raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
         new = self.extra if extra is None else dict(extra)
-        trainings = self._trainings(new)
         metric, folder = _metric(best, mode), store.as_path(folder)
+        trainings = self._trainings(new)
         # Neither a trial nor a replay may replace what the user has trained.
         if requested_trial() is not None or not all(each.saver.writes for each in trainings.values()):
             self.extra = new
@@ -353,10 +353,11 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
 def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
     saved = checkpoint.manifest["trainers"]
     if saved.keys() != trainings.keys():
-        contains, resuming = (", ".join(sorted(names)) or "one trainer without a name" for names in (saved, trainings))
+        contains, resuming = (", ".join(filter(None, sorted(names))) or "one trainer" for names in (saved, trainings))
+        together = f"accelcore.Together({', '.join(f'{name}=...' for name in saved)}).resume(...)"
         raise CheckpointError(
             f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
-            remedy="resume it as it was saved: by trainer.resume(...), or accelcore.Together(...) with the same names",
+            remedy="resume it as it was saved: by " + ("trainer.resume(...)" if "" in saved else together),
         )
 
 

@@ -41,7 +41,9 @@ class Search:
         seen: set[Path] = set()
         for path in paths:
             if not path.exists() and not path.is_symlink():
-                raise click.ClickException(f"{shown(path)}: there is no such file or folder")
+                raise click.ClickException(
+                    f"{shown(path)}: there is no such file or folder\n  what to do: correct the path"
+                )
             for file in self._under(path) if path.is_dir() else [path]:
                 if file not in seen and not self.settings.excludes(file):
                     seen.add(file)

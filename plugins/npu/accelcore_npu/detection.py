@@ -119,7 +119,10 @@ def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
 def _visible(present: int) -> tuple[int, tuple[str, str] | None]:
     """Return the number of devices that this process may use, and the fault if it is 0."""
     if not present:
-        return 0, ("there is no Ascend NPU (no /dev/davinci*)", "see the output of npu-smi info")
+        return 0, (
+            "there is no Ascend NPU (no /dev/davinci*)",
+            "if there is an NPU, install its driver; npu-smi info shows it",
+        )
     value = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if value is None:
         return present, None

@@ -71,7 +71,10 @@ def test_without_an_npu_it_says_so_and_no_more(machine):
     (machine.devices / "davinci0_caps").touch()
     del machine.packages["torch-npu"]
     machine.cann_fault = ("CANN is not set up", "install CANN")
-    assert refused() == ("there is no Ascend NPU (no /dev/davinci*)", "see the output of npu-smi info")
+    assert refused() == (
+        "there is no Ascend NPU (no /dev/davinci*)",
+        "if there is an NPU, install its driver; npu-smi info shows it",
+    )
 
 
 def test_without_an_npu_it_also_says_what_is_installed_and_cannot_work(machine):
@@ -80,7 +83,7 @@ def test_without_an_npu_it_also_says_what_is_installed_and_cannot_work(machine):
     machine.cann_fault = ("CANN is not set up", "install CANN")
     reason, remedy = refused()
     assert reason == "there is no Ascend NPU (no /dev/davinci*); CANN is not set up"
-    assert remedy == "see the output of npu-smi info; install CANN"
+    assert remedy == "if there is an NPU, install its driver; npu-smi info shows it; install CANN"
 
 
 def test_without_torch_npu_it_names_the_one_that_fits(machine):

@@ -107,6 +107,8 @@ def test_a_manifest_that_is_a_device_is_damage(accel, tmp_path):
     trainer = make(accel)
     path = trainer.save(tmp_path)
     (path / "manifest.json").unlink()
+    with pytest.raises(accelcore.CheckpointError, match=r"manifest\.json is missing"):
+        trainer.resume(path)
     (path / "manifest.json").symlink_to("/dev/zero")
     with pytest.raises(accelcore.CheckpointError, match="damaged") as raised:
         trainer.resume(path)

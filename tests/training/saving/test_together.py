@@ -172,8 +172,11 @@ def test_a_checkpoint_is_resumed_as_it_was_saved(accel, tmp_path):
         trainers["first"].resume(saved / "first")
     (saved / "manifest.txt").rename(saved / "manifest.json")
     for resume, says in (
-        (lambda: trainers["first"].resume(tmp_path / "both"), "contains first, second, .* one trainer without a name"),
-        (lambda: both.resume(tmp_path / "alone"), "one trainer without a name, .* resuming first, second"),
+        (
+            lambda: trainers["first"].resume(tmp_path / "both"),
+            r"first, second, .* one trainer\n.*by accelcore\.Together\(first=..., second=...\)\.resume",
+        ),
+        (lambda: both.resume(tmp_path / "alone"), r"one trainer, .* resuming first, second\n.*by trainer\.resume"),
         (lambda: other.resume(tmp_path / "both"), "first, second, .* a, second"),
     ):
         with pytest.raises(accelcore.CheckpointError, match=says):

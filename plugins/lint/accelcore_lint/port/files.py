@@ -46,7 +46,7 @@ def find_scripts(paths: Sequence[Path]) -> Iterator[Path]:
     seen = set()
     for path in paths:
         if not path.exists():
-            raise FileError(f"{path}: there is no such file or folder")
+            raise FileError(f"{path}: there is no such file or folder\n  what to do: correct the path")
         for found in _walk(path) if path.is_dir() else [path]:
             key = found.resolve()
             if key not in seen:
