@@ -13,7 +13,6 @@ from accelcore_lint.port.port_command import port
 from click.testing import CliRunner
 
 SCRIPT = 'import torch\nx = torch.zeros(2, device="cuda")\n'
-PORTED = "import torch\nimport accelcore\n\n"
 
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "tests"))  # also for the forks, which import it by its name

@@ -129,6 +129,17 @@ def test_a_question_with_a_name_stays_if_nothing_that_it_guards_is_rewritten(lin
     assert "cuda.is_available()" not in port_source(source.replace(line, "x = 1"), Level.ROLES).source
 
 
+def test_a_state_is_loaded_to_the_device_where_another_branch_loads_it_to_the_cpu():
+    source = (
+        "import torch\n\n\ndef load(net, path):\n    if torch.cuda.is_available():\n"
+        "        net.load_state_dict(torch.load(path))\n        net.cuda()\n    else:\n"
+        "        net.load_state_dict(torch.load(path, map_location='cpu'))\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "net.load_state_dict(torch.load(path, map_location=current_device))" in outcome.source
+
+
 def test_a_load_beside_one_to_another_accelerator_is_nobodys_business():
     source = (
         "import torch\nif args.gpu is None:\n    state = torch.load(path)\nelse:\n"

@@ -40,13 +40,28 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
     return Rewrite(lambda updated: updated.with_changes(**starred), node.children)
 
 
-def _decide_load(node: cst.Call, facts: Facts) -> Left | None:
-    """Report a load without a device, where another branch gives one for devices that are not CUDA's."""
+def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    """Name the device of what is loaded without one, where another branch does so for devices that are not CUDA's."""
     if facts.name(node.func) != "torch.load" or len(node.args) != 1 or node.args[0].star:
         return None
     if not any(_TO_CPU.search(text_of(other)) for other in _other_branches(node, facts)):
         return None
-    return Left("torch.load without map_location only loads what was saved on a device that is here", inner=True)
+    holder = facts.parent(facts.parent(node) or node)
+    is_state = isinstance(holder, cst.Call) and text_of(holder.func).endswith(".load_state_dict")
+    if not is_state:
+        return Left("torch.load without map_location only loads what was saved on a device that is here", inner=True)
+    location = cst.Arg(
+        cst.parse_expression(facts.place.device(node)),
+        cst.Name("map_location"),
+        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+    )
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+
+    def build(updated: cst.Call) -> cst.Call:
+        (path,) = updated.args
+        return updated.with_changes(args=[path.with_changes(comma=comma), location])
+
+    return Rewrite(build)
 
 
 def _other_branches(node: cst.CSTNode, facts: Facts) -> Iterator[cst.CSTNode]:
@@ -140,7 +155,21 @@ PINS = Rule(
     optional=True,
 )
 
-LOADS = Rule("load", "`torch.load` without `map_location`, where another branch gives one", (cst.Call,), _decide_load)
+LOADS = Rule(
+    "load",
+    "`torch.load` without `map_location`, where another branch gives one",
+    (cst.Call,),
+    _decide_load,
+    (
+        Example(
+            Level.ROLES,
+            "if torch.cuda.is_available():\n    net.load_state_dict(torch.load(path))\n    net.cuda()\n"
+            "else:\n    net.load_state_dict(torch.load(path, map_location='cpu'))",
+            'if accel.device.type != "cpu":\n    net.load_state_dict(torch.load(path, map_location=accel.device))\n'
+            "    net.to(accel.device)\nelse:\n    net.load_state_dict(torch.load(path, map_location='cpu'))",
+        ),
+    ),
+)
 
 MAPS = Rule(
     "map_location",
