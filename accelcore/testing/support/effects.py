@@ -23,8 +23,8 @@ _MOST_ELEMENTS = 2**13  # of the results of a number beyond the sizes
 _SEEN = 1e-4  # relative: what a kernel in fp32 cannot have lost by rounding
 
 
-def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any]) -> Iterator[Any]:
-    """Yield arguments on which an option has an effect, for each option, and word for one, that has none on the chosen.
+def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield each option, and word for one, without effect on the chosen, with arguments on which it has one, or None.
 
     These are other samples, or samples with other values: infinities, NaN, equal, larger, ordered ones.
 
@@ -50,8 +50,10 @@ def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any
         for arguments in chain(having[:_MOST_SAMPLES], changed):
             differs = _Differs(info, dtype, arguments)
             if any(differs.without(without) for other, without in _without_each(arguments) if other == what):
-                yield arguments
+                yield what, arguments
                 break
+        else:
+            yield what, None
 
 
 def beyond_sizes(info: Any, chosen: list[Any]) -> Iterator[Any]:
@@ -128,14 +130,18 @@ class _Differs:
         self._right = cache(partial(self._results, arguments))
 
     def without(self, arguments: Any) -> bool:
-        """Return whether the operator has other results or gradients on these arguments; not if it does not run."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                pairs = zip(self._right(), self._results(arguments), strict=True)
-                return not all(len(one) == len(other) and all(map(_alike, one, other)) for one, other in pairs)
-        except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
-            return False
+        """Return whether the operator has other results or gradients on these arguments, or does not run."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                right = self._right()
+            except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
+                return False
+            try:
+                pairs = zip(right, self._results(arguments), strict=True)
+            except Exception:  # noqa: BLE001  as above
+                return True
+            return not all(len(one) == len(other) and all(map(_alike, one, other)) for one, other in pairs)
 
     def _results(self, arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
         given, options = placed(wide(arguments, self._dtype), torch.device("cpu"), "", graph=True)

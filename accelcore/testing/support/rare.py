@@ -64,7 +64,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     for arguments in [
         *([] if chosen else options),
         *pairs,
-        *with_effect(info, dtype, options + pairs, pool),
+        *(each for _, each in with_effect(info, dtype, options + pairs, pool) if each is not None),
         *beyond_sizes(info, options),
         *_of_other_shapes(name, options),
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
