@@ -37,8 +37,9 @@ class Facts(DeviceNumbers):
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
         super().__init__(wrapper, level, known)
-        contexts = [call for call in self.calls if self.name(call.func) == "torch.cuda.device"]
-        self.place = Place(self, by_hand=self.is_library or self._chooses_by_hand(contexts), contexts=contexts)
+        self.contexts = [call for call in self.calls if self.name(call.func) == "torch.cuda.device"]
+        by_hand = self.is_library or self._chooses_by_hand(self.contexts)
+        self.place = Place(self, by_hand=by_hand, contexts=self.contexts)
 
     def _chooses_by_hand(self, contexts: list[cst.Call]) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""

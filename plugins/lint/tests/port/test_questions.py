@@ -117,6 +117,16 @@ def test_a_question_stays_if_it_returns_before_something_that_is_left(line):
     assert 'if current_device.type == "cpu":' in port_source(done, Level.ROLES).source
 
 
+def test_a_question_stays_if_a_context_that_only_one_vendor_has_follows():
+    source = (
+        "import torch\nif args.gpu >= 0 and torch.cuda.is_available():\n    net.cuda()\nelse:\n    args.gpu = -1\n"
+        "with torch.cuda.device(args.gpu):\n    run()\n"
+    )
+    assert "torch.cuda.is_available()" in port_source(source, Level.ROLES).source
+    guarded = source.replace("with", "if torch.cuda.is_available():\n  with")
+    assert "if args.gpu >= 0 and torch.cuda" not in port_source(guarded, Level.ROLES).source
+
+
 @pytest.mark.parametrize("line", LEFT[:3])
 @pytest.mark.parametrize("name", ["cuda", "self.has_gpu"])
 def test_a_question_with_a_name_stays_if_nothing_that_it_guards_is_rewritten(line, name):

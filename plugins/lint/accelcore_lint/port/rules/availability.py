@@ -16,6 +16,7 @@ from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
+_CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
@@ -85,6 +86,8 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(_LOADS, node.children, harmless=True)
     if isinstance(facts.parent(node), cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
         return Left(_OTHER, node.children)
+    if not all(map(facts.guards, facts.contexts)):
+        return Left(_CONTEXT, node.children)
     if _is_given_away(whole_test, facts):
         return Left(_GIVEN, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, _available(facts, node)), some=True)

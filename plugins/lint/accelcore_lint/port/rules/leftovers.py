@@ -24,7 +24,7 @@ _REASONS = {
     "get_device_name": "the name of the device: torch has no generic function",
     "get_device_properties": "properties of the device: torch has no generic function",
     "get_device_capability": "the generation of a vendor's chips: torch has no generic function",
-    "device": "a context of one vendor's device: a process has one device here",
+    "device": "a context of one vendor's device: torch.accelerator.device_index(index) is one for all, from torch 2.8",
     "nvtx": "ranges of NVIDIA's profiler: torch.profiler.record_function(name) is a context for all devices",
     "cudart": "functions of the CUDA runtime: torch.profiler records on all devices",
     "memory_summary": "a table of one vendor's allocator: torch.accelerator.memory_stats() has figures",

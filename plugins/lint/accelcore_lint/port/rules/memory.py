@@ -28,15 +28,17 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return None
     device = argument(node, "device", 0)
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or facts.sets_device(device, node)
-    named = device is not None and not own and is_device_name(text_of(device))
+    named = "" if device is None or own or not is_device_name(text_of(device)) else text_of(device)
     if len(node.args) > 1 or not (own or named):
         return Left(f"{name} of a device of its own")
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
     if own and facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
     module = f"{facts.torch}.accelerator"
-    source = f"{module}.{_ACCELERATOR[name]}({text_of(device) if named and device is not None else ''})"
-    if not facts.guards(node):
+    source = f"{module}.{_ACCELERATOR[name]}({named})"
+    if named:  # it may be the CPU, of which torch.accelerator has no figures
+        source = f'({source} if {facts.torch}.device({named}).type != "cpu" else 0)'
+    elif not facts.guards(node):
         source = f"({source} if {module}.is_available() else 0)"
     return whole(node, source, facts.needs_torch)
 
