@@ -70,9 +70,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
     ]:
         yield Rare(info, dtype, arguments, OTHERWISE)
-    for choose, layout in (
-        ((max, "strided"), (max, "transposed"), (min, "transposed")) if every and name not in READS_MEMORY else ()
-    ):
+    for choose, layout in _IN_LAYOUTS if every and name not in READS_MEMORY else ():
         yield Rare(info, dtype, choose(options, key=_most_options), OTHERWISE, layout)
     if name in ROUGH or not every:
         return
