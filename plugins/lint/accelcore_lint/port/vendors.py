@@ -107,7 +107,7 @@ def vendor_lines(source: str) -> set[int]:
     the argument `device_ids=` without a condition by which it is None elsewhere, or a string such as "cuda:0" or
     "nccl". torch's DataParallel takes `device_ids` on all devices. Names that only contain such a word, as `use_cuda`,
     comments and docstrings do not count, and neither do `accelcore.apex`, the script's own option `args.cuda`, a flag
-    `cuda=True`, a key as in `config["cuda"]`, and its own variable `device_ids`.
+    `cuda=True`, a key as in `config["cuda"]`, its own variable `device_ids`, and a call of its own function `cuda(x)`.
     """
     found: set[int] = set()
     own = own_options(source)
@@ -130,6 +130,8 @@ def vendor_lines(source: str) -> set[int]:
             is_argument = bool(calls) and before != "." and following.string == "="
             if (f"{earlier}.{text}" if before == "." else text) in own and before not in ("from", "import"):
                 continue
+            if text in DEVICES and before not in (".", "def") and following.string == "(":
+                continue  # a function of the project: no package has one of this name
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
             is_flag = is_argument and text in (*DEVICES, "apex")
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line

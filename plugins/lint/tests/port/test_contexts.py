@@ -180,7 +180,7 @@ def test_a_name_of_a_device_keeps_its_number():
 
 def test_figures_of_a_device_that_has_a_name_are_those_of_that_device():
     source = "import torch\ndevice = torch.device(f'cuda:{n}')\nprint(torch.cuda.memory_allocated(device))\n"
-    figure = 'torch.accelerator.memory_allocated(device) if torch.device(device).type != "cpu" else 0'
+    figure = 'torch.get_device_module().memory_allocated(device) if torch.device(device).type != "cpu" else 0'
     assert figure in port_source(source, Level.ROLES).source
 
 

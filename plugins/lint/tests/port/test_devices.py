@@ -224,7 +224,7 @@ def test_the_memory_of_the_device_that_the_script_makes_current_is_the_current_o
     )
     outcome = _ported(source)
     assert (outcome.after, outcome.left) == (0, [])
-    assert "torch.accelerator.max_memory_allocated() if" in outcome.source
+    assert "torch.get_device_module().max_memory_allocated() if" in outcome.source
 
 
 def test_a_name_for_a_device_may_be_none():

@@ -254,3 +254,15 @@ def test_a_test_that_skips_itself_still_does_so_if_a_line_of_it_is_left(skip, as
     )
     ported = port_source(source, Level.ROLES, Known(imported=True)).source
     assert ("not torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("isinstance(x, torch.cuda.FloatTensor)", "a question about"),
+        ("f(torch.cuda.FloatTensor)", "a type of tensor of"),
+    ],
+)
+def test_a_vendors_type_of_tensor_is_left_with_what_to_write(line, reason):
+    (note,) = port_source(f"import torch\nprint({line})\n", Level.ROLES).left
+    assert note.text.startswith(f"{reason} one ")

@@ -138,7 +138,7 @@ def test_a_function_stays_that_a_test_replaces_by_its_name(tmp_path, replaced):
     paths = written(tmp_path, {"timer.py": timer, "test_timer.py": test})
     ported = port_source(timer, Level.ROLES, read_project(paths).known(paths[0])).source
     assert ("torch.cuda.synchronize()" in ported) is (replaced != "pass")
-    assert "torch.accelerator.empty_cache()" in ported
+    assert "torch.get_device_module().empty_cache()" in ported
 
 
 def test_a_negated_question_stays_that_a_test_replaces_by_its_name(tmp_path):

@@ -62,6 +62,8 @@ def test_an_attribute_that_the_script_sets_is_no_vendor_line():
         ("class DataParallel: pass\nnet = DataParallel(net, device_ids=[0])", 1),
         ("x = variable(x, cuda=True)", 0),
         ("x = variable(x, cuda)", 1),
+        ("x = cuda(x)", 0),
+        ("x = cuda(x.cuda())", 1),
         ("cuda = torch.cuda", 1),
         ('use = config["cuda"]', 0),
         ('use = name in ["cuda"]', 1),

@@ -15,9 +15,9 @@ from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _MODULES = {"torch.cuda", "torch.cuda.memory", "torch.cuda.random"}
-_RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats")
+_MEMORY = ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated")
 _VENDORS = re.compile(rf"torch\.({'|'.join(DEVICES)})\b|[\"']({'|'.join(DEVICES)})(:|[\"'])")
-_CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS, "reset_max_memory_allocated")
+_CALLS = ("synchronize", "set_device", *_MEMORY)
 
 
 def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] | None:
@@ -86,7 +86,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     device = index if named else device
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
     given = "" if device is None or new == "empty_cache" else index_source(device)
-    return _guarded(facts, node, f"{module}.{new}({given})")
+    owner = facts.allocator if name in _MEMORY else module
+    return _guarded(facts, node, f"{owner}.{new}({given})")
 
 
 def _is_vendors(device: cst.BaseExpression) -> bool:

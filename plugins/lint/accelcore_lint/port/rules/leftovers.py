@@ -32,6 +32,7 @@ _REASONS = {
 }
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
+_QUESTION = "a question about one vendor's type of tensor: x.device.type and x.dtype answer it on all devices"
 _DEFAULT = "one vendor's function, without a generic one"
 
 
@@ -47,8 +48,11 @@ def _decide_class(node: cst.Attribute | cst.Name, facts: Facts) -> Rewrite | Non
 
 def _names_class(outer: cst.CSTNode) -> bool:
     """Return whether a node takes the class of an object: as an annotation, or to ask for it."""
-    is_question = isinstance(outer, cst.Call) and text_of(outer.func) == "isinstance"
-    return is_question or isinstance(outer, cst.Annotation)
+    return _asks_class(outer) or isinstance(outer, cst.Annotation)
+
+
+def _asks_class(outer: cst.CSTNode) -> bool:
+    return isinstance(outer, cst.Call) and text_of(outer.func) == "isinstance"
 
 
 def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
@@ -72,7 +76,8 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
     if parts[0] in OTHERS and set(DEVICES) & set(parts):
         return Left(f"{parts[0]} computes on one vendor's devices", node.children)
     if parts[0] in MODULES or (parts[0] == "torch" and len(parts) > 2 and parts[1] == "cuda"):
-        return Left(_reason(parts), node.children)
+        asked = parts[-1].endswith("Tensor") and any(map(_asks_class, facts.parents(node)))
+        return Left(_QUESTION if asked else _reason(parts), node.children)
     return None
 
 

@@ -34,12 +34,11 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
     if own and facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
-    module = f"{facts.torch}.accelerator"
-    source = f"{module}.{_ACCELERATOR[name]}({named})"
-    if named:  # it may be the CPU, of which torch.accelerator has no figures
+    source = f"{facts.allocator}.{_ACCELERATOR[name]}({named})"
+    if named:  # it may be the CPU, of which there are no figures
         source = f'({source} if {facts.torch}.device({named}).type != "cpu" else 0)'
     elif not facts.guards(node):
-        source = f"({source} if {module}.is_available() else 0)"
+        source = f"({source} if {facts.torch}.accelerator.is_available() else 0)"
     return whole(node, source, facts.needs_torch)
 
 

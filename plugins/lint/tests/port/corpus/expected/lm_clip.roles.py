@@ -60,4 +60,4 @@ def train():
 
 train()
 if accel.device.type != "cpu":
-    torch.accelerator.empty_cache()
+    torch.get_device_module().empty_cache()

@@ -21,7 +21,7 @@ for _ in range(3):
     optimizer.step()
     timers.append(time.perf_counter() - start)
     print("loss", loss.item())
-peak = (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0) / 2**20
+peak = (torch.get_device_module().max_memory_allocated() if torch.accelerator.is_available() else 0) / 2**20
 print("peak", peak >= 0)
 if peak > 1e9:
     # TODO(accelcore): events are each device's own; torch.Event(device) where the device has them
