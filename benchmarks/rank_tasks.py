@@ -113,6 +113,7 @@ def with_trainer(
     model = model_of(task)
     optimizer = accel.optimizers.create("adamw", model.parameters(), lr=lr)
     trainer = accel.trainer(model, optimizer, **options)
+    trainer.epoch = 0  # this loop needs no position in the data
     return Training(model, optimizer, lambda: trainer(batch))
 
 

@@ -139,7 +139,7 @@ class DataStream:
         return self._total_epochs * -(-self._batches // accumulate)
 
     def warn_if_unused(self) -> None:
-        """Warn once if no trainer has read batches here: in the first step in a job, and at a `save`.
+        """Warn once if no trainer has read batches here, or had its epoch set: in a job's first step, and at a `save`.
 
         A script that divides its data itself is right to do so in a job, and cannot be told from one that forgot to.
         """
@@ -147,7 +147,8 @@ class DataStream:
             return
         self._warned = True
         if self._collectives.rank == 0:
-            same = ", and ranks train on the same data" if self._collectives.world_size > 1 else ""
+            in_job = self._collectives.world_size > 1
+            same = ", and all ranks train on the same data unless the script divides it" if in_job else ""
             logger.warning(
                 "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
                 f"data{same}. Write `for batch in trainer.batches(loader):`, or set trainer.epoch yourself"
@@ -185,7 +186,7 @@ class DataStream:
         if not is_whole(epoch):
             raise ConfigurationError(f"epoch={epoch!r} is not an epoch", remedy="give a whole number >= 0")
         self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed})
-        self._resuming = False
+        self._resuming, self._warned = False, True  # the script keeps the position itself
 
     def length(self, loader: Iterable[Any], *, shard: bool) -> int:
         return len(self._source_of(loader, shard))  # type: ignore[arg-type]

@@ -35,6 +35,11 @@ def test_a_loop_past_the_stream_is_told_once_when_it_saves(accel, tmp_path, capl
 
 
 def test_a_loop_over_the_loader_alone_is_told_at_save_and_one_that_sets_its_epoch_nothing(accel, tmp_path, caplog):
+    gc.collect()  # of trainers that have read batches
+    first = make(accel)
+    first.epoch = 0  # of its own loop
+    first(torch.ones(2, 4))
+    first.save(tmp_path / "first")
     trainer = make(accel)
     while trainer.steps < 3:
         trainer(torch.ones(2, 4))
