@@ -44,26 +44,34 @@ def main() -> None:
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
-    """Return a sentence on the rank that failed first, and the job's exit code: that rank's, or 128 and the signal."""
+    """Return a message on the rank that failed first, and the job's exit code: that rank's, or 128 and the signal."""
     rank = min(failures, key=lambda rank: _order(failures[rank]))
     failure = failures[rank]
+    code = max(failure.exitcode, 1)  # a rank that was slow to end may have been ended by the launcher
+    if text := _lost(failure):
+        return text, code
     if isinstance(failure.message, dict):
         message = str(failure.message["message"]).partition("\n")[0][:_LONGEST]
-        code = max(failure.exitcode, 1)  # a rank that was slow to end may have been ended by the launcher
         return f"rank {rank} failed first, with exit code {code}: {message}", code
-    if failure.exitcode >= 0:
-        return f"rank {rank} failed first, with exit code {failure.exitcode}; its output is above", failure.exitcode
-    hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
-    return f"rank {rank} failed first, by {signal_name(-failure.exitcode)}{hint}", 128 - failure.exitcode
+    if failure.exitcode < 0:
+        hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
+        return f"rank {rank} failed first, by {signal_name(-failure.exitcode)}{hint}", 128 - failure.exitcode
+    reason = next(filter(None, map(_lost, failures.values())), "\n  what to do: see its output above").partition("\n")
+    return f"rank {rank} failed first, with exit code {code}\n{reason[2]}", code
 
 
 def _order(failure: ProcessFailure) -> tuple[int, float]:
     """Sort ranks that failed by themselves first, then ranks that lost another rank, then ranks that were ended."""
     if isinstance(failure.message, dict):
         # The file's own time, because torch records whole seconds.
-        lost = str(failure.message["message"]).startswith("DistributedError")
-        return int(lost), os.stat(failure.error_file).st_mtime
+        return int(bool(_lost(failure))), os.stat(failure.error_file).st_mtime
     return 2 * (failure.exitcode == -signal.SIGTERM), failure.timestamp
+
+
+def _lost(failure: ProcessFailure) -> str:
+    """Return the message of a rank that lost another one, which it names; "" for any other failure."""
+    message = str(failure.message["message"]) if isinstance(failure.message, dict) else ""
+    return message.removeprefix("DistributedError: ") if message.startswith("DistributedError: ") else ""
 
 
 def _is_news(record: logging.LogRecord) -> bool:

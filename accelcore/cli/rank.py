@@ -24,12 +24,13 @@ def main() -> None:
     """Run the script; an exception that ends a rank is recorded for torch's launcher."""
     launcher, packages, *sys.argv = sys.argv[1:]
     _end_with(int(launcher))
-    _show_interrupt_in_one_line(launched=bool(int(launcher)))
+    _show_in_one_line(launched=bool(int(launcher)))
     sys.modules.update(dict.fromkeys(filter(None, packages.split(","))))  # type: ignore[arg-type]  # None: not found
     run = script_of_arguments()
     try:
         run()
     except Exception as error:  # noqa: BLE001  # shown as Python would, without the frames of this file and runpy
+        sys.last_value = error  # Python sets it: a job then leaves without waiting
         if int(launcher):
             _record(error)
         trace = error.__traceback__
@@ -62,14 +63,17 @@ def _run_file(path: str) -> None:
         exec(compile(file.read(), path, "exec"), vars(module))  # noqa: S102  # the script that the user named
 
 
-def _show_interrupt_in_one_line(*, launched: bool) -> None:
-    """Let Ctrl-C end the script with one line, which a launcher writes for its ranks, unless the script handles it.
+def _show_in_one_line(*, launched: bool) -> None:
+    """Let Ctrl-C and the loss of another rank end the script with one line, unless the script handles them.
 
-    Python then ends the process by SIGINT, which shells show as exit code 130.
+    For its ranks, a launcher writes the line of Ctrl-C. Python ends the process by SIGINT, which shells show as 130.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if kind.__name__ == "DistributedError" and trace is None and launched:  # it names the rank that was lost
+            _record(error)  # the launcher shows all of it
+            sys.stderr.write(f"{kind.__name__}: {error}".partition("\n")[0] + "\n")
+        elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
         elif launched:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher sends it again
@@ -79,7 +83,7 @@ def _show_interrupt_in_one_line(*, launched: bool) -> None:
     sys.excepthook = hook  # before the script: torch's process group wraps the hook that it finds
 
 
-def _record(error: Exception) -> None:
+def _record(error: BaseException) -> None:
     """Do what torch's `record` does; imported late, because a script may set variables before it imports torch."""
     with contextlib.suppress(Exception):  # torch may be what is broken
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

@@ -7,6 +7,7 @@ import builtins
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -230,6 +231,7 @@ def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta |
         explained = None if job is None else job.explain(error)
         if explained is None:
             raise
+        sys.excepthook = partial(_show, lambda error: copy(explained) if error is explained else None, sys.excepthook)
         raise explained from root(error)
     finally:
         if missing is not None:
@@ -242,23 +244,23 @@ def join(membership: AbstractContextManager[Job]) -> Job:
     """Enter a job now, and leave it when the interpreter exits."""
     job = membership.__enter__()
     atexit.register(_leave_at_exit, membership, job)
-    sys.excepthook = partial(_show_explained, job, sys.excepthook)
+    sys.excepthook = partial(_show, job.explain, sys.excepthook)
     return job
 
 
-def _show_explained(
-    job: Job,
+def _show(
+    explain: Callable[[BaseException], DistributedError | None],
     show: Callable[..., Any],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Show an error that ends the script; if a lost rank caused it, show the error that names the rank."""
-    explained = job.explain(error)
-    if explained is not None:
-        explained.__cause__ = root(error)
-        kind, error, trace = type(explained), explained, None
-    show(kind, error, trace)
+    """Show an error that ends the script; if a lost rank caused it, only the message: a traceback shows who waited."""
+    explained = explain(error)  # without a cause, which would be shown, too
+    if explained is None:
+        show(kind, error, trace)
+    else:
+        show(type(explained), explained, None)
 
 
 def _leave_at_exit(membership: AbstractContextManager[Job], job: Job) -> None:

@@ -49,6 +49,37 @@ def test_the_rank_that_raised_first_is_named_last(run):
     assert "rank.py" not in said
 
 
+@pytest.mark.parametrize(
+    ("enter", "end", "lost", "last"),
+    [
+        (
+            "with accelcore.select().distributed() as job:",
+            "exit()",
+            "ended by sys.exit()",
+            "what to do: let all ranks end",
+        ),
+        (
+            "if job := accelcore.select().join():",
+            "{}['a']",
+            "failed",
+            "rank 1 failed first, with exit code 1: KeyError",
+        ),
+    ],
+)
+def test_a_rank_that_lost_another_writes_one_line_and_the_launcher_the_reason(run, enter, end, lost, last):
+    code, said = run(
+        f"import torch, accelcore\n{enter}\n    if job.rank == 1: {end}\n    job.all_reduce(torch.ones(1))\n"
+    )
+    survivor = f"DistributedError: rank 1 of this job {lost}, and the others cannot go on without it"
+    assert code == 1
+    shown = [line for line in said.splitlines() if line.startswith("[rank0]")]
+    assert shown == [f"[rank0]: {survivor}"] or (end != "exit()" and not shown), "the launcher may end it before"
+    assert "monitoredBarrier" not in said, "a rank that failed left the job without waiting"
+    ending = said[said.rindex("accelcore: ") :]
+    assert last in ending
+    assert ("why: rank 1 has begun no step" in ending) == (end == "exit()")
+
+
 def test_a_script_that_cannot_be_compiled_shows_its_line_and_no_frame_of_ours(machine, fork):
     done = fork("-m", "accelcore.cli.rank", 0, "", machine.write("train.py", "if True print()")).finish()
     assert done.returncode == 1
@@ -160,6 +191,12 @@ def test_the_rank_that_failed_first_by_itself_is_named(failed):
         ({0: failed(1, "DistributedError: 1", 9.1), 1: failed(1, "E: b", 9.2)}, "rank 1 failed first", 1),
         ({0: failed(1, "DistributedError: 1", 9.1), 1: failed(3)}, "rank 1 failed first, with exit code 3", 3),
         ({1: failed(1, "E: b", 9.2), 0: failed(-15, "E: a", 9.1)}, "rank 0 failed first, with exit code 1: E: a", 1),
+        ({0: failed(1, "DistributedError: rank 1 left\n  why: so", 9.1)}, "rank 1 left\n  why: so", 1),
+        (
+            {0: failed(1, "DistributedError: a\n  why: b", 9), 1: failed(3)},
+            "rank 1 failed first, with exit code 3\n  why: b",
+            3,
+        ),
         ({2: failed(-15), 0: failed(3)}, "rank 0 failed first, with exit code 3", 3),
         ({0: failed(-15), 1: failed(-15)}, "rank 0 failed first, by SIGTERM", 143),
         ({0: failed(-9)}, "rank 0 failed first, by SIGKILL\n  what to do: check whether memory ran out", 137),
