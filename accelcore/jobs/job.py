@@ -7,7 +7,6 @@ import builtins
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -231,7 +230,6 @@ def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta |
         explained = None if job is None else job.explain(error)
         if explained is None:
             raise
-        sys.excepthook = partial(_show, lambda error: copy(explained) if error is explained else None, sys.excepthook)
         raise explained from root(error)
     finally:
         if missing is not None:
@@ -244,19 +242,19 @@ def join(membership: AbstractContextManager[Job]) -> Job:
     """Enter a job now, and leave it when the interpreter exits."""
     job = membership.__enter__()
     atexit.register(_leave_at_exit, membership, job)
-    sys.excepthook = partial(_show, job.explain, sys.excepthook)
+    sys.excepthook = partial(_show, job, sys.excepthook)
     return job
 
 
 def _show(
-    explain: Callable[[BaseException], DistributedError | None],
+    job: Job,
     show: Callable[..., Any],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
     """Show an error that ends the script; if a lost rank caused it, only the message: a traceback shows who waited."""
-    explained = explain(error)  # without a cause, which would be shown, too
+    explained = job.explain(error)  # without a cause, which would be shown, too
     if explained is None:
         show(kind, error, trace)
     else:
