@@ -138,11 +138,6 @@ class Facts(DeviceNumbers):
         return f"{source}.type" if has_index and (self._spells_device or self._in_replicas(site)) else source
 
     @cached_property
-    def allocator(self) -> str:
-        """Return the module with the functions of the device's memory; torch.accelerator has them from torch 2.9."""
-        return f"{self.torch}.accelerator" if self.level is Level.TORCH else f"{self.torch}.get_device_module()"
-
-    @cached_property
     def _spells_device(self) -> bool:
         """Return whether the file makes a text of a device for more than to show it, or asks for its index.
 

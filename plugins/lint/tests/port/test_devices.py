@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
+
+torch = pytest.importorskip("torch")
 
 
 def _ported(source, level=Level.ROLES):
@@ -135,7 +140,7 @@ kind = "fast" if device.type == "cuda" else "exact"
 
 def test_a_guard_on_an_option_that_falls_back_to_the_cpu_still_runs_there():
     outcome = _ported(_FALLS_BACK)
-    assert "if args.device == accel.device.type:\n    count = torch.accelerator.device_count()\n" in outcome.source
+    assert "if args.device == accel.device.type:\n    count = torch.accelerator.device_count() if" in outcome.source
     assert 'workers = count if device.type != "cpu" else 1' in outcome.source
     assert [note.line for note in outcome.left] == [11]
 
@@ -224,7 +229,7 @@ def test_the_memory_of_the_device_that_the_script_makes_current_is_the_current_o
     )
     outcome = _ported(source)
     assert (outcome.after, outcome.left) == (0, [])
-    assert "torch.get_device_module().max_memory_allocated() if" in outcome.source
+    assert 'getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)()' in outcome.source
 
 
 def test_a_name_for_a_device_may_be_none():
@@ -345,6 +350,25 @@ def test_strings_in_the_name_of_a_device_have_other_quotes_than_it():
 @pytest.mark.parametrize("operator", ["%", "//", "/", "+"])
 def test_nothing_is_divided_by_no_devices(operator):
     source = f"import torch\nn = 8 {operator} torch.cuda.device_count()\n"
-    count = "torch.accelerator.device_count()"
-    expected = count if operator == "+" else f"max({count}, 1)"
-    assert f"n = 8 {operator} {expected}\n" in port_source(source, Level.ROLES).source
+    count = f"(torch.accelerator.device_count() if torch.accelerator.is_available() else {int(operator != '+')})"
+    assert f"n = 8 {operator} {count}\n" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize("module", ["cpu", "mps"])
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_what_only_some_devices_have_is_not_asked_of_others(module, level, monkeypatch):
+    figures = ("memory_allocated", "max_memory_reserved", "memory_cached", "device_count")
+    calls = ", ".join(f"torch.cuda.{name}()" for name in figures)
+    source = f"import torch\ndef f(device):\n    torch.cuda.reset_peak_memory_stats()\n    return {calls}\n"
+    source += "def g(device):\n    return torch.cuda.memory_allocated(device)\n"
+    source += "def h():\n    return torch.cuda.get_device_name(0)\n" * (level is Level.ROLES)
+    ported = port_source(source, level, Known(imported=True))
+    assert ported.after == 0
+    real, made = torch.get_device_module, {}
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: real(device or module))
+    monkeypatch.setattr(torch.accelerator, "device_count", mock.Mock(side_effect=RuntimeError))  # as torch 2.7's
+    exec(ported.source, made)
+    assert (made["f"]("cpu"), made["g"]("cpu")) == ((0, 0, 0, 0), 0)
+    if level is Level.ROLES:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(module))
+        assert made["h"]() == module

@@ -49,32 +49,31 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
     if name not in _SAME:
         return None
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"
-    if name.endswith(".current_device") and not facts.guards(node):  # which raises where there is none
-        source = f"({source} if {facts.torch}.accelerator.is_available() else 0)"
-    if _divides(node, facts):
-        source = f"max({source}, 1)"
+    if not facts.guards(node):  # it raises where there is none: also torch 2.7's device_count, if it is built for CUDA
+        source = f"({source} if {facts.torch}.accelerator.is_available() else {int(_divides(node, facts))})"
     return whole(node, source, facts.needs_torch)
 
 
 def _divides(node: cst.Call, facts: Facts) -> bool:
-    """Return whether a number of devices divides something, which fails on the CPU; not where none is made current."""
+    """Return whether a number of devices divides something, which fails on the CPU."""
     holder = facts.parent(node)
     if not isinstance(holder, cst.BinaryOperation) or holder.right is not node:
         return False
-    divides = isinstance(holder.operator, (cst.Modulo, cst.Divide, cst.FloorDivide))
-    return divides and not (facts.guards(node) or any(holder is made for made in facts.made_current))
+    return isinstance(holder.operator, (cst.Modulo, cst.Divide, cst.FloorDivide))
 
 
 def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
-    """Ask the module that torch has for the device; the CPU has no names."""
+    """Ask the module that torch has for the device; those of the CPU and of MPS have no names."""
     device = facts.place.device(node)
     given = ", ".join(text_of(arg) for arg in node.args if not facts.is_current(arg.value))
     if any(f"{device}." in given or f"{device}:" in given for device in DEVICES):
         return None
-    source = f"{facts.torch}.get_device_module({device}).get_device_name({given})"
-    if facts.guards(node):
-        return whole(node, source, facts.needs_torch)
-    return whole(node, f'({source} if {device}.type != "cpu" else "cpu")', facts.needs_torch)
+    source = f"{facts.torch}.get_device_module({device})"
+    if facts.guards(node) and device.endswith(".device"):
+        source = f"{source}.get_device_name({given})"
+    else:  # torch's current device may be MPS
+        source = f'getattr({source}, "get_device_name", lambda *_: {device}.type)({given})'
+    return whole(node, source, facts.needs_torch)
 
 
 def _decide_available(node: cst.Call, facts: Facts) -> Left:
@@ -164,7 +163,11 @@ AVAILABILITY = Rule(
             "found = torch.cuda.is_available() is True",
             'found = (accel.device.type != "cpu") is True',
         ),
-        Example(Level.ROLES, "n = torch.cuda.device_count()", "n = torch.accelerator.device_count()"),
+        Example(
+            Level.ROLES,
+            "n = torch.cuda.device_count()",
+            "n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0",
+        ),
         Example(
             Level.ROLES,
             "if torch.cuda.is_available():\n    kinds.append('cuda')",
@@ -176,7 +179,7 @@ AVAILABILITY = Rule(
         Example(
             Level.ROLES,
             "print(torch.cuda.get_device_name(0))",
-            'print(torch.get_device_module(accel.device).get_device_name(0) if accel.device.type != "cpu" else "cpu")',
+            'print(getattr(torch.get_device_module(accel.device), "get_device_name", lambda *_: accel.device.type)(0))',
         ),
     ),
 )

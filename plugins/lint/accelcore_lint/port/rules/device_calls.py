@@ -15,9 +15,9 @@ from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _MODULES = {"torch.cuda", "torch.cuda.memory", "torch.cuda.random"}
-_MEMORY = ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated")
+_RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated")
 _VENDORS = re.compile(rf"torch\.({'|'.join(DEVICES)})\b|[\"']({'|'.join(DEVICES)})(:|[\"'])")
-_CALLS = ("synchronize", "set_device", *_MEMORY)
+_CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS)
 
 
 def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] | None:
@@ -45,18 +45,18 @@ def is_current_stream(node: cst.BaseExpression, facts: Facts) -> bool:
     return isinstance(node, cst.Call) and not node.args and facts.name(node.func) == "torch.cuda.current_stream"
 
 
-def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str) -> Rewrite:
-    """Return the decision to run a line only if there is an accelerator; `torch.accelerator` raises otherwise."""
+def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str, test: str = "") -> Rewrite:
+    """Return the decision to run a line only if a test is true: by default, if there is an accelerator."""
     line = cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine)
 
     def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
         inner = line.with_changes(trailing_whitespace=updated.trailing_whitespace)
-        if facts.guards(node):
+        if facts.guards(node) and not test:
             return inner.with_changes(leading_lines=updated.leading_lines)
-        test = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")
+        asked = cst.parse_expression(test or f"{facts.torch}.accelerator.is_available()")
         outer = facts.parent(node)
         indent = outer.indent if isinstance(outer, cst.IndentedBlock) else None
-        return cst.If(test, cst.IndentedBlock([inner], indent=indent), leading_lines=updated.leading_lines)
+        return cst.If(asked, cst.IndentedBlock([inner], indent=indent), leading_lines=updated.leading_lines)
 
     return Rewrite(build, node.body, facts.needs_torch)
 
@@ -86,8 +86,10 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     device = index if named else device
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
     given = "" if device is None or new == "empty_cache" else index_source(device)
-    owner = facts.allocator if name in _MEMORY else module
-    return _guarded(facts, node, f"{owner}.{new}({given})")
+    if name not in (*_RESETS, "empty_cache"):
+        return _guarded(facts, node, f"{module}.{new}({given})")
+    of = f"{facts.torch}.get_device_module()"  # torch.accelerator has these from torch 2.9, and not for MPS
+    return _guarded(facts, node, f"{of}.{new}({given})", f'hasattr({of}, "{new}")' if name in _RESETS else "")
 
 
 def _is_vendors(device: cst.BaseExpression) -> bool:

@@ -11,7 +11,7 @@ from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
 
 _FIGURES = {"max_memory_allocated": "peak", "memory_allocated": "used"}
-_ACCELERATOR = {
+_GENERIC = {
     "max_memory_allocated": "max_memory_allocated",
     "memory_allocated": "memory_allocated",
     "max_memory_reserved": "max_memory_reserved",
@@ -19,7 +19,7 @@ _ACCELERATOR = {
     "max_memory_cached": "max_memory_reserved",
     "memory_cached": "memory_reserved",
 }
-_KNOWN = {f"torch.cuda{part}.{name}": name for part in ("", ".memory") for name in _ACCELERATOR}
+_KNOWN = {f"torch.cuda{part}.{name}": name for part in ("", ".memory") for name in _GENERIC}
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
@@ -34,12 +34,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
     if own and facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
-    source = f"{facts.allocator}.{_ACCELERATOR[name]}({named})"
-    if named:  # it may be the CPU, of which there are no figures
-        source = f'({source} if {facts.torch}.device({named}).type != "cpu" else 0)'
-    elif not facts.guards(node):
-        source = f"({source} if {facts.torch}.accelerator.is_available() else 0)"
-    return whole(node, source, facts.needs_torch)
+    module = f"{facts.torch}.get_device_module({f'{facts.torch}.device({named})' if named else ''})"
+    none = "lambda _: 0" if named else "lambda: 0"  # the CPU's module has no figures, nor has that of MPS
+    return whole(node, f'getattr({module}, "{_GENERIC[name]}", {none})({named})', facts.needs_torch)
 
 
 MEMORY = Rule(
@@ -51,7 +48,7 @@ MEMORY = Rule(
         Example(
             Level.TORCH,
             "peak = torch.cuda.max_memory_allocated()",
-            "peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0",
+            'peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)()',
         ),
         Example(Level.ROLES, "peak = torch.cuda.max_memory_allocated()", "peak = accel.runtime.memory().peak"),
     ),

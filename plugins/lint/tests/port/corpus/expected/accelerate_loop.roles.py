@@ -22,5 +22,5 @@ for x, y in loader:
 
 current_device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
-peak = torch.get_device_module().max_memory_allocated() if current_device.type != "cpu" else 0
+peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)() if current_device.type != "cpu" else 0
 accelerator.print(peak)

@@ -20,5 +20,5 @@ for x, y in loader:
         optimizer.zero_grad()
     print("loss", loss.item())
 
-peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
+peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)() if torch.accelerator.is_available() else 0
 accelerator.print(peak)

@@ -59,4 +59,4 @@ def train():
 
 train()
 if torch.accelerator.is_available():
-    torch.accelerator.empty_cache()
+    torch.get_device_module().empty_cache()

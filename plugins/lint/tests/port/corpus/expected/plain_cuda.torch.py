@@ -45,7 +45,7 @@ def main():
 
     weights = torch.ones(5, device=device)
     print("loss", F.cross_entropy(net(data), target, weight=weights).item())
-    print("memory", (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0) >= 0)
+    print("memory", getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)() >= 0)
 
 
 if __name__ == "__main__":

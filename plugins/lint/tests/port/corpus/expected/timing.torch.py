@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-if torch.accelerator.is_available():
-    torch.accelerator.reset_peak_memory_stats()
+if hasattr(torch.get_device_module(), "reset_peak_memory_stats"):
+    torch.get_device_module().reset_peak_memory_stats()
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 layer = nn.Linear(32, 32).to(device)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -21,7 +21,7 @@ for _ in range(3):
     optimizer.step()
     timers.append(time.perf_counter() - start)
     print("loss", loss.item())
-peak = (torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0) / 2**20
+peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)() / 2**20
 print("peak", peak >= 0)
 if peak > 1e9:
     # TODO(accelcore): events are each device's own; torch.Event(device) where the device has them
