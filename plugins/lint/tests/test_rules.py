@@ -101,6 +101,13 @@ FOUND = [
         train("scaler.scale(model(batch)).backward()", CLIP, "scaler.unscale_(optimizer)", "scaler.step(optimizer)"),
     ),
     (
+        "ACC301",
+        train(
+            *("optimizer.zero_grad()", "loss = model(batch)", f"if args.clip > 0: {CLIP}"),
+            *("loss.backward()", "optimizer.step()"),
+        ),
+    ),
+    (
         "ACC302",
         train("optimizer.zero_grad()", "model(batch).backward()", "optimizer.step()")
         + f"\ndef main(model, loader):\n    {SGD}\n    {STEP}\n    for epoch in range(90):\n"
@@ -147,6 +154,20 @@ FOUND = [
             *("if (i + 1) % n == 0 or i + 1 == len(loader):", *UPDATE),
             over="i, batch in enumerate(loader)",
         ),
+    ),
+    (
+        "ACC306",
+        train(
+            *("step = 0", "for batch in loader:", "    (model(batch) / n).backward()"),
+            *("    if step % n == n - 1:", *(f"    {line}" for line in UPDATE), "    step += 1"),
+            over="epoch in range(90)",
+        ),
+    ),
+    (
+        "ACC306",
+        train(
+            "(model(batch) / n).backward()", "if step % n == (n - 1):", *UPDATE, "step += 1", before="step = 0"
+        ).replace("args, n", "epoch, n"),
     ),
     (
         "ACC309",
@@ -241,6 +262,16 @@ CLEAN = [
             *("else:", "    loss.backward()", f"    {CLIP}", "    optimizer.step()"),
         ),
     ),
+    ("ACC301", train(CLIP, "optimizer.step()", "optimizer.zero_grad()", "model(batch).backward()")),
+    (
+        "ACC301",
+        train("model(batch).backward()", CLIP, "optimizer.step()", "args.f(batch).backward()", "args.o.step()"),
+    ),
+    (
+        "ACC301",
+        train("for x in batch:", "    model(x).backward()", CLIP, "args.f(batch).backward()", "optimizer.step()"),
+    ),
+    ("ACC301", train(CLIP, "model(batch).backward()", CLIP, "optimizer.step()")),
     (
         "ACC303",
         train(
@@ -291,6 +322,15 @@ CLEAN = [
     (
         "ACC306",
         train("(model(batch) / n).backward()", "step += 1", "if step % n == 0:", *UPDATE, before="step = 0"),
+    ),
+    (
+        "ACC306",
+        train(
+            *("for batch in loader:", "    step += 1", "    (model(batch) / n).backward()"),
+            *("    if step % n == 0:", *(f"    {line}" for line in UPDATE)),
+            over="epoch in range(90)",
+            before="step = 0",
+        ),
     ),
     (
         "ACC309",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from accelcore_lint.flow import STEP, Flow, Window, flows
@@ -10,11 +11,13 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules.divided_loss import divisions
 from accelcore_lint.script import Script, last_name, mentions
 
+_ENDLESS = re.compile("range|cycle|count|infinite")
+
 
 def _check(script: Script) -> Iterator[Mark]:
     for flow in flows(script):
         for window in () if flow.foreign else flow.windows:
-            if not _counts_batches(script, window) or _leaves_out(script, window):
+            if not (_counts_batches(script, window) or _counts_again(flow, window)) or _leaves_out(script, window):
                 continue
             count = ast.unparse(window.count)
             if window.flushes and divisions(window):
@@ -51,8 +54,26 @@ def _counts_batches(script: Script, window: Window) -> bool:
     if script.names.resolve(enumerated.func) != "enumerate" or not isinstance(loop.target, ast.Tuple):
         return False
     source = enumerated.args[0] if enumerated.args else None
-    endless = source is None or any(word in ast.unparse(source) for word in ("range", "cycle", "count", "infinite"))
-    return not endless and ast.unparse(loop.target.elts[0]) == window.counter
+    return (
+        source is not None
+        and not _ENDLESS.search(ast.unparse(source))
+        and (ast.unparse(loop.target.elts[0]) == window.counter)
+    )
+
+
+def _counts_again(flow: Flow, window: Window) -> bool:
+    """Return whether a counter by hand is set above the loop, in what is done for each epoch."""
+    loop, blocks = window.loop, window.step.blocks
+    if not isinstance(loop, ast.For) or _ENDLESS.search(ast.unparse(loop.iter)):
+        return False
+    outer = blocks[: next(place for place, block in enumerate(blocks) if block.node is loop)]
+    names = [argument.arg for argument in ast.walk(flow.node) if isinstance(argument, ast.arg)]
+    if not (any(block.loops for block in outer) or any("epoch" in name for name in names)):
+        return False
+    body: list[ast.stmt] = getattr(outer[-1].node, outer[-1].branch, []) if outer else flow.node.body
+    begins = [ast.unparse(line) for line in body if line.lineno < loop.lineno and isinstance(line, ast.Assign)]
+    counts = [ast.unparse(line) for line in loop.body if isinstance(line, ast.AugAssign)]
+    return f"{window.counter} = 0" in begins and f"{window.counter} += 1" in counts
 
 
 def _leaves_out(script: Script, window: Window) -> bool:

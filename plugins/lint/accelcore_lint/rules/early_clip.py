@@ -1,4 +1,4 @@
-"""Clipping of gradients that are still multiplied by the loss scale."""
+"""Clipping of gradients before backward, or while they are still multiplied by the loss scale."""
 
 from __future__ import annotations
 
@@ -12,10 +12,25 @@ from accelcore_lint.script import Script
 def _check(script: Script) -> Iterator[Mark]:
     for flow in flows(script):
         if not flow.foreign:
-            yield from _in_flow(flow)
+            yield from _before_backward(flow)
+            yield from _before_unscale(flow)
 
 
-def _in_flow(flow: Flow) -> Iterator[Mark]:
+def _before_backward(flow: Flow) -> Iterator[Mark]:
+    """Find a clip above all backward passes of its loop, which the step follows."""
+    for clip in (event for event in flow.of(CLIP) if event.loop is not None):
+        inside = [event for event in flow.of(BACKWARD, HELPER, STEP, CLIP) if event.in_loop(clip.loop)]
+        place = inside.index(clip)
+        kinds = [event.kind for event in inside[place + 1 :] if not event.excludes(clip)]
+        if kinds == [BACKWARD, STEP] and not any(event.kind in (BACKWARD, HELPER) for event in inside[:place]):
+            yield Mark(
+                clip.node,
+                "This clips before backward computes the gradients: those of the step are not clipped.",
+                "Call it between backward and the step; accel.trainer(clip_norm=...) does.",
+            )
+
+
+def _before_unscale(flow: Flow) -> Iterator[Mark]:
     marked = set()
     for step in (event for event in flow.of(STEP) if event.scaler):
         scaled = [event for event in flow.of(BACKWARD) if event.scaler and flow.order(event) < flow.order(step)]
@@ -39,10 +54,11 @@ def _in_flow(flow: Flow) -> Iterator[Mark]:
 
 RULE = Rule(
     code="ACC301",
-    name="clip-before-unscale",
+    name="early-clip",
     about="`clip_grad_norm_` between `scaler.scale(loss).backward()` and `scaler.step(optimizer)` without "
     "`scaler.unscale_(optimizer)`. The gradients are 65536 times too large at that point, so that nearly every step "
-    "is clipped to a tiny length, and training hardly moves.",
+    "is clipped to a tiny length, and training hardly moves. Or a clip above the backward pass of "
+    "a loop: it clips the gradients of an earlier batch, or none.",
     check=_check,
     found="""
         import torch
