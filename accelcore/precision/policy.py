@@ -148,6 +148,7 @@ _PRESETS = {
 # Words that do not tell which precision is meant.
 _MEANT = {
     **dict.fromkeys(("auto", "true"), 'write "bf16", or "best" for the fastest'),
+    **dict.fromkeys(("mixed", "amp"), 'write "bf16", or "fp16", which has a loss scale'),
     "tf32": 'write fp32="fast", for fp32 products only',
     "none": "remove precision for fp32",
     **dict.fromkeys(("float64", "fp64", "64", "64-true", "double"), "remove precision, and train model.double()"),

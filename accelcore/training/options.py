@@ -173,9 +173,9 @@ _WORDS = {
     "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "torch_compile": "compile",
     "warmup_steps": "warmup", "num_warmup_steps": "warmup", "num_training_steps": "total_steps",
     "max_steps": "total_steps", "gradient_accumulation": "accumulate", "max_norm": "clip_norm",
-    "amp": "fp16", "mixed": "bf16", "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
+    "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
 }  # fmt: skip
-"""Other libraries' words for options of a trainer, and for values of `precision` and `parallel`."""
+"""Other libraries' words for options of a trainer, and for values of `parallel`."""
 _ELSEWHERE = {
     **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "for epoch in trainer.epochs(10): ..."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "accel.optimizers.create(name, parameters, lr=...)"),
@@ -209,7 +209,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
                 else did_you_mean(_WORDS.get(name, name), known),
             )
         word = value.__name__ if isinstance(value, type) else value
-        if name in ("precision", "parallel") and isinstance(word, str) and word in _WORDS:
+        if name == "parallel" and isinstance(word, str) and word in _WORDS:
             raise ConfigurationError(f"{name}={word!r} is unknown", remedy=f"did you mean {name}={_WORDS[word]!r}?")
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 

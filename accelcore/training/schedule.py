@@ -249,9 +249,9 @@ def _another_length(kind: type[AccelError], saved: int | None, own: int | None) 
     return kind(
         f"the checkpoint's schedule was made for {saved} updates, and this training has {own}",
         why="the run that saved it had other epochs, batches, ranks or accumulate",
-        remedy=f"train as it did; or load its model into a new trainer, for a new schedule; or give "
-        f"accel.trainer(..., total_steps={saved}), to keep its schedule: any later update then trains at the learning "
-        'rate 0 of "cosine" and "linear"',
+        remedy="for a new schedule, write its model by `accelcore export FOLDER model.safetensors`, and start a run in "
+        'another folder with trainer.load("model.safetensors"). Or train as that run did. Or keep its schedule by '
+        f'total_steps={saved}: "cosine" and "linear" then train any later update at the learning rate 0',
     )
 
 

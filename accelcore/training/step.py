@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from accelcore.errors import DistributedError, TrainingError, logger
+from accelcore.errors import ConfigurationError, DistributedError, TrainingError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.torch_fused import FusedStep
 from accelcore.scaling.contract import LossScaler
@@ -99,7 +100,7 @@ class Step:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
         try:
             if not is_on(batch, self._device):
-                batch = self._to_device(batch)
+                batch = self._moved(batch)
             with self._region:
                 loss = self._loss(self._forward, batch)
             aux = None
@@ -114,6 +115,14 @@ class Step:
         loss = loss.detach().clone() if self._overwrites else loss.detach()
         return loss, None if aux is None else detached(aux)
 
+    def _moved(self, batch: Any) -> Any:
+        if isinstance(batch, DataLoader):
+            raise ConfigurationError(
+                "trainer(batch) got a DataLoader, not a batch",
+                remedy="write: for batch in trainer.batches(loader): trainer(batch)",
+            )
+        return self._to_device(batch)
+
     def _hint(self, error: BaseException) -> str:
         """Return how the script's loss is called, if the error is about the model's class, as if it were the batch."""
         is_about_model = f"'{type(self._forward).__name__}' object" in str(error)
@@ -126,7 +135,7 @@ class Step:
         self._open()  # not in the graph, which later micro-batches of a window replay
         try:
             if not is_on(batch, self._device):
-                batch = self._to_device(batch)
+                batch = self._moved(batch)
             return captured(batch, self.forward_backward, self.update_parameters, first=first, last=last)
         except BaseException as error:
             if self.is_open:  # else `forward_backward` has dropped the window

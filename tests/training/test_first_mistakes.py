@@ -149,7 +149,7 @@ def test_a_backend_lives_in_a_config(accel):
         ({"parallel": accelcore.FSDP}, r"make it: parallel=FSDP\(\)"),
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
         ({"parallel": nn.parallel.DistributedDataParallel}, "did you mean parallel='ddp'"),
-        ({"precision": "amp"}, "did you mean precision='fp16'"),
+        ({"precision": "mixed"}, r"'mixed'\n  available: fp32, (.|\n)*\"bf16\", or \"fp16\""),
         ({"precision": "BF16"}, "did you mean 'bf16'"),
         ({"observers": accelcore.Progress()}, r"observers is a Progress, not a list(.|\n)*observers=\[\.\.\.\]"),
     ],
@@ -196,6 +196,15 @@ def test_what_updates_by_itself_needs_no_update_and_no_step(accel, accumulate):
     trainer.flush()
     with pytest.raises(accelcore.TrainingError, match=r"remove the call of optimizer\.step\(\): trainer\.update\(\)"):
         optimizer.step()
+
+
+def test_a_loader_in_place_of_a_batch_is_refused_and_the_next_step_is_right(accel):
+    model = net()
+    trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch).sum())
+    with pytest.raises(ConfigurationError, match=r"DataLoader(.|\n)*for batch in trainer\.batches\(loader\)"):
+        trainer(torch.utils.data.DataLoader(torch.ones(2, 4)))
+    trainer(torch.ones(2, 4))
+    assert trainer.steps == 1
 
 
 def test_a_loss_whose_arguments_are_swapped_gets_a_note(accel):

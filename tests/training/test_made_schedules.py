@@ -149,7 +149,9 @@ def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tm
     train(trainer, 4, stop=4, folder=tmp_path)
     longer, _ = make(accel)
     longer.resume(tmp_path)
-    with pytest.raises(accelcore.ConfigurationError, match=r"12 updates, and .* 18(.|\n)*total_steps=12"):
+    with pytest.raises(
+        accelcore.ConfigurationError, match=r"12 updates, and .* 18(.|\n)*accelcore export(.|\n)*total_steps=12"
+    ):
         train(longer, 6)
     for options, message in (
         ({"total_steps": 18}, "12 updates, and .* 18"),

@@ -113,11 +113,20 @@ def _renamed(model: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
     """Remove the prefix that makes the saved names fit the model's; change nothing if there is no such prefix."""
     plain = {name.replace(_COMPILED, ""): value for name, value in model.items()}
     first = next(iter(names), "")
-    for prefix in sorted({name[: -len(first)] for name in plain if first and name.endswith(first)}, key=len):
-        if all(prefix + name in plain for name in names):
-            if left := [name for name in plain if not name.startswith(prefix) or name[len(prefix) :] not in names]:
-                logger.warning("not loaded, because the model has no such names: %s", ", ".join(left))
-            return {name: plain[prefix + name] for name in names}
+    found = [name[: -len(first)] for name in plain if first and name.endswith(first)]
+    found = [prefix for prefix in found if all(prefix + name in plain for name in names)]
+    if "" in found:
+        found = [""]
+    if len(found) > 1:  # such as a student and a teacher
+        raise CheckpointError(
+            f"{len(found)} parts of the file have the names of this model: {', '.join(found[:5])}",
+            remedy="choose one yourself, and load it by model.load_state_dict",
+        )
+    for prefix in found:
+        if left := [name for name in plain if not name.startswith(prefix) or name[len(prefix) :] not in names]:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            logger.warning("not loaded, because the model has no such names: %s%s", ", ".join(left[:5]), more)
+        return {name: plain[prefix + name] for name in names}
     return plain
 
 

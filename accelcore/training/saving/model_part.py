@@ -123,16 +123,23 @@ def _saved_masters(saved: Saved) -> dict[str, Tensor]:
 
 
 def _check(own: Mapping[str, Any], state: Mapping[str, Any], saved: Saved) -> None:
-    problems = [f"{name} is missing in the checkpoint" for name in own.keys() - state.keys()]
-    problems += [f"{name} is unknown to the model" for name in state.keys() - own.keys()]
-    for name in own.keys() & state.keys():
-        if kind(own[name]) != kind(state[name]):
-            problems.append(f"{name} is {kind(own[name])} in the model and {kind(state[name])} in the checkpoint")
-    if problems:
-        shown = "; ".join(sorted(problems)[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+    problems = {
+        "missing in the checkpoint": [name for name in own if name not in state],
+        "unknown to the model": [name for name in state if name not in own],
+        "of another shape or dtype": [
+            f"{name} ({kind(own[name])} in the model, {kind(state[name])} in the checkpoint)"
+            for name in own
+            if name in state and kind(own[name]) != kind(state[name])
+        ],
+    }
+    if any(problems.values()):
         raise CheckpointError(
             f"{saved.source} is of another model",
-            why=shown,
+            why="\n       ".join(
+                f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+                for what, names in problems.items()
+                if names
+            ),
             remedy="build the model as it was when it was saved, or save and resume in another folder"
             if saved.weights
             else "give the file of a model with these names and shapes, or build the model that it is of",

@@ -40,7 +40,12 @@ class Place(Stage):
                 remedy="make the optimizer from model.parameters(); make other trained modules submodules of the model",
             )
         held = {id(member) for members in plan.groups() for member in members}
-        trainable = ((name, one) for name, one in plan.model.named_parameters() if one.requires_grad)
+        trainable = [(name, one) for name, one in plan.model.named_parameters() if one.requires_grad]
+        if names and not trainable:
+            raise ConfigurationError(
+                f"all {len(names)} parameters of the model are frozen, so there is nothing to train",
+                remedy="unfreeze some by requires_grad_(True) first; to evaluate only, no trainer is needed",
+            )
         if missed := [name for name, one in trainable if id(one) not in held]:
             raise ConfigurationError(
                 f"the optimizer does not have {len(missed)} of the model's trainable parameters, such as {missed[0]!r}",

@@ -255,6 +255,8 @@ def test_wrong_options_are_refused(accel, tmp_path):
     trainer = make(accel, log)
     with pytest.raises(accelcore.ConfigurationError, match="accuracy='high'"):
         log.write(accuracy="high")
+    with pytest.raises(accelcore.ConfigurationError, match=r"a dict without a name(.|\n)*log\.write\(\*\*figures\)"):
+        log.write({"accuracy": 1.0})
     with pytest.raises(accelcore.ConfigurationError, match="two trainers"):
         make(accel, log)
     (tmp_path / "file").write_text("")

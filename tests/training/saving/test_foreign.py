@@ -133,13 +133,20 @@ class Evil:
     [
         ({"model": net().state_dict(), "code": Evil()}, r"would run code\n  why: [^\x1b]*exec"),
         ({"weights": net().state_dict()}, "no state_dict of a model"),
-        ({"model": nn.Linear(2, 2).state_dict()}, r"file\.pth is of another model(.|\n)*give the file of a model"),
+        (
+            {"model": nn.Linear(2, 2).state_dict()},
+            r"why: 9 missing in the checkpoint: 0\.weight, (\S+, ){4}\.\.\.\n +2 unknown to the model: weight, bias\n.*give",
+        ),
         ({"model": net().state_dict(), "optimizer": [1, 2]}, "not the state_dict of one"),
         (
             {"model": net().state_dict(), "optimizer": torch.optim.AdamW(net()[0].parameters()).state_dict()},
             "other parameter groups",
         ),
         ([1, 2], "holds a list"),
+        (
+            {**wrapped(net().state_dict(), "a."), **wrapped(net().state_dict(), "b.")},
+            "2 parts of the file (.*): a., b.",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(accel, tmp_path, tree, says):
