@@ -74,7 +74,7 @@ def advise(
     from accelcore.advise.trials import Script
 
     if not module:
-        check_script(script, arguments)
+        check_script(script)
     command = [*(["--device", device] if device else []), *(["--nproc", str(nproc)] if nproc > 1 else [])]
     command += [*(["--emulate", emulate] if emulate else []), *(["-m"] if module else []), script, *arguments]
     start = perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,8 +65,8 @@ def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
     return click.option(name, metavar=metavar, shell_complete=devices, help=help)
 
 
-def check_script(script: str, arguments: Sequence[str]) -> None:
-    """Raise ConfigurationError if there is no such file; print a note if an option of this command stands after it."""
+def check_script(script: str) -> None:
+    """Raise ConfigurationError if there is no such file."""
     is_folder = Path(script).is_dir()
     if is_folder or not Path(script).exists():  # a pipe, as of a shell's <(...), is one
         raise ConfigurationError(
@@ -74,19 +74,6 @@ def check_script(script: str, arguments: Sequence[str]) -> None:
             why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",
             remedy="correct the path, or give a module with -m",
         )
-    context = click.get_current_context()
-    own = {name for parameter in context.command.params for name in parameter.opts if name.startswith("--")}
-    given = dict.fromkeys(name for word in arguments if (name := word.partition("=")[0]) in own)
-    # A pipe can be read only once, and a script of accelcore has the user's among its arguments.
-    if not given or not Path(script).is_file() or Path(script).is_relative_to(Path(__file__).parents[1]):
-        return
-    text = Path(script).read_text(encoding="utf-8", errors="replace")
-    for name in given:
-        if name not in text:
-            sys.stderr.write(
-                f"accelcore: {script} gets {name}, and does not mention it; if it is for accelcore, write it before "
-                f"the script: {context.command_path} {name} ... {script}\n"
-            )
 
 
 def check_module(name: str) -> None:

@@ -198,7 +198,7 @@ def _run(
     places = {**places, "nproc": places["nproc"] or "auto"}
     module = ["-m"] if places.pop("module") else []
     if not module:
-        check_script(script, arguments)
+        check_script(script)
     child.raise_on_signals()  # so that the script ends with this process
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
     program = [str(_RUNNER), mode, folder, json.dumps(options), *module, script, *arguments]

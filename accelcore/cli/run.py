@@ -112,7 +112,7 @@ def run(
             remedy="put the script in a file",
         )
     if not module and not stdin and not Path(script, "__main__.py").exists():  # Python runs a folder with that
-        check_script(script, arguments)
+        check_script(script)
     if module and not apex and emulate is None:  # which may add modules
         check_module(script)
     hidden = ""
@@ -198,7 +198,8 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         raise UnsupportedError(
             f"--emulate {shown(name)}: no installed package emulates a backend of that name",
             available=", ".join(entry.name for entry in declared(EMULATORS)) or "no emulator is installed",
-            remedy="name one backend without an index; docs/install.md shows how to install its emulator",
+            remedy="name one backend without an index, and install its emulator; for npu, in a clone: "
+            "pip install ./plugins/npu ./plugins/npu_emulator && python -m accelcore_npu_emulator.install",
         )
     labels = " and ".join(entry.label for entry in offers)
     if len(offers) > 1:

@@ -135,7 +135,7 @@ class Evil:
         ({"weights": net().state_dict()}, "no state_dict of a model"),
         (
             {"model": nn.Linear(2, 2).state_dict()},
-            r"why: 9 missing in the checkpoint: 0\.weight, (\S+, ){4}\.\.\.\n +2 unknown to the model: weight, bias\n.*give",
+            r"9 missing in the checkpoint: 0\.weight, (\S+, ){4}\.\.\.\n +2 unknown to the model: weight, bias\n.*give",
         ),
         ({"model": net().state_dict(), "optimizer": [1, 2]}, "not the state_dict of one"),
         (
