@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from accelcore.errors import ConfigurationError
-from accelcore.util.text import replace_file
+from accelcore.util.text import write_output
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -28,13 +27,7 @@ _WIDTH, _HEIGHT, _EDGE, _LEGEND = 640, 240, 56, 170
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Write a page of parts in HTML; the title is text."""
     page = _PAGE.format(title=escape(title), body="\n".join(filter(None, parts)))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, page.encode())
-    except OSError as error:
-        raise ConfigurationError(
-            f"the page cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
-        ) from error
+    write_output(path, page.encode())
 
 
 def table(rows: Iterable[Sequence[object]], *, head: Sequence[str] = (), best: str | None = None) -> str:

@@ -135,3 +135,14 @@ def replace_file(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.incomplete")
     beside.write_bytes(content)
     os.replace(beside, path)
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write the file that a user has named, and its folder; raise ConfigurationError if this fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written", why=str(error), remedy=remedy_of_writing(error)
+        ) from error

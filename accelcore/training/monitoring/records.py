@@ -12,7 +12,7 @@ from typing import Any
 
 from accelcore.errors import ConfigurationError
 from accelcore.util.html import write_page
-from accelcore.util.text import is_number, is_whole, replace_file
+from accelcore.util.text import is_number, is_whole, write_output
 
 FILE = "log.jsonl"
 _BYTES, _PLOT = "memory_peak", "plot.png"
@@ -107,20 +107,15 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
         content = BytesIO()
         try:
             figure.savefig(content, format="svg" if kind == "html" else kind, dpi=100)
-            if kind == "html":
-                svg = content.getvalue().decode()
-                write_page(path, ", ".join(runs), [svg[svg.index("<svg") :]])
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content.getvalue())
         except ValueError as error:
             raise ConfigurationError(
                 f"a plot cannot be written to {path}", why=str(error), available=".png, .svg, .pdf, .html"
             ) from error
-        except OSError as error:
-            raise ConfigurationError(
-                f"a plot cannot be written to {path}", why=str(error), remedy="name a file in a folder of yours"
-            ) from error
+        if kind == "html":
+            svg = content.getvalue().decode()
+            write_page(path, ", ".join(runs), [svg[svg.index("<svg") :]])
+        else:
+            write_output(path, content.getvalue())
 
 
 def _columns(records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
