@@ -195,9 +195,11 @@ def test_fsdp_divides_the_model_and_one_rank_resumes_what_two_saved(run, fork_ra
     ended = [rank.finish() for rank in fork_ranks(EXAMPLES / "train_fsdp.py", *small, "--epochs", 1, **VARIABLES)]
     assert [rank.returncode for rank in ended] == [0, 0], "".join(rank.stdout + rank.stderr for rank in ended)
     assert "rank 0 of 2 holds 50% of them" in ended[0].stdout
+    assert "each rank saved its part" in ended[0].stdout
     assert "Warning" not in ended[0].stderr
     done = run("train_fsdp.py", *small, "--epochs", 2, "--resume")
     assert "rank 0 of 1 holds 100% of them" in done.stdout
+    assert "each rank" not in done.stdout
     first, second = (re.findall(r"held-out loss (\S+) nats", text) for text in (ended[0].stdout, done.stdout))
     assert len(first) == len(second) == 1
     assert float(second[0]) < float(first[0]) - 0.1 < math.log(256)

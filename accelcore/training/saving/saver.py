@@ -140,7 +140,7 @@ class Checkpoints(ABC):
             try:
                 others = store.keep_newest(path, keep, self._spared)
                 if others and folder not in self._shared:
-                    text = "%s also has checkpoints of another run, such as %s, which are kept"
+                    text = "%s also has checkpoints of another run, such as %s, which stay: delete them, or resume it"
                     logger.warning(text, folder, others[-1].name)
                     self._shared.add(folder)
             except OSError as error:  # the new checkpoint is saved

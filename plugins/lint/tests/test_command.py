@@ -44,7 +44,7 @@ def test_nothing_found_is_zero_and_exit_zero_forgives(run):
     [
         (["--select", "ACC999", "."], "ACC999"),
         (["--nonsense"], "--nonsense"),
-        (["nowhere.py"], "nowhere.py"),
+        (["nowhere.py"], "nowhere.py: there is no such file or folder\n  what to do: correct the path"),
         ([""], "empty"),
         (["--config", "none.toml", "."], "none.toml"),
         (["--explain", "ACC"], "ACC101"),

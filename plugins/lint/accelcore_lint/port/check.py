@@ -67,13 +67,17 @@ def _judge(before: _Run, after: _Run, low_precision: bool) -> Comparison:
     bound = _LOW_PRECISION if low_precision else _EXACT
     factor = after.losses[0] / before.losses[0] if before.losses[0] else 1.0
     factor = 1.0 if math.isclose(factor, 1.0, rel_tol=bound) else factor
+    largest = 0.0
     for step, (old, new) in enumerate(zip(before.losses, after.losses, strict=True)):
         if not math.isclose(old * factor, new, rel_tol=bound, abs_tol=1e-7) and not (
             math.isnan(old) and math.isnan(new)
         ):
             return Comparison(False, f"different at step {step}: {old:.6g} before, {new:.6g} after")
+        if old != new and math.isfinite(new):
+            largest = max(largest, abs(old * factor - new) / max(abs(new), 1e-7))
     scaled = "" if factor == 1.0 else f", but for a constant factor of {factor:g} (such as a window's length)"
-    text = f"the same losses in {len(before.losses)} steps on the CPU, to {bound:g}{scaled}"
+    exact = f"with differences up to {largest:.1g}" if largest else "to the bit"
+    text = f"the same losses in {len(before.losses)} steps on the CPU, {exact}{scaled}"
     return Comparison(True, text + _errors(before, after))
 
 
