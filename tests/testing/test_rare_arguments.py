@@ -68,6 +68,19 @@ def _as_if_contiguous(x):
     return x if x.is_contiguous() or not x.numel() else x.as_strided(x.shape, torch.empty(x.shape).stride())
 
 
+def _is_whole(x):
+    return not x.dtype.is_floating_point
+
+
+def _largest_of_whole_numbers(func, x, k, dim=-1, largest=True, ordered=True):
+    return func(x, k, dim, largest or _is_whole(x), ordered)
+
+
+def _in_order_of_the_first(func, x, other, *weight, **out):
+    alike = x.shape == other.shape and other.is_contiguous() and not x.is_contiguous()
+    return func(x, other.as_strided(x.shape, x.stride()) if alike else other, *weight, **out)
+
+
 FUNCTIONS = {"cross_entropy", "ctc_loss", "scaled_dot_product_attention"}
 
 WRONG = {
@@ -108,6 +121,29 @@ WRONG = {
     "a power of a loss": ("nn.functional.multi_margin_loss", "of other options: result", {
         "multi_margin_loss": lambda func, x, target, power=1, *others: func(x, target, 1, *others)}),
     "equal numbers": ("cummax", "with equal numbers: result 1", {"cummax": _first_of_equal}),
+    "an option of whole numbers": ("topk", "int64, transposed, of other options: result", {
+        "topk": _largest_of_whole_numbers}),
+    "whole numbers in other strides": ("argmax", "int64, strided, of other options: result", {
+        "argmax": lambda func, x, *args, **options: func(_as_if_contiguous(x) if _is_whole(x) else x, *args, **options)
+    }),
+    "whole numbers that have no fractions": ("bitwise_right_shift", "int16, as it is, of other options: result", {
+        "bitwise_right_shift": lambda func, x, *args, **out: func(x.abs(), *args, **out)}),
+    "whole numbers beyond 32 bits": ("gather", "int64, as it is, with large numbers: result", {
+        "gather": lambda func, x, *args, **options: func(x.int() if _is_whole(x) else x, *args, **options).to(x.dtype)
+    }),
+    "sums of truth values": ("sum", "bool, strided, of other options: result", {
+        "sum": lambda func, x, *args, **options: func(x, *args, **options).clamp(
+            max=1 if x.dtype == torch.bool else None, min=None if x.dtype == torch.bool else -1e9)}),
+    "dimensions from the last one": ("cumprod", "float32, as it is, of other options: result", {
+        "cumprod": lambda func, x, dim, **options: func(x, max(dim, 0), **options)}),
+    "indices from the end": ("take", "of other options: result", {
+        "take": lambda func, x, index: func(x, index.clamp(min=0))}),
+    "operands in different strides": ("lerp", "transposed first, of other options: result", {
+        "lerp": _in_order_of_the_first}),
+    "vectors of another value": ("linalg.eigh", "of other options: result 1", {
+        "_linalg_eigh": lambda func, *args: (func(*args)[0], func(*args)[1].flip(-1))}),
+    "vectors that are too long": ("linalg.svd", "of other options: result", {
+        "_linalg_svd": lambda func, *args: [func(*args)[0] * 2, func(*args)[1] / 2, func(*args)[2]]}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
 }  # fmt: skip

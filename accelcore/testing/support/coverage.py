@@ -18,6 +18,7 @@ from accelcore.testing.support.values import repeated
 
 _MOST_PAIRS = 16  # of an operator
 _REDUCTIONS = ("none", "sum", "mean")
+_UNDEFINED = (("topk", 4),)  # a switch without which results are in any order
 _NO_OPTIONS = ("dtype", "inplace", "check_errors", "size_average", "reduce")
 """Parameters that a sample of its own shows, that only change where a result is written, or that are deprecated."""
 
@@ -38,16 +39,18 @@ def of_other_options(info: Any, dtype: torch.dtype, every: list[Any], chosen: li
     """
     seen = {option for sample in chosen for option in _options(arguments_of(sample))}
     more = _not_differentiable(info, dtype) if dtype == torch.float32 else []
-    largest_first = sorted(map(arguments_of, every + more), key=_is_small)
+    largest_first = sorted(map(arguments_of, every + more), key=_how_small)
     for number, arguments in enumerate(largest_first):
         if not _options(arguments) <= seen or not (chosen or number):  # the first may have no options
             seen |= _options(arguments)
             yield arguments
 
 
-def _is_small(arguments: Any) -> int:
-    """Return more for arguments with a tensor of no elements, or of one, on which few options have an effect."""
-    return 2 - min([2, *(each.numel() for each in tensors(arguments))])
+def _how_small(arguments: Any) -> int:
+    """Return more for arguments with a tensor of few elements or dimensions, on which few options have an effect."""
+    given = tensors(arguments)
+    matrices = [each.dim() > 1 for each in given]
+    return -min([4, *(each.numel() for each in given)]) - any(matrices[:1]) - all(matrices)
 
 
 def joined(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Any]:
@@ -142,11 +145,15 @@ def _pairs(named: dict[str, Any]) -> Iterable[Any]:
 
 
 def _of_defaults(info: Any, pool: list[Any]) -> Iterator[Any]:
-    """Yield the sample with most options with another value for each switch and number of which no sample has one."""
+    """Yield the sample with most options with another value for each switch and number of which all have the same."""
     if not pool:
         return
     known = {key for _, named in pool for key in named}
     given, named = max(pool, key=lambda arguments: (len(arguments[1]), len(arguments[0])))
+    for place, value in enumerate(given):
+        same = isinstance(value, bool) and all(value is each[place] for each, _ in pool if len(each) > place)
+        if same and (info.name, place) not in _UNDEFINED:
+            yield (*given[:place], not value, *given[place + 1 :]), named
     for key, default, kind in _defaults(info, len(given)):
         if key not in known and key not in _NO_OPTIONS:
             for value in _others(key, default, kind):

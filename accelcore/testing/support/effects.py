@@ -20,6 +20,7 @@ from accelcore.testing.support.samples import needs_lapack
 
 _MOST_SAMPLES, _MOST_CHANGED = 12, 2  # of an option
 _MOST_ELEMENTS = 2**13  # of the results of a number beyond the sizes
+_MOST_DIMENSIONS = 8
 _SEEN = 1e-4  # relative: what a kernel in fp32 cannot have lost by rounding
 
 
@@ -73,6 +74,35 @@ def beyond_sizes(info: Any, chosen: list[Any]) -> Iterator[Any]:
                 if (place, sign) not in done and _runs(info, changed):
                     done.add((place, sign))
                     yield changed
+
+
+def from_behind(info: Any, dtype: torch.dtype, chosen: list[Any]) -> Iterator[Any]:
+    """Yield arguments with dimensions that count from the last one, of options that have no such number."""
+    options = [(place, each) for arguments in chosen for place, each in _options_of(arguments)]
+    done = {place for place, each in options if any(number < 0 for number in _numbers(each))}
+    for arguments in chosen:
+        first, most = arguments[0][0], _MOST_DIMENSIONS
+        dimensions = first.dim() if isinstance(first, Tensor) else 0
+        for place, value in _options_of(arguments):
+            numbers = _numbers(value)
+            if place in done or not 0 < max(numbers, default=0) < min(most, dimensions):
+                continue  # of dimension 0 a kernel that knows no negative ones may be right
+            changed = [number - dimensions for number in numbers]
+            negative = _replaced(arguments, place, changed[0] if type(value) is int else type(value)(changed))
+            if not _Differs(info, dtype, arguments).without(negative):
+                done.add(place)
+                yield negative
+
+
+def _options_of(arguments: Any) -> Iterator[tuple[Any, Any]]:
+    (_, *given), named = arguments
+    yield from (*enumerate(given), *named.items())
+
+
+def _numbers(value: Any) -> list[int]:
+    """Return the whole numbers of an option; none if it has other values."""
+    several = value if type(value) in (tuple, list) else [value]
+    return list(several) if all(type(each) is int for each in several) else []
 
 
 def _replaced(arguments: Any, place: Any, value: Any) -> Any:

@@ -61,7 +61,8 @@ class Expected:
             return f"is of shape {tuple(found.shape)} instead of {tuple(right.shape)}"
         if self.dtype.is_floating_point and right.dtype == torch.float64 and not found.dtype.is_floating_point:
             return f"is {found.dtype} instead of {self.dtype}"
-        if not right.dtype.is_floating_point and not right.dtype.is_complex and found.dtype != right.dtype:
+        exact = not self.dtype.is_floating_point or not (right.dtype.is_floating_point or right.dtype.is_complex)
+        if exact and found.dtype != right.dtype:
             return f"is {found.dtype} instead of {right.dtype}"
         return ""
 

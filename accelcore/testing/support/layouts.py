@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ LAYOUTS = ("", "strided", "transposed", "channels last")
 """Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order, with
 channels last."""
 
+MIXED = "transposed first"
+"""Layout of the sample, but for the first tensor, whose dimensions lie in reverse order."""
+
 BEHIND = "behind other elements"
 """Layout of the sample, in memory that begins and ends with an element of another tensor."""
 
-_MANY, _MOST = (70_001, 4099, 300), 2**17
+_MANY, _MOST = (70_001, 4099, 2051, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
 
 _LONG = 2**16 + 2**10 + 3
@@ -45,14 +49,15 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def placed(arguments: Any, device: torch.device, layout: str, *, graph: bool = False) -> Any:
-    """Return copies of arguments on a device, in one of `LAYOUTS`; with `graph`, leaves that require gradients."""
+    """Return copies of arguments on a device, in a layout; with `graph`, leaves that require gradients."""
+    layouts = chain(["transposed"], repeat("")) if layout == MIXED else repeat(layout)
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
             return device
         if not isinstance(value, Tensor):
             return value
-        moved = laid_out(value.detach(), device, layout)
+        moved = laid_out(value.detach(), device, next(layouts))
         return moved.requires_grad_(value.requires_grad and graph)
 
     return mapped(move, arguments)
@@ -190,7 +195,7 @@ def of_points(arguments: Any) -> Any:
 def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool, by_index: bool = False) -> Any:
     """Return the arguments with thousands of rows or columns; None if there are none, or would be too many elements.
 
-    Elements come again, a little smaller each time.
+    Elements come again, a little larger each time, so that the largest is among the last.
 
     Args:
         arguments: of which the first tensor has rows.
@@ -223,7 +228,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
             value = value.index_select(number, torch.arange(many) % size)
             if value.is_floating_point():
                 shape = [many if each == number else 1 for each in range(value.dim())]
-                value = value * torch.linspace(1, 0.5, many).to(value.dtype).reshape(shape)
+                value = value * torch.linspace(0.5, 1, many).to(value.dtype).reshape(shape)
         return value
 
     return changed_tensors(arguments, grow)
@@ -232,7 +237,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
 def lengthened(arguments: Any) -> Any:
     """Return the arguments as tensors of one dimension, with more elements than a grid has blocks.
 
-    Elements come again, a little smaller each time. None if tensors differ in shape.
+    Elements come again, a little larger each time. None if tensors differ in shape.
     """
     given = [leaf for leaf in tensors(arguments) if leaf.dim()]
     if len({leaf.shape for leaf in given}) != 1 or not given[0].numel():
@@ -243,7 +248,7 @@ def lengthened(arguments: Any) -> Any:
         if not value.dim():
             return value
         long = value.reshape(-1)[where]
-        return long * torch.linspace(1, 0.5, _LONG).to(value.dtype) if value.is_floating_point() else long
+        return long * torch.linspace(0.5, 1, _LONG).to(value.dtype) if value.is_floating_point() else long
 
     return changed_tensors(arguments, lengthen)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import chain, combinations, cycle, islice, product
 from typing import Any
 
 import torch
@@ -16,25 +16,29 @@ from accelcore.testing.support.coverage import (
     of_other_options,
     with_indices_that_occur,
 )
-from accelcore.testing.support.effects import beyond_sizes, with_effect
-from accelcore.testing.support.layouts import cropped, mapped, of_depth, tensors
+from accelcore.testing.support.decompositions import UNIQUE, Unique
+from accelcore.testing.support.effects import beyond_sizes, from_behind, with_effect
+from accelcore.testing.support.layouts import MIXED, cropped, mapped, of_depth, tensors
 from accelcore.testing.support.samples import CONVERTS, DECIDED, READS_MEMORY, ROUGH, needs_lapack, samples
 from accelcore.testing.support.values import (
     multiplied,
     with_ends,
     with_equal_numbers,
     with_infinity,
+    with_long_numbers,
     with_nan,
+    with_negative_indices,
 )
 
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
-_MOST_SHAPES, _MOST_INDICES = 8, 16  # of an operator
+_MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE = 8, 16, 8  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
 _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
 _IN_LAYOUTS: tuple[tuple[Callable[..., Any], str], ...] = ((max, "strided"), (max, "transposed"), (min, "transposed"))
 """Of which samples, by how many options they have, another layout is compared."""
+_FROM_BEHIND = ("__getitem__", "index_put", "put", "take")  # whose indices may be negative
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
@@ -67,11 +71,18 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *(each for _, each in with_effect(info, dtype, options + pairs, pool) if each is not None),
         *beyond_sizes(info, options),
         *_of_other_shapes(name, options),
+        *from_behind(info, dtype, options),
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
+        *(filter(None, map(with_negative_indices, options)) if name in _FROM_BEHIND else ()),
     ]:
         yield Rare(info, dtype, arguments, OTHERWISE)
     for choose, layout in _IN_LAYOUTS if every and name not in READS_MEMORY else ():
         yield Rare(info, dtype, choose(options, key=_most_options), OTHERWISE, layout)
+    if name in UNIQUE:
+        of_both = [*options, *of_other_options(info, torch.complex64, samples(info, torch.complex64), [])]
+        yield from (Rare(Unique(name, info), dtype, arguments, OTHERWISE) for arguments in of_both)
+    if every and _matrices(mixed := max(pool, key=_matrices)) > 1 and name not in READS_MEMORY:
+        yield Rare(info, dtype, mixed, OTHERWISE, MIXED)
     if name in ROUGH or not every:
         return
     for arguments in options:
@@ -88,6 +99,9 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         }
         yield from (Rare(info, dtype, changed, what) for what, changed in changes.items() if changed is not None)
     known = info.supported_dtypes("cpu")
+    for kind, most in ((torch.int64, _MOST_WHOLE), (torch.bool, 2)):
+        if kind in known and dtype == torch.float32:
+            yield from _of_whole_numbers(name, info, kind, most)
     for kind, most in ((torch.int8, 4), (torch.uint8, 1)):
         if kind in known:
             ends = filter(None, map(with_ends, of_other_options(info, kind, samples(info, kind), [])))
@@ -99,6 +113,19 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
             if not number and type(info).__name__ in _OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
                 yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
+
+
+def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int) -> Iterator[Rare]:
+    """Yield samples of whole numbers with each option, in turn in other strides, and numbers that fp32 cannot hold."""
+    every = samples(info, kind)
+    options = [*islice(of_other_options(info, kind, every, []), most), *islice(joined(info, kind, every), most)]
+    others = ("",) if name in READS_MEMORY else ("strided", "transposed", "")
+    for arguments, layout in chain(product(options[:1], others), zip(options[1:], cycle(others), strict=False)):
+        yield Rare(info, kind, arguments, OTHERWISE, layout)
+    for arguments in options[:most] if kind != torch.bool else ():
+        if (changed := with_long_numbers(arguments)) is not None:
+            yield Rare(info, kind, changed, LARGE)
+            break
 
 
 def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:
@@ -116,6 +143,11 @@ def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:
     if type(info).__name__ not in _OF_ELEMENTS:
         return
     given = arguments_of(max(every, key=_elements))
+    if type(info).__name__ == "BinaryUfuncInfo":
+        for kind, number in ((torch.float32, 3), (torch.int64, 2.5), (torch.int64, 3)):
+            first = next((each for (each, *_), _ in of_other_options(info, kind, samples(info, kind), [])), None)
+            if first is not None:
+                yield Rare(info, kind, ((first, number), {}), OTHERWISE)
     if (changed := multiplied(given, _BEYOND_WHOLE)) is not None:
         yield Rare(info, torch.float32, changed, LARGE)
     if type(info).__name__ == "BinaryUfuncInfo":
@@ -142,6 +174,11 @@ def _frozen(arguments: Any, numbers: tuple[int, ...]) -> Any:
 def _most_options(arguments: Any) -> int:
     given, named = arguments
     return len(given) + len(named)
+
+
+def _matrices(arguments: Any) -> int:
+    shapes = [each.shape for each in tensors(arguments) if each.dim() > 1 and min(each.shape[-2:]) > 1]
+    return 2 * len(shapes) - len({*shapes})
 
 
 def _elements(sample: Any) -> int:

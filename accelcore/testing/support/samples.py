@@ -92,8 +92,6 @@ NOT_UNIQUE = (
     *("geqrf", "linalg.lstsq", "linalg.lstsq.grad_oriented", "nn.functional.fractional_max_pool2d", "lobpcg"),
     *(
         "nn.functional.fractional_max_pool3d",
-        "linalg.householder_product",
-        "ormqr",
         "torch.ops.aten._unsafe_masked_index",
     ),
     "as_strided.partial_views",  # it reads memory around the view, which a copy to a device lacks

@@ -180,18 +180,28 @@ def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable
 
 
 def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, dtypes: list[torch.dtype]) -> None:
-    """Note where a tensor and one without dimensions, of another dtype, give another dtype than torch says."""
-    for (one, other), shapes in product(permutations(dtypes, 2), (((2,), ()), ((), (2,)))):
-        operands = [torch.ones(shape, dtype=each) for shape, each in zip(shapes, (one, other), strict=True)]
+    """Note where a tensor gives another dtype than torch says with a number, or one without dimensions of a dtype."""
+    pairs = list(permutations(dtypes, 2))
+    operands: list[tuple[Any, Any]] = [(torch.ones(2, dtype=one), torch.ones((), dtype=other)) for one, other in pairs]
+    operands += [(other, one) for one, other in operands]
+    operands += [(torch.ones(2, dtype=one), other) for one in [*dtypes, torch.int64] for other in (True, 2, 0.5)]
+    for given in operands:
+        what = " and ".join(_described(each) for each in given)
         try:
-            right = info.op(*[each.to("meta") for each in operands]).dtype
-            result = info.op(*[each.to(device) for each in operands]).dtype
+            right, result = (
+                info.op(*[each.to(place) if isinstance(each, Tensor) else each for each in given]).dtype
+                for place in ("meta", device)
+            )
         except Exception as error:  # noqa: BLE001  a device raises errors of any kind
             if not is_refusal(error):
-                found.refused.append(f"{name} of {one} and {other}: {type(error).__name__}: {error}")
+                found.refused.append(f"{name} of {what}: {type(error).__name__}: {error}")
             continue
         if result != right:
-            found.note(f"{name}, {one} of shape {shapes[0]} and {other} of shape {shapes[1]}: {result}, not {right}")
+            found.note(f"{name}, {what}: {result}, not {right}")
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)
 
 
 def _cases(sample: Any, *, resized: bool) -> Iterator[tuple[Any, str]]:

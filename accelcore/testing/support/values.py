@@ -60,6 +60,18 @@ def with_ends(arguments: Any) -> Any:
     return changed_tensors(arguments, change)
 
 
+def with_long_numbers(arguments: Any) -> Any:
+    """Return the arguments with numbers in the first that need more than 32 bits; None if it has no two elements.
+
+    Their lowest 32 bits are those of the numbers before.
+    """
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.dim() or first.numel() < 2 or first.dtype != torch.int64:
+        return None
+    place = first.data_ptr()
+    return changed_tensors(arguments, lambda each, _: each * (2**32 + 1) if each.data_ptr() == place else each)
+
+
 def with_nothing_of(arguments: Any, factor: str) -> Any:
     """Return the arguments with 0 as one of the factors `beta` and `alpha`, and 1 as the other; None without them.
 
@@ -116,6 +128,19 @@ def repeated(arguments: Any) -> Any:
         return flat.reshape(value.shape)
 
     return changed_tensors(arguments, repeat)
+
+
+def with_negative_indices(arguments: Any) -> Any:
+    """Return the arguments with indices that count from the end; None if there are none, or there is nothing."""
+    first, *others = tensors(arguments)
+    if not first.numel() or not any(leaf.dtype == torch.int64 for leaf in others):
+        return None
+    least = min(first.shape, default=1)
+
+    def change(value: Tensor, _: int) -> Tensor:
+        return -1 - value % least if value.dtype == torch.int64 and value.data_ptr() != first.data_ptr() else value
+
+    return changed_tensors(arguments, change)
 
 
 def with_short_indices(arguments: Any) -> Any:

@@ -200,6 +200,8 @@ swept("relu_that_drops_nan", "nn.functional.relu", "with NaN",
 swept("power_of_some_whole_numbers", "pow", "with whole numbers", {"pow.Tensor_Tensor": _with_whole_exponents})
 swept("nonzero_of_the_first_many", "nonzero", "of many elements",
       {"nonzero": lambda func, x, **out: func(x, **out) if out else func(x)[:3000]})  # fmt: skip
+swept("largest_of_the_first_block", "argmax", "of many elements", {
+      "argmax": lambda func, x, *args, **options: func(x, *args, **options).clamp(max=1023)})  # fmt: skip
 swept("whole_quotient_that_is_cut_off", "floor_divide", "int64", {
       "floor_divide": lambda func, x, y, **out: func(x, y, **out)
       if out or x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")})  # fmt: skip
