@@ -118,6 +118,8 @@ def parse() -> argparse.Namespace:
     add("--precision", choices=tuple(PRECISIONS), default="fp32", help="dtype of the forward pass")
     add("--output", type=Path, default=Path("outputs/own_loop"), help="folder for metrics.jsonl")
     args = parser.parse_args()
+    if args.output.is_file():
+        parser.error(f"--output {args.output} is a file, not a folder")
     if args.epochs < 1:
         parser.error("--epochs must be 1 or more")
     return args
@@ -126,7 +128,7 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         sys.exit(run(parse()))
-    except accelcore.AccelError as error:
+    except (accelcore.AccelError, OSError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

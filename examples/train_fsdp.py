@@ -109,7 +109,12 @@ def parse() -> argparse.Namespace:
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="dtype of the forward pass")
     add("--output", type=Path, default=Path("outputs/fsdp"), help="folder of the checkpoint")
     add("--resume", action="store_true", help="continue from the checkpoint in --output, if there is one")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.output.is_file():
+        parser.error(f"--output {args.output} is a file, not a folder")
+    if min(args.epochs, args.layers, args.width) < 1 or args.width % 4 or args.text < 20_000:
+        parser.error("--epochs and --layers must be 1 or more, --width a multiple of 4, --text 20000 or more")
+    return args
 
 
 if __name__ == "__main__":

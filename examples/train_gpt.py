@@ -336,8 +336,12 @@ def parse() -> argparse.Namespace:
     add("--output", type=Path, default=Path("outputs/gpt"), help="folder, where a new run replaces an older one")
     add("--resume", action="store_true", help="continue from the newest checkpoint in the folder, if there is one")
     args = parser.parse_args()
+    if args.output.is_file():
+        parser.error(f"--output {args.output} is a file, not a folder")
     if args.width % HEAD_WIDTH:
         parser.error(f"--width {args.width} is not a multiple of {HEAD_WIDTH}")
+    if args.context > 100_000:
+        parser.error("--context must be 100000 or less")
     args.checkpoints = args.output / "checkpoints"
     return args
 
@@ -346,7 +350,7 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a sample may hold characters that the terminal cannot show
     try:
         sys.exit(run(parse()))
-    except accelcore.AccelError as error:
+    except (accelcore.AccelError, OSError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)

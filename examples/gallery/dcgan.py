@@ -12,6 +12,7 @@ there: a run that was killed then ends like an undisturbed one.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
@@ -140,7 +141,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default="fp32",
         help="dtype of the forward pass; best: the fastest here",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if os.path.isfile(args.output):
+        parser.error(f"--output {args.output} is a file, not a folder")
+    for name, value in vars(args).items():
+        if type(value) is int and name != "seed" and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    return args
 
 
 if __name__ == "__main__":

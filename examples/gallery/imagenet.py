@@ -11,6 +11,7 @@ epoch, and --evaluate measures the best one.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import torch
@@ -135,7 +136,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="dtype of the forward pass; best: the fastest here",
     )
     add("--sync-batchnorm", action="store_true", help="normalize by the statistics of all ranks")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if os.path.isfile(args.output):
+        parser.error(f"--output {args.output} is a file, not a folder")
+    for name, value in vars(args).items():
+        if type(value) is int and name not in ("seed", "workers") and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if args.classes < 5:
+        parser.error("--classes must be 5 or more, because top-5 accuracy is measured")
+    return args
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -184,7 +185,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="dtype of the forward pass; best: the fastest here",
     )
     add("--compile", action="store_true", help="compile the model")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if os.path.isfile(args.output):
+        parser.error(f"--output {args.output} is a file, not a folder")
+    for name, value in vars(args).items():
+        if type(value) is int and name not in ("seed", "warmup") and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if args.width % args.heads:
+        parser.error("--width must be a multiple of --heads")
+    if args.text < 20 * args.block_size:
+        parser.error("--text must be 20 times --block-size, or more")
+    return args
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+ALL = [*SCRIPTS, *(f"gallery/{path.name}" for path in EXAMPLES.glob("gallery/*.py"))]
 SMALL_GPT = ["--context", "32", "--width", "64", "--layers", "1", "--batch-size", "8", "--accumulate", "2"]
 # One thread each: the workers of a parallel test run would otherwise fight for the cores.
 VARIABLES = {"ACCEL_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -53,7 +54,13 @@ def test_names_no_device(script):
     assert not re.search(r"(?<![a-z])(cpu|cuda|npu|gpu|nccl|hccl|gloo|mps|xpu)(?![a-z])", text, re.IGNORECASE)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *(f"gallery/{path.name}" for path in EXAMPLES.glob("gallery/*.py"))])
+@pytest.mark.parametrize("script", ALL)
+def test_a_file_as_output_is_a_wrong_option(script, run, tmp_path):
+    (tmp_path / "file").touch()
+    assert run(script, "--output", tmp_path / "file", code=2).stderr.endswith("file is a file, not a folder\n")
+
+
+@pytest.mark.parametrize("script", ALL)
 def test_impossible_device_is_a_message_and_exit_code_1(script, run, tmp_path):
     done = run(script, "--output", tmp_path / "out", code=1, ACCEL_DEVICE="nosuchdevice")
     assert done.stderr.startswith("ACCEL_DEVICE='nosuchdevice'")
