@@ -155,6 +155,17 @@ def test_a_number_that_leaves_the_range_within_a_calculation_may_make_inf():
     assert "inf instead of" in said_of("remainder", torch.bfloat16, "", (large / 2**20, small), infinite)[0]
 
 
+def test_a_number_that_leaves_the_range_excuses_no_zero_elsewhere():
+    given = torch.tensor([2.0**127, 5.0, 3.0, 7.0]), torch.full((4,), 0.375)
+    assert said_of("remainder", torch.bfloat16, "", given) == []
+    kept = torch.tensor([1.0, 0.0, 1.0, 1.0]).bfloat16()
+    lost = {"div": lambda func, *args, **kwargs: func(*args, **kwargs) * kept}
+    assert (
+        "the gradient 1 is wrong in 1 of 4 elements: -0 instead of"
+        in said_of("remainder", torch.bfloat16, "", given, lost)[0]
+    )
+
+
 def test_rounding_errors_that_all_happened_to_be_harmless_set_no_limit():
     """The gradient is of exp(x - result), and 1e4 in bf16 is off by up to 32: a few draws may all have made it 0."""
     sample = samples(operators()["logcumsumexp"], torch.bfloat16)[1]

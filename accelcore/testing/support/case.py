@@ -148,8 +148,13 @@ class Case:
         rounded = cache(partial(self._all_rounded, exact, range(1 if once else 3), len(right)))
         further = cache(partial(self._all_rounded, exact, range(3, 3 if once else 11), len(right)))
 
+        overflowed = cache(partial(self._overflowed, exact))
+
         def of(number: int, results: Callable[[], list[Any]]) -> list[Tensor]:
             return [each[number][1] for each in results()]
+
+        def one_of(number: int, results: Callable[[], list[Any]]) -> Tensor | None:
+            return results()[number][1] if len(results()) == len(right) else None
 
         expected = [
             Expected(
@@ -157,7 +162,7 @@ class Case:
                 tensor,
                 self.dtype,
                 factor,
-                cache(partial(self._overflows, exact)),
+                partial(one_of, number, overflowed),
                 self.what not in INFINITE or not part.startswith("the gradient"),
                 () if self.what == EQUAL else (partial(of, number, rounded), partial(of, number, further)),
             )
@@ -242,11 +247,11 @@ class Case:
             return []
         return found
 
-    def _overflows(self, exact: Any) -> bool:
-        """Return whether the calculation meets finite numbers that are too large for the dtype."""
+    def _overflowed(self, exact: Any) -> list[tuple[str, Tensor]]:
+        """Return the results if numbers that are too large for the dtype become infinite; none if there are none."""
         rounding = Rounding(self.dtype, 0, watch=True)
-        self._rounded(exact, rounding)
-        return rounding.overflows
+        found = self._rounded(exact, rounding)
+        return found if rounding.overflows else []
 
     def _results(self, arguments: Any, layout: str = "") -> list[tuple[str, Tensor]]:
         """Return the operator's tensors, and the gradients of a weighted sum of them."""

@@ -24,7 +24,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         dtype: of the device's calculation.
         seed: of the chance.
-        watch: whether to look for numbers that are too large for `dtype`, which takes time.
+        watch: whether to look for numbers that are too large for `dtype`, which takes time, and to make them infinite.
 
     Attributes:
         overflows: whether it has found one.
@@ -71,9 +71,10 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         if value._is_zerotensor():  # torch's zeros without memory, which it adds in backward
             return value
-        unknown = self._largest and not self.overflows
-        if unknown and not float(torch.linalg.vector_norm(value, math.inf)) <= self._largest:
-            self.overflows = bool((value.isfinite() & (value.abs() > self._largest)).any())
+        if self._largest and not float(torch.linalg.vector_norm(value, math.inf)) <= self._largest:
+            beyond = value.isfinite() & (value.abs() > self._largest)
+            self.overflows |= bool(beyond.any())
+            value = value.where(~beyond, value * math.inf)
         count = value.numel()
         if count > _NOISE // 2:
             noise = _noise_of(count, self._random.getrandbits(32), self._eps)
