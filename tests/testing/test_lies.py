@@ -24,7 +24,8 @@ from accelcore.cli import verify as command
 from accelcore.known_faults import KnownFault
 from accelcore.testing import whole_suite as suite
 from accelcore.testing.support import usable
-from accelcore.testing.support.case import Case, Found
+from accelcore.testing.support.case import Case
+from accelcore.testing.support.found import Found
 from accelcore.testing.support.options import ORACLES, options_of
 from accelcore.testing.support.samples import operators, samples
 

@@ -81,6 +81,13 @@ def _in_order_of_the_first(func, x, other, *weight, **out):
     return func(x, other.as_strided(x.shape, x.stride()) if alike else other, *weight, **out)
 
 
+def _of_weights_in_order_of_images(func, x, weight, *args):
+    images_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    if images_last and weight.is_contiguous():
+        weight = weight.as_strided(weight.shape, weight.contiguous(memory_format=torch.channels_last).stride())
+    return func(x, weight, *args)
+
+
 FUNCTIONS = {"cross_entropy", "ctc_loss", "scaled_dot_product_attention"}
 
 WRONG = {
@@ -138,8 +145,18 @@ WRONG = {
         "cumprod": lambda func, x, dim, **options: func(x, max(dim, 0), **options)}),
     "indices from the end": ("take", "of other options: result", {
         "take": lambda func, x, index: func(x, index.clamp(min=0))}),
-    "operands in different strides": ("lerp", "transposed first, of other options: result", {
+    "operands in different strides": ("lerp", "the first in another order, of other options: result", {
         "lerp": _in_order_of_the_first}),
+    "a divisor that is NaN": ("fmod", "with NaN: result", {
+        "fmod.Tensor": lambda func, x, y, **out: func(x, y.nan_to_num(1), **out)}),
+    "zeros below 0": ("atan2", "with zeros: result", {"atan2": lambda func, x, y, **out: func(x + 0, y + 0, **out)}),
+    "zeros that lose their sign": ("neg", "with zeros: result", {
+        "neg": lambda func, x, **out: 0 - x if x.is_floating_point() and not out else func(x, **out)}),
+    "whole numbers of 32 bits": ("div.floor_rounding", "int32, as it is, with the ends of integers: result", {
+        "div.Tensor_mode": lambda func, *given, rounding_mode=None, **out: func(
+            *given, rounding_mode="trunc" if given[0].dtype == torch.int32 else rounding_mode, **out)}),
+    "weights in other strides than images": ("nn.functional.conv2d", "the first in another order, of other options", {
+        "convolution": _of_weights_in_order_of_images}),
     "vectors of another value": ("linalg.eigh", "of other options: result 1", {
         "_linalg_eigh": lambda func, *args: (func(*args)[0], func(*args)[1].flip(-1))}),
     "vectors that are too long": ("linalg.svd", "of other options: result", {

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from accelcore import Backend
-from accelcore.testing.support.case import is_refusal
 from accelcore.testing.support.declared import refused
+from accelcore.testing.support.found import is_refusal
 from accelcore.testing.support.layouts import tensors
 from accelcore.testing.support.oracles import error
 

@@ -12,8 +12,8 @@ import torch
 from accelcore import Backend
 from accelcore.devices.plugins import find
 from accelcore.testing.suite.modules import ModuleTests
-from accelcore.testing.support.case import Found, is_refusal
 from accelcore.testing.support.declared import refused
+from accelcore.testing.support.found import Found, is_refusal
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.known_rare import KNOWN_RARE

@@ -318,6 +318,30 @@ class TestRuntime(DrawnTests, TransferTests, DeviceTests):
                 launch_second()
                 torch.testing.assert_close(second.cpu(), torch.full((4,), expected + 3 * number))
 
+    def test_capture_after_an_error(self, accel: Backend) -> None:
+        """An error that ends a capture leaves the stream as it was: work is run, and the next capture is right."""
+        with declared(accel.capabilities.graphs, "graphs"):
+            inputs, total = (torch.zeros(4, device=accel.device) for _ in range(2))
+
+            def broken() -> None:
+                total.add_(inputs)
+                raise ZeroDivisionError
+
+            stream = torch.get_device_module(accel.device).current_stream
+            outer = stream(accel.device)
+            with pytest.raises(ZeroDivisionError):
+                accel.runtime.capture(broken)
+            assert stream(accel.device) == outer, "after an error, later work is queued on the stream of the capture"
+            inputs.fill_(2.0)
+            assert (inputs + torch.ones_like(inputs)).tolist() == [3.0] * 4, "after an error, work is not run"
+            assert torch.rand(4, device=accel.device).std().item() > 0, "after an error, random numbers are the same"
+            returned, launch = accel.runtime.capture(lambda: total.add_(inputs) * 2)
+            total.zero_()
+            launch()
+            assert (total + returned).tolist() == [6.0] * 4, (
+                "a launch does not do the work that was captured after an error"
+            )
+
     def test_pinned_memory(self, accel: Backend) -> None:
         """A pinned tensor arrives on the device with its values."""
         if not accel.capabilities.pinned_memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accelcore.known_faults import KnownFault
 from accelcore.testing.support.decompositions import Unique
 from accelcore.testing.support.expected import Expected
+from accelcore.testing.support.found import Found, is_refusal
 from accelcore.testing.support.host_kernels import HostKernels
 from accelcore.testing.support.layouts import BEHIND, LAYOUTS, beside, laid_out, placed, tensors, wide
 from accelcore.testing.support.rounding import Rounding
@@ -47,6 +47,9 @@ FROZEN = "of frozen inputs"
 ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
 """Says of a sample that its first argument has the least and the largest whole number, or that it is complex."""
 
+ZEROS = "with zeros"
+"""Says of a sample that zeros of both signs are among its numbers."""
+
 EQUAL = "with equal numbers"
 """Says of a sample that its numbers are whole, and of an operator that it chooses among equal ones as the CPU does."""
 
@@ -55,52 +58,11 @@ INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 
 ALONE = (
     *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
-    *(OTHERWISE, FROZEN, ENDS, COMPLEX, EQUAL),
+    *(OTHERWISE, FROZEN, ENDS, COMPLEX, EQUAL, ZEROS),
 )
 """What is said of samples of which only the result as it is is compared."""
 
 _SAME = 8  # units in which an argument may differ that is written to as it was
-_REFUSES = re.compile(
-    r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
-    r"must be .*(Half|BFloat16)",
-    re.I,
-)
-
-
-@dataclass
-class Found:
-    """Findings of one operator.
-
-    Attributes:
-        compared: how many results were compared by value.
-        known: known bugs of the installed versions that show in findings.
-        wrong: each other difference, in a sentence.
-        seen: the known bugs that were seen, or because of which a sample was not run.
-        refused: errors with which the device refuses the operator.
-        on_host: operators that the device hands to the CPU.
-    """
-
-    known: Sequence[KnownFault] = ()
-    compared: int = 0
-    wrong: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    on_host: set[str] = field(default_factory=set)
-    seen: dict[str, None] = field(default_factory=dict)
-
-    def note(self, finding: str) -> None:
-        """Add what is wrong, or the known bug that it shows."""
-        fault = next((each for each in self.known if re.fullmatch(each.findings, finding)), None)
-        if fault is None:
-            self.wrong.append(finding)
-        else:
-            self.seen[str(fault)] = None
-
-    def leaves_out(self, sample: str) -> bool:
-        """Return whether a known bug would make the device unusable on this sample, and add the bug."""
-        fault = next((each for each in self.known if re.fullmatch(each.unusable, sample)), None)
-        if fault is not None:
-            self.seen[f"not run, because then the device is unusable: {fault}"] = None
-        return fault is not None
 
 
 @dataclass
@@ -186,6 +148,10 @@ class Case:
         if self.info.supports_out and self.name not in IGNORES_OUT:
             works = partial(self._works, self._out, exact)
             self._check("with out=", values, lambda: self._out(self._placed("")), works=works)
+            if self.dtype in (torch.bfloat16, torch.float16) and not self.what:
+                wider = partial(self._out, dtype=torch.float32)
+                works = partial(self._works, wider, self.arguments)
+                self._check("with out= of another dtype", values, lambda: wider(self._placed("")), works=works)
             if self._fits_its_input(exact, values):
                 onto = partial(self._out, onto=True)
                 works = partial(self._works, onto, exact)
@@ -286,10 +252,10 @@ class Case:
         assert torch.equal(beside(place), before), "it wrote beside the tensor"
         return [("result 0", target)]
 
-    def _out(self, arguments: Any, *, onto: bool = False) -> list[tuple[str, Tensor]]:
+    def _out(self, arguments: Any, *, onto: bool = False, dtype: torch.dtype | None = None) -> list[tuple[str, Tensor]]:
         given, options = arguments
         with torch.no_grad():
-            unwritten = partial(_unwritten, layout=BEHIND if self.name in DENSE_OUT else self.out)
+            unwritten = partial(_unwritten, layout=BEHIND if self.name in DENSE_OUT else self.out, dtype=dtype)
             written = given[0] if onto else pytree.tree_map(unwritten, self.info.op(*given, **options))
             before = [beside(each) for each in tensors(written)]
             returned = self.info.op(*given, **options, out=written)
@@ -358,11 +324,6 @@ class Case:
         return all(one.layout != torch.strided or one.stride() == other.stride() for one, other in pairs)
 
 
-def is_refusal(error: Exception) -> bool:
-    """Return whether a device says by an error that it has no such kernel."""
-    return isinstance(error, NotImplementedError) or bool(_REFUSES.search(" ".join(str(error).splitlines()[:2])[:200]))
-
-
 def _pairs(arguments: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(tensors(arguments), tensors(others), strict=True)
 
@@ -381,9 +342,10 @@ def _says_fallback(message: str) -> bool:
     return bool(re.search(r"fall(s|ing)? ?back", message, re.I) and re.search(r"\bcpu\b", message, re.I))
 
 
-def _unwritten(value: Any, *, layout: str) -> Any:
+def _unwritten(value: Any, *, layout: str, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
+    value = value.to(dtype) if dtype and value.is_floating_point() else value
     return laid_out(torch.full_like(value, 1 if value.dtype == torch.bool else 77), value.device, layout)
 
 

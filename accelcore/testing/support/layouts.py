@@ -13,8 +13,8 @@ LAYOUTS = ("", "strided", "transposed", "channels last")
 """Layouts of arguments: as the sample has them, with gaps between the elements, with dimensions in reverse order, with
 channels last."""
 
-MIXED = "transposed first"
-"""Layout of the sample, but for the first tensor, whose dimensions lie in reverse order."""
+MIXED = "the first in another order"
+"""Layout of the sample, but for the first tensor: its channels come last, or its dimensions lie in reverse order."""
 
 BEHIND = "behind other elements"
 """Layout of the sample, in memory that begins and ends with an element of another tensor."""
@@ -50,7 +50,9 @@ def tensors(value: Any) -> list[Tensor]:
 
 def placed(arguments: Any, device: torch.device, layout: str, *, graph: bool = False) -> Any:
     """Return copies of arguments on a device, in a layout; with `graph`, leaves that require gradients."""
-    layouts = chain(["transposed"], repeat("")) if layout == MIXED else repeat(layout)
+    images = layout == MIXED and tensors(arguments)[0].dim() in (4, 5)
+    first = "channels last" if images else "transposed"
+    layouts = chain([first] if layout == MIXED else [], repeat("" if layout == MIXED else layout))
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):

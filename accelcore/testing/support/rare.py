@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations, cycle, islice, product
@@ -9,14 +10,14 @@ from typing import Any
 
 import torch
 
-from accelcore.testing.support.case import COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE
+from accelcore.testing.support.case import COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
 from accelcore.testing.support.coverage import (
     arguments_of,
     joined,
     of_other_options,
     with_indices_that_occur,
 )
-from accelcore.testing.support.decompositions import UNIQUE, Unique
+from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
 from accelcore.testing.support.effects import beyond_sizes, from_behind, with_effect
 from accelcore.testing.support.layouts import MIXED, cropped, mapped, of_depth, tensors
 from accelcore.testing.support.samples import CONVERTS, DECIDED, READS_MEMORY, ROUGH, needs_lapack, samples
@@ -28,6 +29,7 @@ from accelcore.testing.support.values import (
     with_long_numbers,
     with_nan,
     with_negative_indices,
+    with_zeros,
 )
 
 _MOST_LEAVES = 3  # of which each set is frozen
@@ -39,6 +41,8 @@ _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
 _IN_LAYOUTS: tuple[tuple[Callable[..., Any], str], ...] = ((max, "strided"), (max, "transposed"), (min, "transposed"))
 """Of which samples, by how many options they have, another layout is compared."""
 _FROM_BEHIND = ("__getitem__", "index_put", "put", "take")  # whose indices may be negative
+_KEEPS_SIGNS = ("neg", "abs", "sqrt", "ceil", "floor", "trunc", "round", "mul", "copysign", "positive")
+"""Operators of which the sign of a zero is defined."""
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
@@ -102,7 +106,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     for kind, most in ((torch.int64, _MOST_WHOLE), (torch.bool, 2)):
         if kind in known and dtype == torch.float32:
             yield from _of_whole_numbers(name, info, kind, most)
-    for kind, most in ((torch.int8, 4), (torch.uint8, 1)):
+    for kind, most in ((torch.int8, 4), (torch.uint8, 1), (torch.int16, 1), (torch.int32, 1)):
         if kind in known:
             ends = filter(None, map(with_ends, of_other_options(info, kind, samples(info, kind), [])))
             yield from (Rare(info, kind, arguments, ENDS) for arguments in islice(ends, most))
@@ -148,11 +152,13 @@ def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:
             first = next((each for (each, *_), _ in of_other_options(info, kind, samples(info, kind), [])), None)
             if first is not None:
                 yield Rare(info, kind, ((first, number), {}), OTHERWISE)
+    if (changed := with_zeros(given)) is not None:
+        yield Rare(Signed(info) if info.name in _KEEPS_SIGNS else info, torch.float32, changed, ZEROS)
     if (changed := multiplied(given, _BEYOND_WHOLE)) is not None:
         yield Rare(info, torch.float32, changed, LARGE)
     if type(info).__name__ == "BinaryUfuncInfo":
         (first, *others), options = given
-        for what, infinity in INFINITE.items():
+        for what, infinity in {**INFINITE, "with NaN": math.nan}.items():
             if others and (changed := with_infinity(((others[0], first), {}), infinity)) is not None:
                 yield Rare(info, torch.float32, ((first, changed[0][0], *others[1:]), options), what)
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import Case, Found
+from accelcore.testing.support.case import Case
+from accelcore.testing.support.found import Found
 
-_LENGTHS = (9, 17, 33, 129, 1000)
+_LENGTHS = (9, 17, 33, 129, 1025, 4099)
 _OF_LOW = 33  # the length that is tried in every dtype
 
 ROWS: dict[str, Callable[[Tensor], Any]] = {

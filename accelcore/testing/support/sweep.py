@@ -18,11 +18,10 @@ from accelcore.testing.support.case import (
     OTHERWISE,
     SMALL,
     Case,
-    Found,
     drawn_weights,
-    is_refusal,
 )
 from accelcore.testing.support.coverage import arguments_of, of_other_options
+from accelcore.testing.support.found import Found, is_refusal
 from accelcore.testing.support.layouts import (
     BEHIND,
     emptied,

@@ -26,6 +26,28 @@ def with_nan(arguments: Any) -> Any:
     return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
 
 
+def with_zeros(arguments: Any) -> Any:
+    """Return the arguments without gradients, and with zeros of both signs among the fractions; None without several.
+
+    Of two operands each sign meets each one, and numbers.
+    """
+    given = [each for each in tensors(arguments) if each.is_floating_point()]
+    if not given or min(each.numel() for each in given) < 2 or min(each.dim() for each in given) < 1:
+        return None
+    places = {id(each): number for number, each in enumerate(given)}
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) not in places:
+            return value
+        period = (0.0, -0.0, 1.0) if places[id(value)] else (0.0, 0.0, 0.0, -0.0, -0.0, -0.0, 1.0, 1.0, 1.0)
+        flat = value.detach().clone().reshape(-1)
+        for place, number in enumerate(period):
+            flat[place :: len(period)] *= number
+        return flat.reshape(value.shape)
+
+    return mapped(change, arguments)
+
+
 def with_infinity(arguments: Any, infinity: float) -> Any:
     """Return the arguments with a row and one more element of the first that are infinite; of a vector, two elements.
 
@@ -49,12 +71,13 @@ def with_ends(arguments: Any) -> Any:
     if not isinstance(first, Tensor) or not first.dim() or first.numel() < 2 or first.dtype not in _INTEGERS:
         return None
     info, place = torch.iinfo(first.dtype), first.data_ptr()
+    least = info.min + (info.bits > 16)  # divided by -1, the least number of 32 bits ends the process
 
     def change(value: Tensor, _: int) -> Tensor:
         if value.data_ptr() != place:
             return value
         flat = value.reshape(-1).clone()
-        flat[0], flat[1] = info.min, info.max
+        flat[0], flat[1] = least, info.max
         return flat.reshape(value.shape)
 
     return changed_tensors(arguments, change)

@@ -15,7 +15,7 @@ from accelcore.testing.support.layouts import mapped, placed, tensors
 
 _EXACT = 2.0**53  # the whole numbers below it are fractions of 64 bits, too
 _CLOSE = 1e-3  # relative: fractions that are computed of whole numbers, in fp32 or in float64
-_OF_BITS = ("hash_tensor",)  # whose result for a number depends on its dtype
+_BY_DTYPE = ("hash_tensor", "masked.logsumexp")  # whose result for a number depends on its dtype
 
 _BY_NUMPY: dict[str, Callable[..., Any]] = {
     "bincount": np.bincount,
@@ -65,7 +65,7 @@ def _others(name: str, info: Any, dtype: torch.dtype, arguments: Any) -> list[Te
                 return [torch.as_tensor(each) for each in _several(_BY_NUMPY[name](*given, **options))]
         except Exception:  # noqa: BLE001  numpy raises errors of any kind
             return []
-        if torch.float64 not in info.supported_dtypes("cpu") or name in _OF_BITS:
+        if torch.float64 not in info.supported_dtypes("cpu") or name in _BY_DTYPE:
             return []
         for changed in _widened(arguments, dtype):
             try:

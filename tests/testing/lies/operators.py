@@ -200,6 +200,11 @@ swept("relu_that_drops_nan", "nn.functional.relu", "with NaN",
 swept("power_of_some_whole_numbers", "pow", "with whole numbers", {"pow.Tensor_Tensor": _with_whole_exponents})
 swept("nonzero_of_the_first_many", "nonzero", "of many elements",
       {"nonzero": lambda func, x, **out: func(x, **out) if out else func(x)[:3000]})  # fmt: skip
+
+
+swept("out_of_another_dtype_that_is_not_written", "add", "with out= of another dtype", {
+      "add.out": lambda func, *args, out, **options: out
+      if out.dtype != torch.result_type(*args) else func(*args, out=out, **options)})  # fmt: skip
 swept("largest_of_the_first_block", "argmax", "of many elements", {
       "argmax": lambda func, x, *args, **options: func(x, *args, **options).clamp(max=1023)})  # fmt: skip
 swept("whole_quotient_that_is_cut_off", "floor_divide", "int64", {

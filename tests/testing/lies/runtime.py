@@ -206,6 +206,18 @@ def graph_that_is_a_stub(backend):
     return declaring(stub, graphs=True)
 
 
+@lie("TestRuntime.test_capture_after_an_error", says="queued on the stream of the capture")
+def graph_whose_error_keeps_the_stream(backend):
+    def capture(honest, work):
+        stream = torch.cpu.stream(torch.cpu.Stream())
+        stream.__enter__()
+        returned = work()
+        stream.__exit__(None, None, None)
+        return returned, work
+
+    return declaring(replaced(backend, "runtime", capture=capture), graphs=True)
+
+
 @lie("TestRuntime.test_capture", says="unexpected success: graphs")
 def graph_that_is_not_declared(backend):
     return replaced(backend, "runtime", capture=lambda honest, work: (work(), work))

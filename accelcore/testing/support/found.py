@@ -1,0 +1,56 @@
+"""Findings of an operator, and errors that are none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from accelcore.known_faults import KnownFault
+
+_REFUSES = re.compile(
+    r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
+    r"must be .*(Half|BFloat16)",
+    re.I,
+)
+
+
+@dataclass
+class Found:
+    """Findings of one operator.
+
+    Attributes:
+        compared: how many results were compared by value.
+        known: known bugs of the installed versions that show in findings.
+        wrong: each other difference, in a sentence.
+        seen: the known bugs that were seen, or because of which a sample was not run.
+        refused: errors with which the device refuses the operator.
+        on_host: operators that the device hands to the CPU.
+    """
+
+    known: Sequence[KnownFault] = ()
+    compared: int = 0
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    on_host: set[str] = field(default_factory=set)
+    seen: dict[str, None] = field(default_factory=dict)
+
+    def note(self, finding: str) -> None:
+        """Add what is wrong, or the known bug that it shows."""
+        fault = next((each for each in self.known if re.fullmatch(each.findings, finding)), None)
+        if fault is None:
+            self.wrong.append(finding)
+        else:
+            self.seen[str(fault)] = None
+
+    def leaves_out(self, sample: str) -> bool:
+        """Return whether a known bug would make the device unusable on this sample, and add the bug."""
+        fault = next((each for each in self.known if re.fullmatch(each.unusable, sample)), None)
+        if fault is not None:
+            self.seen[f"not run, because then the device is unusable: {fault}"] = None
+        return fault is not None
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether a device says by an error that it has no such kernel."""
+    return isinstance(error, NotImplementedError) or bool(_REFUSES.search(" ".join(str(error).splitlines()[:2])[:200]))
