@@ -14,6 +14,7 @@ from accelcore_lint.port.project import Known
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.survey import Survey
 from accelcore_lint.port.syntax import argument, dotted, is_guard, text_of
+from accelcore_lint.port.uses import FORKS
 from accelcore_lint.port.vendors import STAR_IMPORT
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
@@ -208,8 +209,14 @@ class Tree(Survey):
 
     @cached_property
     def forking(self) -> list[cst.Call]:
-        """Return the calls of `multiprocessing.Process`."""
-        return [call for call in self.calls if (self.name(call.func) or "").endswith("multiprocessing.Process")]
+        """Return the calls of `multiprocessing.Process`, and others that fork."""
+        others = FORKS.search(self.code)
+        return [
+            call
+            for call in self.calls
+            if (self.name(call.func) or "").endswith("multiprocessing.Process")
+            or (others and FORKS.search(text_of(call)))
+        ]
 
     @cached_property
     def _started(self) -> list[str]:

@@ -9,6 +9,9 @@ from collections.abc import Collection, Iterator
 from accelcore_lint.port.vendors import DEVICES
 
 _DEVICES = "|".join(DEVICES)
+FORKS = re.compile(r"(?:(?<!Settings\()start_method *= *|get_context\(|set_start_method\()[\"']fork[\"']|\bos\.fork\(")
+"""Lines that fork processes, or choose to; apart from wandb's settings."""
+
 _USES = {
     "scaler": re.compile(
         r"scaler\w*\.(?:get_(?!scale\b)\w+|set_growth_\w+|set_backoff_\w+|_\w+)\b|scaler\w*\.update\([^)]"
@@ -25,6 +28,7 @@ _USES = {
     ),
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
+    "fork": FORKS,
     "spelled": re.compile(
         rf"str\([^()]*\) *[!=]= *[\"']({_DEVICES})[\"']|[!=]= *torch\.device\([\"']({_DEVICES})[\"']\)"
         rf"|torch\.device\([\"']({_DEVICES})[\"']\) *[!=]="
@@ -39,6 +43,7 @@ _USES = {
 - is_cuda: a truth value or a property of the project's own.
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
   import of apex without which the program goes on.
+- fork: processes of the project that cannot use CUDA if their parent has asked for it.
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
 """
 

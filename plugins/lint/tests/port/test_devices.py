@@ -140,7 +140,7 @@ kind = "fast" if device.type == "cuda" else "exact"
 
 def test_a_guard_on_an_option_that_falls_back_to_the_cpu_still_runs_there():
     outcome = _ported(_FALLS_BACK)
-    assert "if args.device == accel.device.type:\n    count = torch.accelerator.device_count() if" in outcome.source
+    assert "if args.device == accel.device.type:\n    count = torch.get_device_module()" in outcome.source
     assert 'workers = count if device.type != "cpu" else 1' in outcome.source
     assert [note.line for note in outcome.left] == [11]
 
@@ -350,8 +350,9 @@ def test_strings_in_the_name_of_a_device_have_other_quotes_than_it():
 @pytest.mark.parametrize("operator", ["%", "//", "/", "+"])
 def test_nothing_is_divided_by_no_devices(operator):
     source = f"import torch\nn = 8 {operator} torch.cuda.device_count()\n"
-    count = f"(torch.accelerator.device_count() if torch.accelerator.is_available() else {int(operator != '+')})"
-    assert f"n = 8 {operator} {count}\n" in port_source(source, Level.ROLES).source
+    count = "torch.get_device_module().device_count()"
+    expected = f"({count} if torch.accelerator.current_accelerator() else 0)" if operator == "+" else f"max({count}, 1)"
+    assert f"n = 8 {operator} {expected}\n" in port_source(source, Level.ROLES).source
 
 
 @pytest.mark.parametrize("module", ["cpu", "mps"])

@@ -118,11 +118,37 @@ def test_devices_are_not_asked_for_before_a_process_is_forked():
     assert "check_available=True" in port_source(asks, Level.ROLES, Known(imported=True)).source
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        "mp.Process(target=work, args=(n,)).start()",
+        "mp.start_processes(work, args=(n,), start_method='fork')",
+        "os.fork()",
+        "run(work, n)",
+    ],
+)
+def test_the_number_of_devices_and_the_backend_are_asked_without_a_check_that_a_fork_forbids(start, tmp_path):
+    source = (
+        "import argparse\nimport os\nimport torch\nimport torch.multiprocessing as mp\nfrom nets import run\n\n\n"
+        "def work(rank, n):\n    torch.cuda.set_device(rank)\n    torch.ones(1).cuda()\n\n\n"
+        "def options():\n    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--backend', default='nccl')\n    return parser.parse_args()\n\n\n"
+        f"def main():\n    n = torch.cuda.device_count()\n    args = options()\n    {start}\n\n\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
+    other = 'start_method = "fork"' if "run" in start else 'Settings(start_method="fork")'
+    path, _ = written(tmp_path, {"main.py": source, "nets.py": f"def run(work, n):\n    {other}\n"})
+    ported = port_source(source, Level.ROLES, read_project([path]).known(path)).source
+    parent = ported.partition("def options")[2]
+    words = ("nccl", "cuda", "is_available", "check_available", "accel.")
+    assert [word for word in words if word in parent] == []
+
+
 def test_torch_is_not_imported_at_the_top_for_a_function_that_imports_it_itself():
     source = "def count():\n    import torch\n    return torch.cuda.device_count()\n"
     ported = port_source(source, Level.ROLES).source
     assert "cuda" not in ported
-    assert ported.startswith("def count():\n    import torch\n    return torch.accelerator.device_count() if")
+    assert ported.startswith("def count():\n    import torch\n    return torch.get_device_module().device_count() if")
 
 
 SCRIPT = "import torch\nfrom nets import Net\n\ndevice = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"

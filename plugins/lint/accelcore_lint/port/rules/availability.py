@@ -48,9 +48,14 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         return whole(node, f"{facts.torch}.get_device_module({of}).get_rng_state()", facts.needs_torch)
     if name not in _SAME:
         return None
-    source = f"{facts.torch}.accelerator.{_SAME[name]}()"
-    if not facts.guards(node):  # it raises where there is none: also torch 2.7's device_count, if it is built for CUDA
-        source = f"({source} if {facts.torch}.accelerator.is_available() else {int(_divides(node, facts))})"
+    source, test = f"{facts.torch}.accelerator.{_SAME[name]}()", "is_available"
+    if not facts.guards(node) and name.endswith(".device_count"):
+        # As CUDA's own, this may be asked before a fork, unlike is_available, and needs no driver, unlike torch 2.7's.
+        source, test = f"{facts.torch}.get_device_module().device_count()", "current_accelerator"
+        if _divides(node, facts):
+            return whole(node, f"max({source}, 1)", facts.needs_torch)
+    if not facts.guards(node):
+        source = f"({source} if {facts.torch}.accelerator.{test}() else 0)"
     return whole(node, source, facts.needs_torch)
 
 
@@ -166,7 +171,7 @@ AVAILABILITY = Rule(
         Example(
             Level.ROLES,
             "n = torch.cuda.device_count()",
-            "n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0",
+            "n = torch.get_device_module().device_count() if torch.accelerator.current_accelerator() else 0",
         ),
         Example(
             Level.ROLES,

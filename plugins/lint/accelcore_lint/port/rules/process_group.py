@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
@@ -104,11 +106,11 @@ def _default(facts: Facts, node: cst.SimpleString) -> Rewrite:
 
 def _default_name(facts: Facts, node: cst.CSTNode) -> str:
     """Return the source of torch's default backend for the device."""
-    try:
-        device = facts.place.device(node)
-    except UnplacedError:
-        # The kind of device is the same in all processes. Without a check, no process uses a device by this question.
-        device = f'{facts.torch}.accelerator.current_accelerator() or "cpu"'
+    # The kind of device is the same in all processes. Without a check, no process uses a device by this question.
+    device = f'{facts.torch}.accelerator.current_accelerator() or "cpu"'
+    if not ((facts.forking or "fork" in facts.uses_of) and facts.place.is_apart(node)):
+        with suppress(UnplacedError):
+            device = facts.place.device(node)
     return f"{facts.torch}.distributed.get_default_backend_for_device({device})"
 
 
