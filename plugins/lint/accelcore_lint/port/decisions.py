@@ -131,7 +131,10 @@ class Decisions(cst.CSTVisitor):
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
-            if opens and decision.retry is not None:
+            holder = next((each for each in self._facts.parents(guard) if isinstance(each, cst.ClassDef)), None)
+            if opens and decision.some and holder is not None:
+                self._named[holder].append(("", rule, node, decision))  # other methods may set what this one reads
+            elif opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
@@ -150,10 +153,17 @@ class Decisions(cst.CSTVisitor):
         for name, rule, node, decision in self._named.pop(original_node, ()):
             is_open = self._opens(name, original_node, some=decision.some)
             is_open = is_open and self._shut.isdisjoint(self._facts.parents(node))
+            if is_open and isinstance(original_node, cst.ClassDef):
+                is_open = self._unset.isdisjoint(self._members_in(node))
             if decision.retry is not None and is_open:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
+
+    def _members_in(self, node: cst.CSTNode) -> set[str]:
+        """Return the attributes, as `self.peak`, that the method around a node uses."""
+        method = next(each for each in self._facts.parents(node) if isinstance(each, (cst.FunctionDef, cst.ClassDef)))
+        return set(map(text_of, matchers.findall(method, matchers.Attribute())))
 
     def _scope_of(self, node: cst.CSTNode) -> cst.CSTNode:
         scope = self._facts.function_of(node) or self._facts.module
@@ -161,10 +171,13 @@ class Decisions(cst.CSTVisitor):
         return scope
 
     def _name_of(self, node: cst.CSTNode) -> str:
-        """Return the name to which a condition is assigned; "" if it is not assigned to one."""
+        """Return the name to which a condition is assigned, or of the option that it is; "" if there is none."""
         for outer in self._facts.parents(node):
             if isinstance(outer, cst.Assign):
                 return text_of(outer.targets[0].target) if len(outer.targets) == 1 else ""
+            for option in (name for name, call in self._facts.options.items() if call is outer):
+                found = re.search(rf"\b\w+\.{option}\b(?! *[(.])", self._facts.code)
+                return found[0] if found else ""
             is_part = isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) and not isinstance(outer, cst.Call)
             if not (is_part or isinstance(outer, cst.Arg) or _skips(outer)):
                 return ""
@@ -352,5 +365,5 @@ def _set_in(guard: _Guard) -> set[str]:
 
 
 def _assigned(node: cst.CSTNode) -> set[str]:
-    made = matchers.findall(node, matchers.AssignTarget(matchers.Name()))
+    made = matchers.findall(node, matchers.AssignTarget(matchers.Name() | matchers.Attribute()))
     return {text_of(cst.ensure_type(target, cst.AssignTarget).target) for target in made}

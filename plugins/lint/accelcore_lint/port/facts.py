@@ -41,6 +41,17 @@ class Facts(DeviceNumbers):
         by_hand = self.is_library or self._chooses_by_hand(self.contexts)
         self.place = Place(self, by_hand=by_hand, contexts=self.contexts)
 
+    def is_own(self, index: cst.BaseExpression | None) -> bool:
+        """Return whether an index is that of the process's only device, which some line makes current."""
+        lost = index is not None and self.place.by_hand and self.level is not Level.TORCH and self.is_local_rank(index)
+        return super().is_own(index) and not (lost and not self._makes_rank_current)
+
+    @cached_property
+    def _makes_rank_current(self) -> bool:
+        """Return whether a line may make the device of the process's local rank current."""
+        ranks = any(index is not None and self.is_local_rank(index) for index in self.made_indexes)
+        return ranks or self._is_set_up_elsewhere or self.engine is not None
+
     def _chooses_by_hand(self, contexts: list[cst.Call]) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""
         unknown = [

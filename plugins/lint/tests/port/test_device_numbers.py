@@ -258,3 +258,17 @@ def test_an_option_whose_default_is_another_device_keeps_its_number(default, new
     ported = port_source(source, Level.ROLES).source
     assert f"default={new})" in ported
     assert ("torch.optim.SGD(" in ported) is (default == "cuda:1")
+
+
+@pytest.mark.parametrize("sets", ["", "torch.cuda.set_device(local_rank)\n"])
+def test_a_rank_loses_its_number_only_if_something_sets_its_device(sets):
+    source = (
+        "import os\nimport torch\n\nlocal_rank = int(os.environ['LOCAL_RANK'])\n"
+        f"{sets}other = torch.ones(1).cuda(device_ids[local_rank])\n"
+        'x = torch.ones(1).to(torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() and use else "cpu"))\n'
+        "y = torch.ones(1).cuda(local_rank)\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert outcome.after == 0
+    assert ('f"{current_device.type}:{local_rank}" if' in outcome.source) is not bool(sets)
+    assert ("y = torch.ones(1).to(torch.device(current_device.type, local_rank))" in outcome.source) is not bool(sets)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
 from port_sources import imported
 
 CONDITIONS = [
@@ -421,3 +422,48 @@ def test_a_condition_over_a_copy_that_is_left_stays(index, kept):
     move = f"x = x.cuda({index}non_blocking=True)"
     source = f"import torch\n\n\ndef step(x, args):\n    if torch.cuda.is_available():\n        {move}\n    return x\n"
     assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "device.type == torch.device('cuda').type and not torch.cuda.is_available()",
+        "device.type == 'cuda' and not torch.cuda.is_available()",
+        "not torch.cuda.is_available() and 'cuda' in device.type",
+    ],
+)
+def test_what_a_caller_has_written_still_falls_back_to_the_cpu(test):
+    source = f"import torch\n\n\ndef chosen(device):\n    if {test}:\n        return 'cpu'\n    return device\n"
+    module = imported(port_source(source, Level.ROLES).source)
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert module.chosen(torch.device("cuda")) == "cpu"
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        assert module.chosen(torch.device("cuda")) == torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"), [("torch.cuda.memory_stats()", True), ("torch.cuda.memory_reserved()", False)]
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_methods_stay_that_read_what_another_method_does_not_set_elsewhere(value, kept, is_first):
+    methods = [
+        f"    def stop(self):\n        if torch.cuda.is_available():\n            self.peak = {value}\n",
+        "    def show(self):\n        if torch.cuda.is_available():\n            print(self.peak)\n",
+        "    def other(self):\n        return torch.cuda.is_available()\n",
+    ]
+    source = "import torch\n\n\nclass Trace:\n" + "\n".join(methods if is_first else reversed(methods))
+    ported = port_source(source, Level.ROLES).source
+    assert ported.count("if torch.cuda.is_available():") == (2 if kept else 0)
+    assert "return torch.cuda" not in ported
+
+
+@pytest.mark.parametrize(("below", "kept"), [("model.cuda()", True), ("torch.ones(1).cuda()", False)])
+def test_the_default_of_an_option_stays_if_a_line_below_the_option_does(below, kept):
+    source = (
+        "import argparse\nimport torch\nfrom nets import Net\n\n\ndef main():\n"
+        "    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--cuda', type=bool, default=torch.cuda.is_available())\n"
+        f"    args = parser.parse_args()\n    model = Net()\n    if args.cuda:\n        {below}\n\n\nmain()\n"
+    )
+    known = Known(own_moves=frozenset({"Net"}))
+    assert ("default=torch.cuda.is_available()" in port_source(source, Level.ROLES, known).source) is kept

@@ -55,8 +55,8 @@ def _may_fail(node: cst.CSTNode, facts: Facts) -> bool:
 
 
 def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | None:
-    if len(node.comparisons) != 1:
-        return _left(node) if _mentions(node) else None
+    if len(node.comparisons) != 1 or _asks_in_vain(node, facts):
+        return _left(node) if _mentions(node, facts) else None
     target = node.comparisons[0]
     left, right = node.left, target.comparator
     if _is_vendors_device(left, facts) or _is_vendors_device(right, facts):
@@ -80,7 +80,14 @@ def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | N
     if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(_OF_DEVICE.sub("", text_of(right))):
         test = f'"cpu" != {facts.place.kind(node)} in' if facts.names_others else '"cpu" not in'
         return Left(_SKIPS, node.children, retry=whole(node, f"{test} {text_of(right)}"))
-    return _left(node) if _mentions(node) else None
+    return _left(node) if _mentions(node, facts) else None
+
+
+def _asks_in_vain(node: cst.Comparison, facts: Facts) -> bool:
+    """Return whether a condition is also that there is no such device: it compares what a caller has written."""
+    test = facts.parent(node)
+    other = (test.right if test.left is node else test.left) if isinstance(test, cst.BooleanOperation) else node
+    return isinstance(other, cst.UnaryOperation) and "cuda.is_available" in text_of(other)
 
 
 def _kind_of(left: cst.BaseExpression, right: cst.BaseExpression) -> str:
@@ -186,14 +193,14 @@ def _is_vendor(node: cst.BaseExpression) -> bool:
     return isinstance(node, cst.SimpleString) and node.evaluated_value in DEVICES
 
 
-def _mentions(node: cst.Comparison) -> bool:
+def _mentions(node: cst.Comparison, facts: Facts) -> bool:
     sides = [node.left, *(target.comparator for target in node.comparisons)]
     parts = [
         element.value
         for side in sides
         for element in (side.elements if isinstance(side, (cst.List, cst.Tuple, cst.Set)) else [cst.Element(side)])
     ]
-    return any(_is_vendor(part) for part in parts)
+    return any(_is_vendor(part) or _is_vendors_device(getattr(part, "value", part), facts) for part in parts)
 
 
 GUARDS = Rule(
