@@ -119,12 +119,6 @@ Communicator &group_of(HcclComm handle) { return *static_cast<Communicator *>(ha
 
 using namespace emulator;
 
-EXPORT HcclResult HcclBarrier(HcclComm handle, aclrtStream) {
-  Communicator &group = group_of(handle);
-  TRY(group.meet({"HcclBarrier"}));
-  return group.barrier();
-}
-
 EXPORT HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp op,
                                 HcclComm handle, aclrtStream) {
   Communicator &group = group_of(handle);

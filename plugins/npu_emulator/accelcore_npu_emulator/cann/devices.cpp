@@ -23,7 +23,6 @@ std::atomic<bool> used[kMaxDevices];
 std::atomic<bool> any_used{false};
 std::atomic<bool> initialised{false};
 std::atomic<bool> is_forked{false};
-std::atomic<aclrtFloatOverflowMode> saturation{ACL_RT_OVERFLOW_MODE_INFNAN};
 int64_t system_parameters[16];
 
 // ASCEND_RT_VISIBLE_DEVICES: the devices to see, in ascending order, or none is seen. What follows an invalid entry is
@@ -228,16 +227,7 @@ EXPORT aclError aclrtSynchronizeDevice() {
 
 EXPORT aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
 
-EXPORT aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) {
-  trace("aclrtSetDeviceSatMode %d", int(mode));
-  saturation = mode;
-  return ACL_SUCCESS;
-}
-
-EXPORT aclError aclrtGetDeviceSatMode(aclrtFloatOverflowMode *mode) {
-  *mode = saturation;
-  return ACL_SUCCESS;
-}
+EXPORT aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_SUCCESS; }
 
 EXPORT aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
 EXPORT aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }

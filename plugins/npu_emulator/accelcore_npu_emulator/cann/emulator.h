@@ -45,7 +45,6 @@ const Settings &settings();
 
 // Keeps the message for aclGetRecentErrMsg, traces it, and returns `code`.
 aclError failure(aclError code, const char *format, ...) __attribute__((format(printf, 2, 3)));
-const char *recent_failure();
 
 // One line a call, to the place that ACCEL_EMULATED_TRACE names.
 void trace(const char *format, ...) __attribute__((format(printf, 1, 2)));

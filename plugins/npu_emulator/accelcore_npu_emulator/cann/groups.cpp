@@ -65,29 +65,9 @@ EXPORT HcclResult HcclGetCommAsyncError(HcclComm, HcclResult *result) {
   return HCCL_SUCCESS;
 }
 
-EXPORT const char *HcclGetErrorString(HcclResult) {
-  const char *message = recent_failure();
-  return message ? message : "EMULATED: HCCL failed";
-}
-
 EXPORT HcclResult HcclGetCommName(HcclComm handle, char *name) {
   strcpy(name, group_of(handle)->name().substr(0, COMM_NAME_MAX_LENGTH - 1).c_str());
   return HCCL_SUCCESS;
 }
 
-EXPORT HcclResult HcclGetRankSize(HcclComm handle, uint32_t *size) {
-  *size = uint32_t(group_of(handle)->size());
-  return HCCL_SUCCESS;
-}
-
-EXPORT HcclResult HcclGetRankId(HcclComm handle, uint32_t *rank) {
-  *rank = uint32_t(group_of(handle)->rank());
-  return HCCL_SUCCESS;
-}
-
 EXPORT HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
-
-EXPORT HcclResult HcclGetConfig(HcclConfig, HcclConfigValue *value) {
-  value->value = 1;  // HCCL_DETERMINISTIC
-  return HCCL_SUCCESS;
-}

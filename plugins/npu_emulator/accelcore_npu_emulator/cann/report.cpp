@@ -63,8 +63,6 @@ aclError failure(aclError code, const char *format, ...) {
   return code;
 }
 
-const char *recent_failure() { return last_failure.empty() ? nullptr : last_failure.c_str(); }
-
 void trace(const char *format, ...) {
   if (trace_file() < 0) return;
   va_list arguments;
@@ -99,7 +97,9 @@ void count_copy(const char *direction, uint64_t bytes) {
 EXPORT void emulator_count_launch(const char *op) { emulator::count_launch(op); }
 EXPORT void emulator_count_synchronize(const char *what) { emulator::count_synchronize(what); }
 EXPORT void emulator_count_copy(const char *direction, uint64_t bytes) { emulator::count_copy(direction, bytes); }
-EXPORT const char *aclGetRecentErrMsg() { return emulator::recent_failure(); }
+EXPORT const char *aclGetRecentErrMsg() {
+  return emulator::last_failure.empty() ? nullptr : emulator::last_failure.c_str();
+}
 
 // All counters as JSON. Returns the length that is needed; writes no more than `capacity` bytes.
 EXPORT size_t emulator_counters(char *out, size_t capacity) {
