@@ -1,7 +1,7 @@
 """Emulate the NPU in this process and its children.
 
-As with a real CANN, the environment is enough. The loader finds the emulated libraries in LD_LIBRARY_PATH. torch_npu
-calls `aclInit` before it uses a device. It calls `start` here (by `cann/interpreter.cpp`) to register the host kernels.
+As with a real CANN, the environment is enough. The loader finds the emulated libraries in LD_LIBRARY_PATH. They call
+`answer` here (by `cann/interpreter.cpp`): for the settings (`machine`), and to register the host kernels (`start`).
 Without import hooks or sitecustomize, emulation reaches every child that inherits the environment.
 """
 
@@ -126,13 +126,23 @@ def start() -> str:
     return ""
 
 
-def problem_of_settings() -> str:
-    """Return the error in the ACCEL_EMULATED_ variables, or an empty string, for `aclrtGetSocName`."""
+def machine() -> str:
+    """Return the settings as words for `settings.cpp`, or the error in the ACCEL_EMULATED_ variables; never raise."""
     try:
-        Settings.from_environment()
+        settings = Settings.from_environment()
     except AccelError as error:
         return str(error)
-    return ""
+    faults = {fault.kind: fault for fault in settings.faults}
+    counts = [faults[kind].count if kind in faults else 0 for kind in ("out_of_memory", "timeout", "die")]
+    rank = faults["die"].rank if "die" in faults else -1
+    words = settings.devices, settings.memory, int(settings.poison), *counts, rank, settings.soc
+    return " ".join(map(str, words))
+
+
+def answer(function: str, address: int, size: int) -> None:
+    """Write the string that a function of this module returns into memory of `interpreter.cpp`."""
+    text = globals()[function]().encode()[: size - 1] + b"\0"
+    ctypes.memmove(address, text, len(text))
 
 
 def _check_ranks(settings: Settings) -> None:

@@ -97,7 +97,7 @@ aclError refuse_forked() {
 using namespace emulator;
 
 // What accelcore-npu asks any CANN for, to see whether it is an emulated one: how many devices it imitates.
-EXPORT int accelcore_emulated_devices() { return settings().problem.empty() ? settings().devices : 0; }
+EXPORT int accelcore_emulated_devices() { return settings().devices; }  // 0 if a setting is invalid
 
 EXPORT int emulator_forked() { return forked(); }
 
@@ -186,8 +186,7 @@ EXPORT aclError aclrtDeviceGetBareTgid(int32_t *pid) {
 
 // torch_npu asks for the chip before anything else, and would refuse a chip that it does not know in its own words.
 EXPORT const char *aclrtGetSocName() {
-  static const std::string problem = ask_python("problem_of_settings");
-  if (!problem.empty()) throw std::runtime_error("EMULATED: " + problem);
+  if (!settings().problem.empty()) throw std::runtime_error("EMULATED: " + settings().problem);
   return settings().soc.c_str();
 }
 EXPORT aclError aclrtGetLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }

@@ -31,13 +31,12 @@ struct Faults {
   int die_rank = -1;
 };
 
-// The environment variables ACCEL_EMULATED_*, read once. Python has the strict reader (settings.py), which aclInit
-// calls; this one serves the calls that come before it.
+// The environment variables ACCEL_EMULATED_*, read once.
 struct Settings {
-  int devices = 2;
-  std::string soc = "Ascend910B2";
-  size_t memory = size_t(8) << 30;
-  bool poison = true;
+  int devices = 0;
+  std::string soc;
+  size_t memory = 0;
+  bool poison = false;
   Faults faults;
   std::string problem;  // what is wrong with the environment, if anything
 };
@@ -73,7 +72,7 @@ aclError record(Tape what, uint64_t a, uint64_t b = 0, uint64_t n = 0);
 void save_memory();
 void restore_memory();
 
-// Calls a function of accelcore_npu_emulator.bootstrap in this process's Python; empty, or what is wrong.
+// The answer of a function of accelcore_npu_emulator.bootstrap in this process's Python.
 std::string ask_python(const char *function);
 
 }  // namespace emulator
