@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import CDLL
 from dataclasses import dataclass, field
 
 from accelcore.errors import BackendUnavailableError
@@ -61,24 +60,9 @@ def count() -> Iterator[Cost]:
             why="only the emulated NPU counts them, and it is not in use here",
             remedy="start with `accelcore run --emulate npu`, or call accelcore_npu_emulator.activate() first",
         )
-    before = _read(library)
-    cost = Cost()
+    before, cost = native.read_counters(library), Cost()
     try:
         yield cost
     finally:
-        after = _read(library)
-        # Counters only grow; subtraction drops those that did not.
-        cost.launches.update(after.launches - before.launches)
-        cost.synchronizations.update(after.synchronizations - before.synchronizations)
-        cost.copies.update(after.copies - before.copies)
-        cost.bytes.update(after.bytes - before.bytes)
-
-
-def _read(library: CDLL) -> Cost:
-    counted = native.read_counters(library)
-    return Cost(
-        launches=Counter(counted.launches),
-        synchronizations=Counter(counted.synchronizations),
-        copies=Counter({direction: count for direction, (count, _) in counted.copies.items()}),
-        bytes=Counter({direction: size for direction, (_, size) in counted.copies.items()}),
-    )
+        for name, after in native.read_counters(library).items():
+            getattr(cost, name).update(after - before[name])  # they only grow; this drops those that did not

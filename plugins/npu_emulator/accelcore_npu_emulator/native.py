@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,17 +26,8 @@ def opened(*, load: bool = False) -> ctypes.CDLL | None:
     return library if hasattr(library, _MARK) else None
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Counts since the process began, by name."""
-
-    launches: dict[str, int]  # operators executed on the device
-    synchronizations: dict[str, int]  # waits of the host
-    copies: dict[str, tuple[int, int]]  # number of copies and total bytes, by direction
-
-
-def read_counters(library: ctypes.CDLL) -> Counters:
-    """Read the counters of this process."""
+def read_counters(library: ctypes.CDLL) -> dict[str, Counter[str]]:
+    """Read all counters of this process, by the attributes of `counters.Cost`."""
     read = library.emulator_counters
     read.argtypes, read.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_size_t
     size, needed = 0, 1
@@ -43,7 +35,7 @@ def read_counters(library: ctypes.CDLL) -> Counters:
         size = needed
         buffer = ctypes.create_string_buffer(size)
         needed = read(buffer, size)
-    return Counters(**json.loads(buffer.value))
+    return {name: Counter(counts) for name, counts in json.loads(buffer.value).items()}
 
 
 @dataclass(frozen=True)
@@ -58,18 +50,18 @@ class Native:
 
     def count_launch(self, name: str) -> None:
         """Count one operator on the device."""
-        self._refuse_forked()
-        self.library.emulator_count_launch(name.encode())
+        if not self.library.emulator_count_launch(name.encode()):
+            raise _forked()
 
     def count_synchronize(self, what: str) -> None:
         """Count one wait of the host for the device."""
-        self._refuse_forked()
-        self.library.emulator_count_synchronize(what.encode())
+        if not self.library.emulator_count_synchronize(what.encode()):
+            raise _forked()
 
     def count_copy(self, direction: str, size: int) -> None:
         """Count one copy; `direction` is `"host to device"`, `"device to host"` or `"device to device"`."""
-        self._refuse_forked()
-        self.library.emulator_count_copy(direction.encode(), ctypes.c_uint64(size))
+        if not self.library.emulator_count_copy(direction.encode(), ctypes.c_uint64(size)):
+            raise _forked()
 
     def set_operator_handler(self, handler: Callable[[bytes, bytes, bytes, bytes], int]) -> None:
         """Set the function that executes one operator: (name, inputs, outputs, attributes), the last three in JSON."""
@@ -79,17 +71,17 @@ class Native:
         """Set the function that records and replays graphs."""
         self._keep(_GraphHandler(handler), "emulator_set_graph_handler")
 
-    def _refuse_forked(self) -> None:
-        if self.library.emulator_forked():
-            raise RuntimeError(
-                "EMULATED: this process was forked from one that had initialised the NPU, and cannot use it; start it "
-                "with the 'spawn' method"
-            )
-
     def _keep(self, handler: object, setter: str) -> None:
         # The native side holds a bare pointer: the handler must live as long as the process.
         _handlers.append(handler)
         getattr(self.library, setter)(handler)
+
+
+def _forked() -> RuntimeError:
+    return RuntimeError(
+        "EMULATED: this process was forked from one that had initialised the NPU, and cannot use it; start it with the "
+        "'spawn' method"
+    )
 
 
 _handlers: list[object] = []

@@ -99,8 +99,6 @@ using namespace emulator;
 // What accelcore-npu asks any CANN for, to see whether it is an emulated one: how many devices it imitates.
 EXPORT int accelcore_emulated_devices() { return settings().devices; }  // 0 if a setting is invalid
 
-EXPORT int emulator_forked() { return forked(); }
-
 EXPORT aclError aclInit(const char *) {
   trace("aclInit");
   if (forked()) return refuse_forked();

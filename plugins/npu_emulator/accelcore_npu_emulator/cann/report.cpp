@@ -37,14 +37,9 @@ int trace_file() {
   return file;
 }
 
-struct Copies {
-  uint64_t count = 0, bytes = 0;
-};
-
 struct Counters {
   std::mutex mutex;
-  std::map<std::string, uint64_t> launches, synchronizations;
-  std::map<std::string, Copies> copies;
+  std::map<std::string, uint64_t> launches, synchronizations, copies, bytes;
 };
 
 Counters &counters() {
@@ -87,16 +82,21 @@ void count_synchronize(const char *what) {
 void count_copy(const char *direction, uint64_t bytes) {
   trace("copy %s, %llu bytes", direction, (unsigned long long)bytes);
   std::lock_guard<std::mutex> lock(counters().mutex);
-  Copies &copies = counters().copies[direction];
-  copies.count++;
-  copies.bytes += bytes;
+  counters().copies[direction]++;
+  counters().bytes[direction] += bytes;
 }
 
 }  // namespace emulator
 
-EXPORT void emulator_count_launch(const char *op) { emulator::count_launch(op); }
-EXPORT void emulator_count_synchronize(const char *what) { emulator::count_synchronize(what); }
-EXPORT void emulator_count_copy(const char *direction, uint64_t bytes) { emulator::count_copy(direction, bytes); }
+// These return 0 in a process that may not use the device: its kernels raise.
+EXPORT int emulator_count_launch(const char *op) { return !emulator::forked() && (emulator::count_launch(op), 1); }
+EXPORT int emulator_count_synchronize(const char *what) {
+  return !emulator::forked() && (emulator::count_synchronize(what), 1);
+}
+EXPORT int emulator_count_copy(const char *direction, uint64_t bytes) {
+  return !emulator::forked() && (emulator::count_copy(direction, bytes), 1);
+}
+
 EXPORT const char *aclGetRecentErrMsg() {
   return emulator::last_failure.empty() ? nullptr : emulator::last_failure.c_str();
 }
@@ -106,18 +106,14 @@ EXPORT size_t emulator_counters(char *out, size_t capacity) {
   using emulator::json::quoted;
   auto &all = emulator::counters();
   std::lock_guard<std::mutex> lock(all.mutex);
-  auto object = [](const auto &map, auto value) {
+  auto object = [](const std::map<std::string, uint64_t> &map) {
     std::string text;
-    for (const auto &[name, entry] : map) text += (text.empty() ? "" : ",") + quoted(name) + ":" + value(entry);
+    for (const auto &[name, n] : map) text += (text.empty() ? "" : ",") + quoted(name) + ":" + std::to_string(n);
     return "{" + text + "}";
   };
-  auto number = [](uint64_t value) { return std::to_string(value); };
-  auto pair = [](const emulator::Copies &copies) {
-    return "[" + std::to_string(copies.count) + "," + std::to_string(copies.bytes) + "]";
-  };
-  std::string text = "{\"launches\":" + object(all.launches, number) +
-                     ",\"synchronizations\":" + object(all.synchronizations, number) +
-                     ",\"copies\":" + object(all.copies, pair) + "}";
+  std::string text = "{\"launches\":" + object(all.launches) + ",\"synchronizations\":" +
+                     object(all.synchronizations) + ",\"copies\":" + object(all.copies) + ",\"bytes\":" +
+                     object(all.bytes) + "}";
   snprintf(out, capacity, "%s", text.c_str());
   return text.size() + 1;
 }
