@@ -1,5 +1,5 @@
 // How a call is written, and how the calls of several ranks are compared.
-#include "call.h"
+#include "communicator.h"
 
 #include <map>
 

@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "communicator.h"
-#include "reduce.h"
 
 namespace emulator {
 namespace {

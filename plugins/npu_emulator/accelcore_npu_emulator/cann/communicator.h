@@ -6,17 +6,38 @@
 #pragma once
 
 #include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <string>
 
-#include "call.h"
-#include "configuration.h"
 #include "emulator.h"
 
 #include <third_party/hccl/inc/hccl/hccl.h>
 
 namespace emulator {
+
+// One collective or message as a rank calls it: what all ranks have to say alike (call.cpp).
+struct Call {
+  std::string operation;
+  uint64_t count = 0;  // elements; 0 where each rank has sizes of its own
+  HcclDataType type = HCCL_DATA_TYPE_RESERVED;
+  HcclReduceOp reduction = HCCL_REDUCE_RESERVED;
+  int root = -1;
+
+  std::string text() const;
+};
+
+// "" where all texts are the same; else who says what: "rank 0: A; ranks 1, 2: B".
+std::string differences(const std::vector<std::string> &texts);
+
+size_t element_size(HcclDataType type);
+// into[i] = into[i] op from[i]; false where the type has no reductions (reduce.cpp).
+bool reduce_into(void *into, const void *from, size_t count, HcclDataType type, HcclReduceOp op);
+
+struct Waits {
+  double connect = 120, execute = 300;  // seconds, for the others to join and to call; may be infinite
+};
+
+// Refuses what HCCL refuses, by HcclCommConfig and by the environment, naming it; else says how long the communicator
+// waits. `config` may be null (configuration.cpp).
+HcclResult configure(const HcclCommConfig *config, Waits *waits);
 
 constexpr int kMaxRanks = 64;
 constexpr size_t kSlot = size_t(4) << 20;     // what a rank shows to all others at a time

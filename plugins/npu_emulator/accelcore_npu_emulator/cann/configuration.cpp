@@ -1,6 +1,6 @@
 // What HCCL's public source of CANN 8.5 accepts of a configuration. What HCCL takes and does not heed, such as a name
 // of an operator that it does not know, is taken here too.
-#include "configuration.h"
+#include "communicator.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,8 +9,6 @@
 #include <cstring>
 #include <string>
 #include <vector>
-
-#include "emulator.h"
 
 namespace emulator {
 namespace {

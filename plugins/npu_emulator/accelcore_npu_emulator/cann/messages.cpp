@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "communicator.h"
-#include "reduce.h"
 
 namespace emulator {
 namespace {

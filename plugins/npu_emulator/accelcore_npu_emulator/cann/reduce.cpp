@@ -1,5 +1,5 @@
 // Reductions, as the device does them: two arrays at a time, each result rounded to the element's type.
-#include "reduce.h"
+#include "communicator.h"
 
 #include <cmath>
 #include <cstdint>
