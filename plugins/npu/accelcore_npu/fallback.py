@@ -29,6 +29,11 @@ _KEYS = (
 )
 
 
+def has_kernel(name: str) -> bool:
+    """Return whether an operator runs on the NPU, not on the host."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KEYS)
+
+
 def apply_setting() -> None:
     """Apply ACCEL_NPU_FALLBACK for the rest of the process."""
     setting = os.environ.get(VARIABLE) or "allow"
@@ -47,11 +52,11 @@ def _refuse_all() -> object:
     """Register a kernel that raises for each operator without one. The cache keeps the library, and so the kernels."""
     torch.npu.init()  # type: ignore[attr-defined]  # some kernels are registered only now
     make: Callable[[str, str], Any] = torch.library.Library
-    library, has_kernel = make("aten", "IMPL"), torch._C._dispatch_has_kernel_for_dispatch_key
+    library = make("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of kernels from Python
         for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith("aten::") and not any(has_kernel(name, key) for key in _KEYS):
+            if name.startswith("aten::") and not has_kernel(name):
                 library.impl(name.removeprefix("aten::"), partial(_refuse, name), "PrivateUse1")
     return library
 

@@ -8,31 +8,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelcore_npu_emulator.kernels.autograd import gradients
+from accelcore_npu_emulator.kernels.autograd import backward_of, gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_REDUCTIONS = ("none", "mean", "sum")
+_BCE = torch.ops.aten.binary_cross_entropy_with_logits
 
 
-def _matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]) -> tuple[Tensor | None, ...]:
-    found = gradients(torch.matmul, (self, other), grad)
+def _of_wanted(found: tuple[Tensor | None, ...], mask: list[bool]) -> tuple[Tensor | None, ...]:
     return tuple(gradient if wanted else None for gradient, wanted in zip(found, mask, strict=True))
 
 
-def _l1_loss_backward(grad: Tensor, input: Tensor, target: Tensor, reduction: int) -> Any:
-    return gradients(lambda value: torch.ops.aten.l1_loss(value, target, reduction), [input], grad)[0]
+def _matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]) -> tuple[Tensor | None, ...]:
+    return _of_wanted(gradients(torch.matmul, (self, other), grad), mask)
 
 
-def _kl_div_gradient(wanted: int) -> Callable[..., Any]:
-    def kernel(grad: Tensor, input: Tensor, target: Tensor, reduction: int = 1, *, log_target: bool = False) -> Any:
-        def loss(value: Tensor, other: Tensor) -> Tensor:
-            return torch.kl_div(value, other, reduction, log_target=log_target)
-
-        return gradients(loss, [input, target], grad)[wanted]
-
-    return kernel
+def _kl_div_target_backward(grad: Tensor, input: Tensor, target: Tensor, *options: Any, **keywords: Any) -> Any:
+    return gradients(lambda value: torch.ops.aten.kl_div(input, value, *options, **keywords), [target], grad)[0]
 
 
 def _fft_r2c_backward(grad: Tensor, dim: list[int], normalization: int, onesided: bool, last_dim_size: int) -> Tensor:
@@ -53,14 +46,6 @@ def _fft_c2r_backward(grad: Tensor, dim: list[int], normalization: int) -> Tenso
     if doubled > 0:
         spectrum.narrow(last, 1, doubled).mul_(2)
     return spectrum
-
-
-def _repeat_interleave_int(grad: Tensor, input: Tensor, repeats: int, dim: int | None = None) -> Any:
-    return gradients(lambda value: value.repeat_interleave(repeats, dim), [input], grad)[0]
-
-
-def _repeat_interleave_tensor(grad: Tensor, input: Tensor, repeats: Tensor, dim: int | None = None) -> Any:
-    return gradients(lambda value: value.repeat_interleave(repeats, dim), [input], grad)[0]
 
 
 def _gather_backward(grad: Tensor, self_size: list[int], dim: int, index: Tensor, sparse_grad: bool) -> Tensor:
@@ -92,23 +77,7 @@ def _depthwise_backward(
     found = gradients(
         lambda x, w: _depthwise(x, w, kernel_size, None, stride, padding, dilation), (input, weight), grad_output
     )
-    return tuple(gradient if wanted else None for gradient, wanted in zip(found, output_mask, strict=True))
-
-
-def _binary_cross_entropy_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    pos_weight: Tensor | None,
-    reduction: int,
-) -> Any:
-    def loss(value: Tensor) -> Tensor:
-        return functional.binary_cross_entropy_with_logits(
-            value, target, weight, pos_weight=pos_weight, reduction=_REDUCTIONS[reduction]
-        )
-
-    return gradients(loss, [input], grad_output)[0]
+    return _of_wanted(found, output_mask)
 
 
 def _rounded_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -136,18 +105,18 @@ def _with_dtype(function: Callable[..., Tensor], tensors: int) -> Callable[..., 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "matmul_backward": _matmul_backward,
-    "l1_loss_backward": _l1_loss_backward,
-    "kl_div_backward": _kl_div_gradient(0),
-    "kl_div_target_backward": _kl_div_gradient(1),
+    "l1_loss_backward": backward_of(torch.ops.aten.l1_loss, 1),
+    "kl_div_backward": backward_of(torch.ops.aten.kl_div, 1),
+    "kl_div_target_backward": _kl_div_target_backward,
     "fft_r2c_backward": _fft_r2c_backward,
     "fft_c2r_backward": _fft_c2r_backward,
-    "repeat_interleave_backward_int": _repeat_interleave_int,
-    "repeat_interleave_backward_tensor": _repeat_interleave_tensor,
+    "repeat_interleave_backward_int": backward_of(torch.repeat_interleave, 1),
+    "repeat_interleave_backward_tensor": backward_of(torch.repeat_interleave, 1),
     "npu_gather_backward": _gather_backward,
     "_conv_depthwise2d": _depthwise,
     "_conv_depthwise2d_backward": _depthwise_backward,
-    "binary_cross_entropy_with_logits": _rounded_once(torch.ops.aten.binary_cross_entropy_with_logits),
-    "npu_binary_cross_entropy_with_logits_backward": _rounded_once(_binary_cross_entropy_backward),
+    "binary_cross_entropy_with_logits": _rounded_once(_BCE),
+    "npu_binary_cross_entropy_with_logits_backward": _rounded_once(backward_of(_BCE, 1)),
     "one_hot": lambda self, num_classes=-1: functional.one_hot(self.long(), num_classes).to(self.dtype),
     # A lazy clone would make a copy-on-write storage of the whole address space.
     "_lazy_clone": torch.clone,

@@ -124,12 +124,13 @@ def attention_operators(machine: Machine) -> dict[str, Callable[..., Any]]:
     """Return torch_npu's fused attention by operator name, as functions of host tensors."""
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, options: dict[str, Any]
+        query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str, args: Any, options: dict[str, Any]
     ) -> Any:
+        options |= dict(zip(_POSITIONAL, args, strict=False))
         seed, offset = 0, 0
         if options.get("keep_prob", 1.0) < 1:
             seed, offset = machine.generators.draw(current_device(), None)
-        problem = _problem(head_num, input_layout, options, seed, offset)
+        problem = _problem(heads, layout, options, seed, offset)
         out, largest, total = _attend(query, key, value, problem)
         statistics = (t.expand(*t.shape[:-1], _BLOCK).contiguous() for t in (largest, total))
         return problem, out, *statistics, query.new_empty(0)
@@ -137,16 +138,14 @@ def attention_operators(machine: Machine) -> dict[str, Callable[..., Any]]:
     def forward(
         query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *args: Any, **options: Any
     ) -> Any:
-        options |= dict(zip(_POSITIONAL, args, strict=False))
-        problem, *results = attend(query, key, value, head_num, input_layout, options)
+        problem, *results = attend(query, key, value, head_num, input_layout, args, options)
         dropped = query.size(0) * head_num * results[1].size(2) * _keys(key, input_layout) if problem.keep < 1 else 0
         return *results, problem.seed, problem.offset, dropped
 
     def forward_v3(
         query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *args: Any, **options: Any
     ) -> Any:
-        options |= dict(zip(_POSITIONAL, args, strict=False))
-        problem, *results = attend(query, key, value, head_num, input_layout, options)
+        problem, *results = attend(query, key, value, head_num, input_layout, args, options)
         return *results, *(torch.tensor([n], device=CPU) for n in (problem.seed, problem.offset))
 
     return {

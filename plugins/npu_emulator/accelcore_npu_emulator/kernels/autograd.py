@@ -39,6 +39,16 @@ def gradients(
         return torch.autograd.grad(function(*leaves), leaves, upstream, allow_unused=True)
 
 
+def backward_of(function: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """Return the backward operator `(gradient, *inputs, *options)` of a host function of so many inputs."""
+
+    def kernel(grad: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = gradients(lambda *leaves: function(*leaves, *args[inputs:], **kwargs), args[:inputs], grad)
+        return found[0] if inputs == 1 else found
+
+    return kernel
+
+
 def decomposed(operator: torch._ops.OpOverload, kind: str = "CompositeImplicitAutograd") -> Callable[..., Any]:
     """Return a composite operator as its parts: device operators that are counted and differentiated separately."""
     key = getattr(torch._C.DispatchKey, kind)

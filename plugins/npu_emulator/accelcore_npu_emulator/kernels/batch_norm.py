@@ -36,50 +36,38 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
         running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
-def _gathered(
-    mean: Tensor,
-    variance: Tensor,
-    count: Tensor,
-    running: tuple[Tensor | None, Tensor | None],
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    _update(running[0], mean, momentum)
-    _update(running[1], variance * count / (count - 1), momentum)
-    return mean, torch.rsqrt(variance + eps)
-
-
-def _gather_stats_with_counts(
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _with_counts(mean: Tensor, invstd: Tensor, eps: float, counts: Tensor) -> tuple[Tensor, Tensor]:
     weight = (counts / counts.sum()).reshape(-1, 1)
     total = (mean * weight).sum(0)
-    variance = ((invstd.pow(-2) - eps + (mean - total).square()) * weight).sum(0)
-    return _gathered(total, variance, counts.sum(), (running_mean, running_var), momentum, eps)
+    return total, ((invstd.pow(-2) - eps + (mean - total).square()) * weight).sum(0)
 
 
-def _gather_stats_update(
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
-) -> tuple[Tensor, Tensor]:
-    # torch_npu's mean and invstd are here the sums and sums of squares of each rank.
+def _of_sums(sums: Tensor, squares: Tensor, eps: float, counts: Tensor) -> tuple[Tensor, Tensor]:
     count = counts.sum()
-    total = mean.sum(0) / count
-    variance = invstd.sum(0) / count - total.square()
-    return _gathered(total, variance, count, (running_mean, running_var), momentum, eps)
+    total = sums.sum(0) / count
+    return total, squares.sum(0) / count - total.square()
+
+
+def _gathered(combine: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the kernel that combines the statistics of all ranks to a mean and a variance."""
+
+    def kernel(
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        counts: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        count = counts.sum()
+        total, variance = combine(mean, invstd, eps, counts)
+        _update(running_mean, total, momentum)
+        _update(running_var, variance * count / (count - 1), momentum)
+        return total, torch.rsqrt(variance + eps)
+
+    return kernel
 
 
 def _elemt(
@@ -132,8 +120,8 @@ def _backward_elemt(
 OPERATORS: dict[str, Callable[..., Any]] = {
     "batch_norm_stats": _stats,
     "batch_norm_reduce": _reduce,
-    "batch_norm_gather_stats_with_counts": _gather_stats_with_counts,
-    "batch_norm_gather_stats_update": _gather_stats_update,
+    "batch_norm_gather_stats_with_counts": _gathered(_with_counts),
+    "batch_norm_gather_stats_update": _gathered(_of_sums),
     "batch_norm_elemt": _elemt,
     "batch_norm_backward_reduce": _backward_reduce,
     "batch_norm_backward_elemt": _backward_elemt,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch._C._autograd import _profiler_enabled
 
-from accelcore_npu_emulator.kernels.float_status import FloatStatus
 from accelcore_npu_emulator.kernels.generators import Generators
 from accelcore_npu_emulator.kernels.graph import Recorder
+from accelcore_npu_emulator.kernels.overflow import FloatStatus
 
 if TYPE_CHECKING:
     from accelcore_npu_emulator.native import Native

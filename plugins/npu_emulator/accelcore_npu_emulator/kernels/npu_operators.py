@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelcore_npu_emulator.kernels.autograd import gradients
+from accelcore_npu_emulator.kernels.autograd import backward_of, gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,16 +42,6 @@ def _add_layer_norm(
     total = x1.float() + x2.float()
     out, mean, rstd = torch.native_layer_norm(total, gamma.shape, gamma.float(), beta.float(), epsilon)
     return out.to(x1.dtype), mean, rstd, total.to(x1.dtype)
-
-
-def _layer_norm_eval(
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    return functional.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
 def _group_norm_silu(
@@ -85,21 +75,19 @@ def _fast_gelu(input: Tensor) -> Tensor:
     return input * torch.sigmoid(1.702 * input)
 
 
-def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
-    return functional.gelu(input, approximate=approximate)
+def _triangle(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
 
 
 def _scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1, fixed_triu_mask: bool = False) -> Tensor:
-    if fixed_triu_mask:
-        mask = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    mask = _triangle(x) if fixed_triu_mask else mask
     return (x.float() * scale).masked_fill(mask, -10000.0).softmax(-1).to(x.dtype)
 
 
 def _scaled_masked_softmax_backward(
     y_grad: Tensor, y: Tensor, mask: Tensor, scale: float, fixed_triu_mask: bool
 ) -> Tensor:
-    if fixed_triu_mask:
-        mask = torch.ones(y.shape[-2:], dtype=torch.bool, device=y.device).triu(1)
+    mask = _triangle(y) if fixed_triu_mask else mask
     product = y_grad.float() * y.float()
     grad = (product - y.float() * product.sum(-1, keepdim=True)) * scale
     return grad.masked_fill(mask, 0.0).to(y_grad.dtype)
@@ -107,10 +95,6 @@ def _scaled_masked_softmax_backward(
 
 def _cross_entropy_with_logits(input: Tensor, labels: Tensor) -> Tensor:
     return -(labels * input.log_softmax(-1)).sum(-1)
-
-
-def _cross_entropy_with_logits_backward(grad: Tensor, input: Tensor, labels: Tensor) -> Any:
-    return gradients(lambda x: _cross_entropy_with_logits(x, labels), [input], grad)[0]
 
 
 def _cross_entropy(
@@ -156,16 +140,6 @@ def _linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tenso
     return grad @ weight, grad.T @ input
 
 
-def _backward(function: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """Return the backward operator `(gradient, *inputs, *options)` of a forward function."""
-
-    def kernel(grad: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = gradients(lambda *leaves: function(*leaves, *args[inputs:], **kwargs), args[:inputs], grad)
-        return found[0] if inputs == 1 else found
-
-    return kernel
-
-
 def _convolution_backward(
     input: Tensor,
     grad_output: Tensor,
@@ -208,26 +182,26 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_rms_norm_backward": _rms_norm_backward,
     "npu_add_rms_norm": _add_rms_norm,
     "npu_add_layer_norm": _add_layer_norm,
-    "npu_layer_norm_eval": _layer_norm_eval,
+    "npu_layer_norm_eval": functional.layer_norm,
     "npu_group_norm_silu": _group_norm_silu,
     "npu_swiglu": _swiglu,
-    "npu_swiglu_backward": _backward(_swiglu, 1),
+    "npu_swiglu_backward": backward_of(_swiglu, 1),
     "npu_rotary_mul": _rotary_mul,
-    "npu_rotary_mul_backward": _backward(_rotary_mul, 3),
-    "npu_gelu": _gelu,
-    "npu_gelu_backward": _backward(_gelu, 1),
+    "npu_rotary_mul_backward": backward_of(_rotary_mul, 3),
+    "npu_gelu": functional.gelu,
+    "npu_gelu_backward": backward_of(functional.gelu, 1),
     "fast_gelu": _fast_gelu,
     "npu_fast_gelu": _fast_gelu,
-    "npu_fast_gelu_backward": _backward(_fast_gelu, 1),
+    "npu_fast_gelu_backward": backward_of(_fast_gelu, 1),
     "npu_silu": functional.silu,
     "npu_silu_": lambda x: functional.silu(x, inplace=True),
     "npu_silu_backward": lambda grad, x0, x1: torch.ops.aten.silu_backward(grad, x0),
     "npu_mish": functional.mish,
-    "npu_mish_backward": _backward(functional.mish, 1),
+    "npu_mish_backward": backward_of(functional.mish, 1),
     "npu_scaled_masked_softmax": _scaled_masked_softmax,
     "npu_scaled_masked_softmax_backward": _scaled_masked_softmax_backward,
     "npu_softmax_cross_entropy_with_logits": _cross_entropy_with_logits,
-    "npu_softmax_cross_entropy_with_logits_backward": _cross_entropy_with_logits_backward,
+    "npu_softmax_cross_entropy_with_logits_backward": backward_of(_cross_entropy_with_logits, 1),
     "npu_cross_entropy_loss": _cross_entropy_loss,
     "npu_cross_entropy_loss_backward": _cross_entropy_loss_backward,
     "npu_linear": functional.linear,

@@ -16,21 +16,19 @@ from accelcore.torch_internals import register_kernel
 from accelcore_npu_emulator.kernels import (
     aten_operators,
     batch_norm,
-    division,
     dropout,
     layout_operators,
     npu_operators,
     optimizers,
     recurrent,
+    special,
 )
 from accelcore_npu_emulator.kernels.attention import attention_operators
 from accelcore_npu_emulator.kernels.autograd import decomposed, recomputed
 from accelcore_npu_emulator.kernels.boxing import host_kernel
-from accelcore_npu_emulator.kernels.copies import copy_kernels
-from accelcore_npu_emulator.kernels.division import division_kernels
 from accelcore_npu_emulator.kernels.optimizers import optimizer_kernels
-from accelcore_npu_emulator.kernels.overflow_checks import overflow_kernels
-from accelcore_npu_emulator.kernels.sparse import coalesce_kernel
+from accelcore_npu_emulator.kernels.overflow import overflow_kernels
+from accelcore_npu_emulator.kernels.special import coalesce_kernel, special_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,16 +88,15 @@ def register(machine: Machine) -> list[torch.library.Library]:
 
 
 def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    special = {
-        **copy_kernels(machine),
-        **division_kernels(machine),
+    kernels = {
+        **special_kernels(machine),
         **overflow_kernels(machine),
         **optimizer_kernels(machine),
     }
     functions = {
         **aten_operators.OPERATORS,
         **batch_norm.OPERATORS,
-        **division.OPERATORS,
+        **special.OPERATORS,
         **npu_operators.OPERATORS,
         **layout_operators.OPERATORS,
         **dropout.OPERATORS,
@@ -118,8 +115,8 @@ def _kernels(machine: Machine) -> Iterator[tuple[str, str, Callable[..., Any]]]:
         function = functions.get(rest) or functions.get(base)
         if base in _PAST_THE_DISPATCHER and not _is_out(name):
             yield name, _AUTOGRAD, recomputed(operator, machine, function)
-        if name in special:
-            yield name, _DEVICE, special[name]
+        if name in kernels:
+            yield name, _DEVICE, kernels[name]
         elif function is not None:
             kernel = host_kernel(operator, machine, function)
             yield name, _DEVICE, kernel

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from accelcore.util.text import replace_file
 
 FORMS = ("forward", "backward", "in place", "out=")
 """Forms in which an operator is used."""
@@ -83,12 +83,4 @@ class Report:
             "comparisons": told,
             "unknown": self.unknown,
         }
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=1, sort_keys=True)
-                file.write("\n")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_file(path, f"{json.dumps(content, indent=1, sort_keys=True)}\n".encode())

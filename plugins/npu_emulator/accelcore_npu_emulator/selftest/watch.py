@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
+from accelcore_npu.fallback import has_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-_KERNELS = (
-    "PrivateUse1",
-    "CompositeImplicitAutograd",
-    "CompositeExplicitAutograd",
-    "CompositeExplicitAutogradNonFunctional",
-)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -34,13 +27,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record one operator and run it."""
         kwargs = kwargs or {}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        if not _has_kernel(func.name()):
+        if not has_kernel(func.name()):
             leaves = tree_leaves((args, kwargs))
             if any(isinstance(leaf, torch.Tensor) and leaf.device.type == "npu" for leaf in leaves):
                 self.fallbacks.add(func.name())
         return func(*args, **kwargs)
-
-
-@cache
-def _has_kernel(name: str) -> bool:
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS)
