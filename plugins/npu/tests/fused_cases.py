@@ -1,9 +1,10 @@
-"""Parameters and gradients for the tests of the fused optimizers, torch_npu's own and ours."""
+"""Classes, options, parameters and gradients for the tests of the fused optimizers, torch_npu's own and ours."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch_npu import optim
 
 OPTIONS = {
     "adadelta": {"lr": 0.5},
@@ -16,6 +17,13 @@ OPTIONS = {
     "rmsproptf": {"lr": 0.01},
     "sgd": {"lr": 0.01, "momentum": 0.9},
 }
+
+
+VENDORS = {
+    name.lower(): getattr(optim, f"NpuFused{name}")
+    for name in ("Adadelta", "Adam", "AdamP", "AdamW", "BertAdam", "Lamb", "RMSprop", "RMSpropTF", "SGD")
+}
+"""torch_npu's classes, by the registry's name."""
 
 
 def weights(count=2, dtype=torch.float32):

@@ -15,20 +15,11 @@ from typing import Any
 import torch
 import torch_npu
 from accelcore_npu.detection import emulated_devices
+from fused_cases import OPTIONS, VENDORS
 from torch import Tensor, nn
 from torch_npu import optim
 
-_OPTIONS: dict[Any, dict[str, float]] = {
-    optim.NpuFusedAdadelta: {"lr": 0.5},
-    optim.NpuFusedAdam: {"lr": 0.01},
-    optim.NpuFusedAdamP: {"lr": 0.01},
-    optim.NpuFusedAdamW: {"lr": 0.01},
-    optim.NpuFusedBertAdam: {"lr": 0.01, "max_grad_norm": -1.0},
-    optim.NpuFusedLamb: {"lr": 0.01},
-    optim.NpuFusedRMSprop: {"lr": 0.01},
-    optim.NpuFusedRMSpropTF: {"lr": 0.01},
-    optim.NpuFusedSGD: {"lr": 0.01, "momentum": 0.9},
-}
+_OPTIONS: dict[Any, dict[str, float]] = {VENDORS[name]: OPTIONS[name] for name in OPTIONS}
 
 
 def _asked(probe: Callable[[], bool]) -> Callable[[], bool | None]:
