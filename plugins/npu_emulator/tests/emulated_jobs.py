@@ -7,12 +7,12 @@ import torch.distributed as dist
 import torch_npu  # noqa: F401  # where torch does not load it by itself
 
 
-def start():
+def start(backends="hccl"):
     """Join the job; this rank, its size and its device."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     torch.npu.set_device(rank)
-    dist.init_process_group("hccl", init_method=f"file://{os.environ['MASTER_FILE']}", rank=rank, world_size=size)
+    dist.init_process_group(backends, init_method=f"file://{os.environ['MASTER_FILE']}", rank=rank, world_size=size)
     return rank, size, torch.device("npu", rank)
 
 

@@ -1,25 +1,18 @@
 """What ranks do that shard their parameters. Importable in every one of them."""
 
-import os
 from inspect import signature
 
 import torch
 import torch.distributed as dist
-import torch_npu  # where torch does not load it by itself
+import torch_npu
+from emulated_jobs import start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-
-def start():
-    """Join the job, of which the CPUs are a part; this rank."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.npu.set_device(rank)
-    backends, store = "cpu:gloo,npu:hccl", f"file://{os.environ['MASTER_FILE']}"
-    dist.init_process_group(backends, init_method=store, rank=rank, world_size=size)
-    return rank
+BACKENDS = "cpu:gloo,npu:hccl"
 
 
 def collectives_of_a_step(device, reshard):
@@ -40,7 +33,7 @@ def collectives_of_a_step(device, reshard):
 
 
 def collectives_of_steps():
-    start()
+    start(BACKENDS)
     default = signature(fully_shard).parameters["reshard_after_forward"].default  # None only in newer versions
     told = {
         (device, reshard): collectives_of_a_step(device, reshard)
@@ -53,7 +46,7 @@ def collectives_of_steps():
 
 def norm_over_a_mesh_of_two_dimensions():
     """By kind of device, the gradients' norm, that after clipping by it, and how many all-reduces this takes."""
-    start()
+    start(BACKENDS)
     values, told = torch.arange(64.0).reshape(8, 8) / 64, {}
     for device in ("cpu", "npu"):
         mesh = init_device_mesh(device, (2, dist.get_world_size() // 2))
@@ -69,7 +62,7 @@ def norm_over_a_mesh_of_two_dimensions():
 
 def operators_of_divided_tensors():
     """Values and gradients of operators of torch_npu's own, of tensors that are divided and of the same ones whole."""
-    start()
+    start(BACKENDS)
     mesh = init_device_mesh("npu", (dist.get_world_size(),))
     torch.manual_seed(0)
 

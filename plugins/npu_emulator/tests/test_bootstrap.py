@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from accelcore_npu_emulator import Settings, activate, active, bootstrap, native
+from accelcore_npu_emulator import Settings, activate, active, bootstrap, native, plugin
 
 from accelcore.errors import BackendUnavailableError, ConfigurationError
 
@@ -215,3 +215,42 @@ def test_a_users_own_suite(emulated_process, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "EMULATED npu: 2 x Ascend910B2" in result.stdout
     assert "1 passed" in result.stdout
+
+
+def test_the_emulation_has_a_device_for_each_rank(monkeypatch):
+    monkeypatch.setattr(plugin, "environment", lambda settings: settings.variables())
+    monkeypatch.delenv("ACCEL_EMULATED_DEVICES", raising=False)
+    for ranks, devices in ((1, "2"), (4, "4")):
+        assert plugin.accelcore_emulate(name="npu", devices=ranks)["ACCEL_EMULATED_DEVICES"] == devices
+    monkeypatch.setenv("ACCEL_EMULATED_DEVICES", "3")
+    assert plugin.accelcore_emulate(name="npu", devices=3)["ACCEL_EMULATED_DEVICES"] == "3"
+    with pytest.raises(ConfigurationError, match="less than the 4 ranks need"):
+        plugin.accelcore_emulate(name="npu", devices=4)
+
+
+def test_the_name_of_another_is_left_to_others():
+    assert plugin.accelcore_emulate(name="cpu", devices=1) is None
+
+
+# Libraries that are preloaded, such as those that record what is allocated, stand before CANN's functions.
+HOOK = r"""
+#include <dlfcn.h>
+#include <cstdio>
+
+extern "C" int aclrtMallocAlign32(void **address, size_t size, int policy) {
+  auto next = reinterpret_cast<int (*)(void **, size_t, int)>(dlsym(RTLD_NEXT, "aclrtMallocAlign32"));
+  puts(next ? "seen" : "nothing comes next");
+  fflush(stdout);  // before what Python prints, which has a buffer of its own
+  return next ? next(address, size, policy) : -1;
+}
+"""
+# torch_npu comes first, as it may: other scripts of these tests import torch alone, or first.
+LOADED = "import torch_npu, torch; print(torch.ones(3, device='npu').sum().item())"
+
+
+def test_a_preloaded_function_sees_each_call_and_passes_it_on(emulated_process, tmp_path):
+    source, hook = tmp_path / "hook.cpp", tmp_path / "hook.so"
+    source.write_text(HOOK)
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", hook, source, "-ldl"], check=True)
+    done = emulated_process("-c", LOADED, LD_PRELOAD=str(hook))
+    assert done.stdout.split() == ["seen", "3.0"], done.stderr

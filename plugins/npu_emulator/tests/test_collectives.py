@@ -6,6 +6,9 @@ import pytest
 
 jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
+import mismatch_jobs  # noqa: E402
+import sharding_jobs  # noqa: E402
+
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 4], ids="{} ranks".format)
 def collectives(request, results):
@@ -126,3 +129,62 @@ def test_no_rank_leaves_anything_in_a_file_system(results, tmp_path):
     results(jobs.sums_until_failure, 1, ranks=2, TMPDIR=str(tmp_path))
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "emulated" in name or "npu" in name}
     assert list(tmp_path.iterdir()) == []
+
+
+# Ranks that disagree about a collective: a cluster hangs or goes on with wrong numbers, a rehearsal refuses.
+
+
+def test_collectives_that_differ_are_refused_on_every_rank(results):
+    both = results(mismatch_jobs.told_of_mismatches, ranks=2, HCCL_EXEC_TIMEOUT="20")
+    for rank, (told, total) in enumerate(both):
+        assert set(told) == set(mismatch_jobs.COLLECTIVES)
+        for name, (_, _, expected) in mismatch_jobs.COLLECTIVES.items():
+            assert "EMULATED: Hccl" in told[name], (name, told[name])
+            assert f"on rank {rank} of 2 failed: the ranks differ (EI0005" in told[name]
+            for text in expected:
+                assert text in told[name]
+        assert total == 2
+
+
+def test_a_message_that_is_shorter_than_its_place_is_refused_on_both_ranks(results):
+    for told in results(mismatch_jobs.told_of_long_message, ranks=2, HCCL_EXEC_TIMEOUT="20"):
+        assert "EMULATED: Hccl" in told
+        assert "rank 0: HcclSend of 3 float32 to rank 1; rank 1: HcclRecv of 5 float32 from rank 0" in told
+
+
+def test_what_hccl_reads_behind_too_few_tensors_is_memory_that_nobody_wrote(results):
+    # torch_npu warns that the result is not guaranteed, and has hccl read as much as if there were enough.
+    assert [str(got) for got in results(mismatch_jobs.fewer_tensors_than_ranks, ranks=2)] == [
+        "[2.0, 2.0]",
+        "[nan, nan]",
+    ]
+
+
+# Sharded parameters: the collectives that torch's own code calls, as many as on other devices.
+
+
+def test_a_sharded_step_calls_the_collectives_that_it_calls_on_the_cpu(results):
+    for told in results(sharding_jobs.collectives_of_steps, ranks=2):
+        choices = {reshard for _, reshard in told}
+        for reshard in choices:
+            assert told["npu", reshard] == told["cpu", reshard]
+        gathers = {reshard: told["npu", reshard][1].get("c10d._allgather_base_", 0) for reshard in choices}
+        assert gathers[True] > gathers[False] == 0
+        if None in choices:  # where resharding is asked for, and not left to torch, the root gathers anew, too
+            assert gathers[True] == gathers[None] + 1
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.full)])
+def test_a_norm_over_a_mesh_is_reduced_as_it_is_on_the_cpu(results, ranks):
+    for told, exact in results(sharding_jobs.norm_over_a_mesh_of_two_dimensions, ranks=ranks):
+        norm, clipped, reductions = told["npu"]
+        assert norm == pytest.approx(exact, rel=1e-6)
+        assert clipped == pytest.approx(0.5, rel=1e-5)
+        assert reductions == told["cpu"][2] >= ranks // 2
+
+
+def test_operators_of_divided_tensors_give_what_they_give_of_whole_ones(results):
+    for told in results(sharding_jobs.operators_of_divided_tensors, ranks=2):
+        for name, (divided, whole) in told.items():
+            for found, expected in zip(divided, whole, strict=True):
+                assert found == (expected if name == "convolution" else pytest.approx(expected, abs=1e-5)), name

@@ -1,4 +1,4 @@
-"""Captured graphs: a capture changes nothing, a replay computes anew from the memory that was captured."""
+"""Streams, events and captured graphs: a capture changes nothing, a replay computes anew from its memory."""
 
 import ctypes
 
@@ -14,6 +14,28 @@ pytestmark = [
     # torch says so of every graphed callable whose parameters were made on another stream.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]
+
+
+def test_work_on_a_side_stream_is_seen_after_waiting():
+    side = torch.npu.Stream()
+    assert side != torch.npu.current_stream()
+    x = torch.arange(4.0, device="npu")
+    with torch.npu.stream(side):
+        assert torch.npu.current_stream() == side
+        y = x * 2
+    torch.npu.current_stream().wait_stream(side)
+    assert y.tolist() == [0, 2, 4, 6]
+    assert side.query()
+
+
+def test_events_order_and_measure():
+    start, end = (torch.npu.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.ones(1000, 1000, device="npu").sum()
+    end.record()
+    end.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) > 0
 
 
 def capture(function):
@@ -188,3 +210,17 @@ def test_a_backward_that_the_emulator_differentiates_itself_is_captured():
     targets.fill_(1)
     graph.replay()
     assert gradient.tolist() == [-0.125] * 4
+
+
+def test_captures_do_not_nest():
+    outer, inner = torch.npu.NPUGraph(), torch.npu.NPUGraph()
+    with torch.npu.graph(outer):
+        with pytest.raises(RuntimeError, match="captur"):
+            inner.capture_begin()
+        y = torch.ones(2, device="npu") + 1
+    outer.replay()
+    assert y.tolist() == [2, 2]
+    with torch.npu.graph(inner):  # torch_npu 2.10 aborts if it deletes a graph that captured nothing
+        z = y + 1
+    inner.replay()
+    assert z.tolist() == [3, 3]

@@ -64,16 +64,6 @@ def test_visible_devices_may_be_named_after_they_were_counted(results, tmp_path)
     assert "aclrtSetDevice npu:1 (device 3 of the machine)" in trace.read_text()
 
 
-def test_bytes_that_nobody_wrote_do_not_pass_for_results(emulated_npu):
-    import torch
-
-    torch.npu.empty_cache()  # what torch keeps for reuse has been written
-    x = torch.empty(6_000_000, device=emulated_npu)
-    x[:500] = 1
-    assert x.mean().isnan()
-    assert x[:500].mean() == 1
-
-
 def test_a_storage_without_memory_is_not_read(emulated_npu):
     x = torch.ones(1 << 16, device=emulated_npu)
     x.untyped_storage().resize_(0)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from accelcore_npu_emulator import selftest  # noqa: E402
 from accelcore_npu_emulator.selftest.__main__ import main  # noqa: E402
 from accelcore_npu_emulator.selftest.report import Comparison  # noqa: E402
 
+SAMPLES = "torch.testing._internal.common_methods_invocations"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -64,7 +66,6 @@ def test_the_command_fails_when_operators_are_missing(swept):
 @pytest.fixture
 def verdicts(monkeypatch, emulated_npu):
     """Have the self-test compare a function of one tensor; its verdicts by form, and the reasons it gives."""
-    from torch.testing._internal import common_methods_invocations as invocations  # here: it takes seconds
 
     def run(function, *, in_place=None, out=False, dtypes=FLOATS):
         operator = SimpleNamespace(
@@ -73,7 +74,8 @@ def verdicts(monkeypatch, emulated_npu):
             supported_dtypes=lambda device: dtypes, supported_backward_dtypes=lambda device: dtypes,
             sample_inputs=sample_inputs,
         )  # fmt: skip
-        monkeypatch.setattr(invocations, "op_db", [operator])
+        # In place of torch's samples, whose import takes seconds.
+        monkeypatch.setitem(sys.modules, SAMPLES, SimpleNamespace(op_db=[operator]))
         report = selftest.sweep()
         reasons = " ".join(one.reason for one in report.comparisons)
         return {one.form: one.verdict for one in report.comparisons}, reasons
