@@ -7,17 +7,27 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <regex>
 #include <string>
-#include <vector>
 
 namespace emulator {
 namespace {
 
-using Texts = std::vector<std::string>;
+#define ALGORITHMS "null|ring|pipeline|fullmesh|H-D_R|pairwise|NHR|NHR_V1|AHC|AHC_BROKE|NB|NA"
+#define LEVEL "level[0-3]:(?:" ALGORITHMS ")"
+#define LEVELS LEVEL "(?:;" LEVEL ")*"
+#define OPERATOR "[^=/]+=" LEVELS
 
-constexpr char kAlgorithms[] =
-    "null, ring, pipeline, fullmesh, H-D_R, pairwise, NHR, NHR_V1, AHC, AHC_BROKE, NB, NA";
-constexpr size_t kLevels = 4, kRetryLevels = 3;
+constexpr size_t kLongest = 1600;  // of the texts in HcclCommConfig
+
+bool matches(const std::string &text, const char *pattern) {
+  return text.size() <= kLongest && std::regex_match(text, std::regex(pattern));
+}
+
+std::string without_spaces(std::string text) {
+  text.erase(std::remove(text.begin(), text.end(), ' '), text.end());
+  return text;
+}
 
 HcclResult refuse(const std::string &name, const std::string &value, const std::string &expected) {
   constexpr size_t kShown = 60;
@@ -26,63 +36,20 @@ HcclResult refuse(const std::string &name, const std::string &value, const std::
   return HCCL_E_PARA;
 }
 
-// False where a part is empty: at the beginning, at the end or between.
-bool split(const std::string &text, char at, Texts *parts) {
-  for (size_t begin = 0; begin <= text.size();) {
-    size_t end = std::min(text.find(at, begin), text.size());
-    if (end == begin) return false;
-    parts->push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return true;
-}
-
-bool is_algorithm(const std::string &name) {
-  return (", " + std::string(kAlgorithms) + ", ").find(", " + name + ", ") != std::string::npos;
-}
-
-// "level0:NA;level1:ring": each level once.
-bool are_levels(const std::string &text) {
-  Texts levels;
-  if (!split(text, ';', &levels) || levels.size() > kLevels) return false;
-  bool seen[kLevels] = {};
-  for (const std::string &level : levels) {
-    size_t colon = level.find(':');
-    if (colon != 6 || level.compare(0, 5, "level") || !is_algorithm(level.substr(7))) return false;
-    size_t number = size_t(level[5]) - '0';
-    if (number >= kLevels || seen[number]) return false;
-    seen[number] = true;
-  }
-  return true;
-}
-
-// Levels for all operators, or "allreduce=LEVELS/allgather=LEVELS".
-bool are_algorithms(const std::string &text) {
-  Texts operators;
-  if (!split(text, '/', &operators)) return false;
-  for (const std::string &each : operators) {
-    size_t equals = each.find('=');
-    if (equals == std::string::npos && operators.size() > 1) return false;
-    if (equals == 0 || !are_levels(equals == std::string::npos ? each : each.substr(equals + 1))) return false;
-  }
-  return true;
-}
-
-HcclResult check_algorithms(const char *name, std::string text) {
-  text.erase(std::remove(text.begin(), text.end(), ' '), text.end());
-  if (text.empty() || are_algorithms(text)) return HCCL_SUCCESS;
+// Levels for all operators, or "allreduce=LEVELS/allgather=LEVELS"; each level once.
+HcclResult check_algorithms(const char *name, const std::string &given) {
+  static const std::regex twice("level([0-3]):[^/]*level\\1");
+  std::string text = without_spaces(given);
+  if (text.empty()) return HCCL_SUCCESS;
+  if (matches(text, LEVELS "|" OPERATOR "(?:/" OPERATOR ")*") && !std::regex_search(text, twice)) return HCCL_SUCCESS;
   std::string levels = "level0:NA;level1:<algorithm>";
   return refuse(name, text,
-                levels + " or <operator>=" + levels + "/<operator>=" + levels + "; algorithms are " + kAlgorithms);
+                levels + " or <operator>=" + levels + "/<operator>=" + levels + "; algorithms are " ALGORITHMS);
 }
 
 HcclResult check_retries(const HcclCommConfig &config) {
-  std::string levels = config.hcclRetryEnable;
-  levels.erase(std::remove(levels.begin(), levels.end(), ' '), levels.end());
-  Texts parts;
-  if (!levels.empty() && (!split(levels, ',', &parts) || parts.size() > kRetryLevels)) {
-    return refuse("hcclRetryEnable", levels, "L1:0, L2:0");
-  }
+  std::string levels = without_spaces(config.hcclRetryEnable);
+  if (!matches(levels, "(?:[^,]+(?:,[^,]+){0,2})?")) return refuse("hcclRetryEnable", levels, "L1:0, L2:0");
   if (!*config.hcclRetryParams) return HCCL_SUCCESS;
   unsigned count = 0, hold = 0, interval = 0;
   int read = sscanf(config.hcclRetryParams, "MaxCnt:%u, HoldTime:%u, IntervalTime:%u", &count, &hold, &interval);
