@@ -164,14 +164,15 @@ def _package_faults() -> Iterator[tuple[str, str]]:
 
 def _other_accelerator() -> Iterator[tuple[str, str]]:
     """Report a working GPU: torch has one accelerator a process, and torch_npu refuses to be imported beside a GPU."""
-    if _cuda_build() and (_DEVICES / "nvidiactl").exists() and installed_version("torch-npu"):
+    if cuda_build() and (_DEVICES / "nvidiactl").exists() and installed_version("torch-npu"):
         reason = (
             f"torch {installed_version('torch')} is built for CUDA, there is an NVIDIA GPU, and torch_npu refuses both"
         )
         yield reason, "install the CPU build of torch beside torch-npu, or use cuda here"
 
 
-def _cuda_build() -> bool:
+def cuda_build() -> bool:
+    """Return whether the installed torch is built for CUDA."""
     torch = installed_version("torch")
     return torch is not None and compatibility.built_for_cuda(torch, requires("torch") or ())
 
@@ -193,7 +194,7 @@ def _notices() -> Iterator[str]:
     cann = libraries.cann_version(os.environ)
     if released and cann and released != cann:
         yield f"torch-npu {torch_npu} was released for CANN {released}"
-    if _cuda_build():
+    if cuda_build():
         yield f"torch {installed_version('torch')} is built for CUDA, which it cannot use beside torch-npu"
     others = {autoload.distribution for autoload in autoloads() if autoload.package != "torch_npu"}
     if others and autoload_enabled(os.environ):

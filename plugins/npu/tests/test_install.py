@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from accelcore_npu.compatibility import built_for_cuda
+from accelcore_npu.detection import cuda_build
 
 torch_npu = find_spec("torch_npu") is not None
-
-TORCH = metadata.distribution("torch")
 
 SCRIPT = """
 import logging
@@ -73,8 +70,7 @@ def test_scripts_run_on_the_cpu_and_say_why_and_npu_is_refused_with_what_to_do(r
 
 
 @pytest.mark.skipif(
-    torch_npu and built_for_cuda(TORCH.version, TORCH.requires or ()),
-    reason="torch-npu requires another build of torch, which doctor reports",
+    torch_npu and cuda_build(), reason="torch-npu requires another build of torch, which doctor reports"
 )
 def test_doctor_explains(run):
     result = run("-m", "accelcore", "doctor", "--json")

@@ -15,6 +15,8 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
+from accelcore_npu.detection import cuda_build
+
 from accelcore.devices.plugins import AUTOLOAD, autoload_enabled
 from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
 from accelcore_npu_emulator import build, native, wheel
@@ -55,7 +57,7 @@ def activate(settings: Settings | None = None) -> None:
         )
     folder = build.libraries()
     variables = _variables(settings, folder)
-    import_early = "torch" not in sys.modules and wheel.cuda_build()
+    import_early = "torch" not in sys.modules and cuda_build()
     if import_early:
         _import_torch_alone()
     for name in build.LIBRARIES:  # the loader finds a loaded library by its soname, in any folder

@@ -107,9 +107,3 @@ def fitting() -> str:
             remedy=f"pip install torch=={newest}, in a virtual environment of its own if others need {torch}",
         )
     return RELEASES[release]
-
-
-def cuda_build() -> bool:
-    """Return whether the installed torch is built for CUDA."""
-    torch = distribution("torch")
-    return compatibility.built_for_cuda(torch.version, torch.requires or ())

@@ -79,7 +79,7 @@ def _samples(operator: Any, dtype: torch.dtype, limit: int, *, requires_grad: bo
 
 def _verdict(name: str, operator: Any, sample: Any, form: str) -> tuple[str, str] | None:
     """Return one of `VERDICTS` with its reason; None if the CPU cannot run the sample."""
-    from accelcore_npu_emulator.selftest.watch import Watch
+    from accelcore_npu_emulator.selftest.forms import Watch
 
     try:
         expected = _seeded(0, operator, sample, form)
