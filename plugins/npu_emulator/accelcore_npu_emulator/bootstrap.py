@@ -1,7 +1,7 @@
 """Emulate the NPU in this process and its children.
 
 As with a real CANN, the environment is enough. The loader finds the emulated libraries in LD_LIBRARY_PATH. They call
-`answer` here (by `cann/interpreter.cpp`): for the settings (`machine`), and to register the host kernels (`start`).
+`answer` here (by `cann/python.cpp`): for the settings (`machine`), and to register the host kernels (`start`).
 Without import hooks or sitecustomize, emulation reaches every child that inherits the environment.
 """
 
@@ -119,7 +119,7 @@ def start() -> str:
         settings = Settings.from_environment()
         _check_ranks(settings)
         kernels = import_module("accelcore_npu_emulator.kernels")
-        kernels.install(native.Native(library, settings))
+        kernels.install(library, settings)
     except AccelError as error:
         return f"the host kernels cannot be registered: {error}"
     except Exception as error:  # noqa: BLE001  # the caller is C++
@@ -129,7 +129,7 @@ def start() -> str:
 
 
 def machine() -> str:
-    """Return the settings as words for `settings.cpp`, or the error in the ACCEL_EMULATED_ variables; never raise."""
+    """Return the settings as words for `python.cpp`, or the error in the ACCEL_EMULATED_ variables; never raise."""
     try:
         settings = Settings.from_environment()
     except AccelError as error:
@@ -142,7 +142,7 @@ def machine() -> str:
 
 
 def answer(function: str, address: int, size: int) -> None:
-    """Write the string that a function of this module returns into memory of `interpreter.cpp`."""
+    """Write the string that a function of this module returns into memory of `python.cpp`."""
     text = globals()[function]().encode()[: size - 1] + b"\0"
     ctypes.memmove(address, text, len(text))
 

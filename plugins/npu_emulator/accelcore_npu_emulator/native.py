@@ -7,9 +7,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-
-from accelcore_npu_emulator.settings import Settings
 
 _LIBRARY = "libascendcl.so"
 _MARK = "accelcore_emulated_devices"  # a function that the vendor's library does not have
@@ -38,50 +35,19 @@ def read_counters(library: ctypes.CDLL) -> dict[str, Counter[str]]:
     return {name: Counter(counts) for name, counts in json.loads(buffer.value).items()}
 
 
-@dataclass(frozen=True)
-class Native:
-    """Interface between the host kernels and the emulated CANN.
+def set_handlers(
+    library: ctypes.CDLL,
+    operator: Callable[[bytes, bytes, bytes, bytes], int],
+    graph: Callable[[int, int, int, int], int],
+) -> None:
+    """Set the functions that execute one operator, and that record and replay graphs.
 
-    Each counting method uses the device. It raises RuntimeError if the process was forked after the NPU's start.
+    The first one gets (name, inputs, outputs, attributes), the last three in JSON.
     """
-
-    library: ctypes.CDLL  # the emulator's libascendcl
-    settings: Settings  # of the emulated machine
-
-    def count_launch(self, name: str) -> None:
-        """Count one operator on the device."""
-        if not self.library.emulator_count_launch(name.encode()):
-            raise _forked()
-
-    def count_synchronize(self, what: str) -> None:
-        """Count one wait of the host for the device."""
-        if not self.library.emulator_count_synchronize(what.encode()):
-            raise _forked()
-
-    def count_copy(self, direction: str, size: int) -> None:
-        """Count one copy; `direction` is `"host to device"`, `"device to host"` or `"device to device"`."""
-        if not self.library.emulator_count_copy(direction.encode(), ctypes.c_uint64(size)):
-            raise _forked()
-
-    def set_operator_handler(self, handler: Callable[[bytes, bytes, bytes, bytes], int]) -> None:
-        """Set the function that executes one operator: (name, inputs, outputs, attributes), the last three in JSON."""
-        self._keep(_OperatorHandler(handler), "emulator_set_operator_handler")
-
-    def set_graph_handler(self, handler: Callable[[int, int, int, int], int]) -> None:
-        """Set the function that records and replays graphs."""
-        self._keep(_GraphHandler(handler), "emulator_set_graph_handler")
-
-    def _keep(self, handler: object, setter: str) -> None:
-        # The native side holds a bare pointer: the handler must live as long as the process.
-        _handlers.append(handler)
-        getattr(self.library, setter)(handler)
-
-
-def _forked() -> RuntimeError:
-    return RuntimeError(
-        "EMULATED: this process was forked from one that had initialised the NPU, and cannot use it; start it with the "
-        "'spawn' method"
-    )
+    # The native side holds bare pointers: the handlers must live as long as the process.
+    _handlers.extend((_OperatorHandler(operator), _GraphHandler(graph)))
+    library.emulator_set_operator_handler(_handlers[0])
+    library.emulator_set_graph_handler(_handlers[1])
 
 
 _handlers: list[object] = []

@@ -1,90 +1,74 @@
-// What torch_npu links against and the emulator does not have: kernels loaded as binaries, and the profiler.
+// What torch_npu links against and the emulator does not have: each says so, or does nothing. Without the headers of
+// these functions: their arguments do not matter.
 #include <cstdio>
 
-#include "emulator.h"
+#include <acl/acl_base.h>
 
-namespace {
-aclError no_binaries() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device kernels in binary form are not emulated");
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#define REFUSED(function, what) \
+  EXPORT int function() { return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, what " not emulated"); }
+#define IDLE(function) \
+  EXPORT long function() { return 0; }
+
+namespace emulator {
+aclError failure(aclError code, const char *format, ...);
 }
 
-aclError no_shared_memory() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device memory that processes share is not emulated");
-}
+#define BINARIES "device kernels in binary form are"
+REFUSED(aclrtBinaryGetFunction, BINARIES)
+REFUSED(aclrtBinaryLoadFromData, BINARIES)
+REFUSED(aclrtGetFunctionAddr, BINARIES)
+REFUSED(rtDevBinaryRegister, BINARIES)
+REFUSED(rtFunctionRegister, BINARIES)
+REFUSED(rtGetC2cCtrlAddr, BINARIES)
+REFUSED(rtKernelLaunch, BINARIES)
 
-aclError no_shared_events() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "events that processes share are not emulated");
-}
-}  // namespace
+#define SHARED_MEMORY "device memory that processes share is"
+REFUSED(aclrtIpcMemGetExportKey, SHARED_MEMORY)
+REFUSED(aclrtIpcMemImportByKey, SHARED_MEMORY)
+REFUSED(aclrtIpcMemSetImportPid, SHARED_MEMORY)
+REFUSED(aclrtIpcMemClose, SHARED_MEMORY)
+REFUSED(aclrtMemExportToShareableHandle, SHARED_MEMORY)
+REFUSED(aclrtMemImportFromShareableHandle, SHARED_MEMORY)
+REFUSED(aclrtMemSetPidToShareableHandle, SHARED_MEMORY)
+REFUSED(aclrtIpcGetEventHandle, "events that processes share are")
+REFUSED(aclrtIpcOpenEventHandle, "events that processes share are")
 
-EXPORT aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char *, aclrtFuncHandle *) { return no_binaries(); }
-EXPORT aclError aclrtBinaryLoadFromData(const void *, size_t, const aclrtBinaryLoadOptions *, aclrtBinHandle *) {
-  return no_binaries();
-}
-EXPORT aclError aclrtGetFunctionAddr(aclrtFuncHandle, void **, void **) { return no_binaries(); }
-EXPORT aclError rtDevBinaryRegister() { return no_binaries(); }
-EXPORT aclError rtFunctionRegister() { return no_binaries(); }
-EXPORT aclError rtGetC2cCtrlAddr() { return no_binaries(); }
-EXPORT aclError rtKernelLaunch() { return no_binaries(); }
-
-EXPORT aclError aclrtIpcMemGetExportKey(void *, size_t, char *, size_t, uint64_t) { return no_shared_memory(); }
-EXPORT aclError aclrtIpcMemImportByKey(void **, const char *, uint64_t) { return no_shared_memory(); }
-EXPORT aclError aclrtIpcMemSetImportPid(const char *, int32_t *, size_t) { return no_shared_memory(); }
-EXPORT aclError aclrtIpcMemClose(const char *) { return no_shared_memory(); }
-
-EXPORT aclError aclrtIpcGetEventHandle(aclrtEvent, aclrtIpcEventHandle *) { return no_shared_events(); }
-EXPORT aclError aclrtIpcOpenEventHandle(aclrtIpcEventHandle, aclrtEvent *) { return no_shared_events(); }
-
-EXPORT int HcclCommInitAll() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED,
-                           "several NPUs in one process (DataParallel) are not emulated");
-}
-
-EXPORT aclError aclmdlRIDebugJsonPrint(aclmdlRI, const char *, uint32_t) {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "a captured graph as JSON is not emulated");
-}
-
-EXPORT aclError aclnnSleep() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "npu operator aclnnSleep is not emulated");
-}
-EXPORT aclError aclnnSleepGetWorkspaceSize() { return aclnnSleep(); }
-
+REFUSED(HcclCommInitAll, "several NPUs in one process (DataParallel) are")
+REFUSED(aclmdlRIDebugJsonPrint, "a captured graph as JSON is")
+REFUSED(aclnnSleep, "npu operator aclnnSleep is")
+REFUSED(aclnnSleepGetWorkspaceSize, "npu operator aclnnSleep is")
 // The search for faults of the hardware in what ranks exchange, with NPU_ASD_ENABLE.
-EXPORT aclError aclnnSilentCheck() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "npu operator aclnnSilentCheck is not emulated");
-}
-EXPORT aclError aclnnSilentCheckGetWorkspaceSize() { return aclnnSilentCheck(); }
+REFUSED(aclnnSilentCheck, "npu operator aclnnSilentCheck is")
+REFUSED(aclnnSilentCheckGetWorkspaceSize, "npu operator aclnnSilentCheck is")
+// torch_npu's clone() and contiguous() look for this one to choose how they work, as on a device, and then copy through
+// the dispatcher.
+REFUSED(aclnnInplaceCopy, "npu operator aclnnInplaceCopy is")
+REFUSED(aclnnInplaceCopyGetWorkspaceSize, "npu operator aclnnInplaceCopy is")
 
 // torch_npu gives its caller a number alone.
-EXPORT aclError aclrtDeviceTaskAbort(int32_t, uint32_t) {
+EXPORT int aclrtDeviceTaskAbort() {
   const char *why = "stopping a device is not emulated: what runs on it goes on";
   std::fprintf(stderr, "EMULATED: %s\n", why);
   return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "%s", why);
 }
-
-// torch_npu's clone() and contiguous() look for this one to choose how they work, as on a device, and then copy through
-// the dispatcher.
-EXPORT aclError aclnnInplaceCopy() {
-  return emulator::failure(ACL_ERROR_FEATURE_UNSUPPORTED, "npu operator aclnnInplaceCopy is not emulated");
-}
-EXPORT aclError aclnnInplaceCopyGetWorkspaceSize() { return aclnnInplaceCopy(); }
 
 // torch_npu's profiler asks for this to begin with, and goes on without; what comes after it does nothing.
 EXPORT void *aclprofCreateConfig() {
   std::fputs("EMULATED: torch_npu's profiler records nothing: a device's times are not emulated\n", stderr);
   return nullptr;
 }
-EXPORT int aclprofDestroyConfig() { return 0; }
-EXPORT int MsprofGetHashId() { return 0; }
-EXPORT int MsprofRegisterCallback() { return 0; }
-EXPORT int MsprofReportAdditionalInfo() { return 0; }
-EXPORT int MsprofReportApi() { return 0; }
-EXPORT int MsprofReportCompactInfo() { return 0; }
-EXPORT int MsprofSysCycleTime() { return 0; }
-EXPORT int aclprofInit() { return 0; }
-EXPORT int aclprofStart() { return 0; }
-EXPORT int aclprofStop() { return 0; }
-EXPORT int aclprofFinalize() { return 0; }
-EXPORT void *aclprofCreateStepInfo() { return nullptr; }
-EXPORT int aclprofGetStepTimestamp() { return 0; }
-EXPORT void aclprofDestroyStepInfo() {}
+IDLE(aclprofDestroyConfig)
+IDLE(MsprofGetHashId)
+IDLE(MsprofRegisterCallback)
+IDLE(MsprofReportAdditionalInfo)
+IDLE(MsprofReportApi)
+IDLE(MsprofReportCompactInfo)
+IDLE(MsprofSysCycleTime)
+IDLE(aclprofInit)
+IDLE(aclprofStart)
+IDLE(aclprofStop)
+IDLE(aclprofFinalize)
+IDLE(aclprofCreateStepInfo)
+IDLE(aclprofGetStepTimestamp)
+IDLE(aclprofDestroyStepInfo)

@@ -252,15 +252,3 @@ EXPORT aclError aclrtUnmapMem(void *address) {
   mappings.erase(address);
   return ACL_SUCCESS;
 }
-
-EXPORT aclError aclrtMemExportToShareableHandle(aclrtDrvMemHandle, aclrtMemHandleType, uint64_t, uint64_t *) {
-  return failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device memory that processes share is not emulated");
-}
-
-EXPORT aclError aclrtMemImportFromShareableHandle(uint64_t, int32_t, aclrtDrvMemHandle *) {
-  return failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device memory that processes share is not emulated");
-}
-
-EXPORT aclError aclrtMemSetPidToShareableHandle(uint64_t, int32_t *, size_t) {
-  return failure(ACL_ERROR_FEATURE_UNSUPPORTED, "device memory that processes share is not emulated");
-}

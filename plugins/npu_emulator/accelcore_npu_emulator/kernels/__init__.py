@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 from accelcore_npu_emulator.kernels.machine import Machine
 from accelcore_npu_emulator.kernels.registry import register
 from accelcore_npu_emulator.kernels.single_operators import single_operator_handler
+from accelcore_npu_emulator.native import set_handlers
 
 if TYPE_CHECKING:
-    from accelcore_npu_emulator.native import Native
+    from ctypes import CDLL
+
+    from accelcore_npu_emulator.settings import Settings
 
 _installed: list[object] = []
 
 
-def install(native: Native) -> None:
+def install(library: CDLL, settings: Settings) -> None:
     """Register every host kernel, once in a process; torch_npu must be imported."""
     if _installed:
         return
-    machine = Machine(native)
+    machine = Machine(library, settings)
     _installed.extend(register(machine))
-    native.set_operator_handler(single_operator_handler(machine))
-    native.set_graph_handler(machine.recorder.handle)
+    set_handlers(library, single_operator_handler(machine), machine.recorder.handle)

@@ -1,8 +1,10 @@
-// The Python of this process registers the host kernels and reads the settings. So an emulated process needs nothing
-// but its environment, as with a real CANN: no import hook and no sitecustomize.
+// What the emulated CANN asks this process's Python: to register the host kernels, and for the settings, which it reads
+// from the environment (settings.py). So an emulated process needs nothing but its environment, as with a real CANN: no
+// import hook and no sitecustomize.
 #include "emulator.h"
 
 #include <dlfcn.h>
+#include <sstream>
 
 namespace emulator {
 namespace {
@@ -11,6 +13,17 @@ namespace {
 template <class Function>
 Function *look(const char *name) {
   return reinterpret_cast<Function *>(dlsym(RTLD_DEFAULT, name));
+}
+
+Settings read() {
+  Settings read;
+  Faults &faults = read.faults;
+  std::string text = ask_python("machine");
+  std::istringstream words(text);
+  words >> read.devices >> read.memory >> read.poison >> faults.out_of_memory >> faults.timeout >> faults.die >>
+      faults.die_rank >> read.soc;
+  if (!words) read.problem = text;
+  return read;
 }
 
 }  // namespace
@@ -29,6 +42,11 @@ std::string ask_python(const char *function) {
   run(code, nullptr);  // it prints an exception
   leave(state);
   return answer;
+}
+
+const Settings &settings() {
+  static const Settings once = read();
+  return once;
 }
 
 }  // namespace emulator
