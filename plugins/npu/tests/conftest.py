@@ -1,7 +1,6 @@
 """The NPU of these tests is the emulated one: the real torch_npu over an emulated CANN.
 
-Tests that need torch_npu are collected where it is installed. With ACCEL_REQUIRE_EMULATED=1 its absence is an error, so
-that a run which was to prove something cannot pass by leaving everything out.
+Tests that need torch_npu are collected where it is installed.
 """
 
 from __future__ import annotations
@@ -11,22 +10,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
 
 if TYPE_CHECKING:
     from accelcore import Backend
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))  # also for the forks, which import it by its name
-forks = import_module("forks")
-fork, fork_ranks = forks.fork, forks.fork_ranks
+sys.path.insert(0, str(Path(__file__).parents[2] / "npu_emulator" / "tests"))
+from emulated_session import (  # noqa: F401  # pytest finds them here
+    INSTALLED,
+    clean_environment,
+    forks,
+    pytest_configure,
+    pytest_report_header,
+)
 
-settings.load_profile("ci")  # as tests/conftest.py says
+fork, fork_ranks = forks.fork, forks.fork_ranks
 
 _SUBJECTS = Path(__file__).parent / "subjects"
 _WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
@@ -48,24 +49,9 @@ _IN_FULL = {
 collect_ignore = ["subjects"]
 sys.path.insert(0, str(Path(__file__).parent))  # where tests find what they share
 
-if find_spec("torch_npu") is not None:
-    from accelcore_npu_emulator import activate
-
-    activate()
-elif os.environ.get("ACCEL_REQUIRE_EMULATED") == "1":
-    raise pytest.UsageError("ACCEL_REQUIRE_EMULATED=1, and torch_npu is not installed")
-else:
+if not INSTALLED:
     collect_ignore += [path.name for path in Path(__file__).parent.glob("test_*.py")
                        if path.name not in _WITHOUT_TORCH_NPU]  # fmt: skip
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Load torch_npu: torch's autograd engine counts the devices of each kind once, at the first backward pass of any.
-
-    The process that gives tests to pytest-xdist's workers needs none.
-    """
-    if find_spec("torch_npu") is not None and config.getoption("dist", "no") == "no":
-        import_module("torch_npu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,18 +61,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         of_others |= item.name in _NUMBERS_OF_TORCH
         if (of_others or item.name in _IN_FULL) and item.path.name == "test_conformance.py":
             item.add_marker("full")
-
-
-def pytest_report_header() -> str:
-    """Say what the results are worth."""
-    return "npu: EMULATED" if find_spec("torch_npu") is not None else "npu: torch_npu is not installed"
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees what the shell it was started from says to accelcore or to a launcher."""
-    for variable in ("ACCEL_DEVICE", "ASCEND_RT_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture

@@ -1,64 +1,37 @@
 """Ranks and processes on an emulated NPU.
 
-Importing torch_npu takes seconds, so ranks are forked from a server that has imported it: of `tests/forks.py`. With
-ACCEL_REQUIRE_EMULATED=1 the absence of torch_npu is an error, so that a run which was to prove something cannot pass by
-leaving everything out.
+Importing torch_npu takes seconds, so ranks are forked from a server that has imported it: of `tests/forks.py`.
 """
 
 import os
 import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-from accelcore_npu_emulator import activate, environment
-from hypothesis import settings
+from accelcore_npu_emulator import environment
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))  # also for the forks, which import it by its name
-forks = import_module("forks")
+sys.path.insert(0, str(Path(__file__).parent))  # where ranks find their jobs, by names that any process can import
+from emulated_session import (  # noqa: F401  # pytest finds them here
+    INSTALLED,
+    clean_environment,
+    forks,
+    pytest_configure,
+    pytest_report_header,
+)
+
 fork, servers = forks.fork, forks.servers
+rank_process = import_module("emulated_rank")
 
-settings.load_profile("ci")  # as tests/conftest.py says
-
-INSTALLED = find_spec("torch_npu") is not None
 if INSTALLED:
-    activate()
     from accelcore_npu_emulator.pytest_plugin import emulated_npu
-elif os.environ.get("ACCEL_REQUIRE_EMULATED") == "1":
-    raise pytest.UsageError("ACCEL_REQUIRE_EMULATED=1, and torch_npu is not installed")
 else:
 
     @pytest.fixture
     def emulated_npu():
         pytest.skip("torch_npu is not installed")
-
-
-sys.path.insert(0, str(Path(__file__).parent))  # where ranks find their jobs, by names that any process can import
-rank_process = import_module("emulated_rank")
-
-
-def pytest_configure(config):
-    """Load torch_npu: torch's autograd engine counts the devices of each kind once, at the first backward pass of any.
-
-    The process that gives tests to pytest-xdist's workers needs none.
-    """
-    if INSTALLED and config.getoption("dist", "no") == "no":
-        import_module("torch_npu")
-
-
-def pytest_report_header():
-    """Say what the results are worth."""
-    return "emulator: EMULATED" if INSTALLED else "emulator: torch_npu is not installed"
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    """No test sees what the shell it was started from says to accelcore or to a launcher."""
-    for variable in ("ACCEL_DEVICE", "ASCEND_RT_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(variable, raising=False)
 
 
 class Rank:
