@@ -67,8 +67,8 @@ def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
 
 def check_script(script: str) -> None:
     """Raise ConfigurationError if there is no such file."""
-    is_folder = Path(script).is_dir()
-    if is_folder or not Path(script).exists():  # a pipe, as of a shell's <(...), is one
+    is_folder = bool(script) and Path(script).is_dir()
+    if is_folder or not script or not Path(script).exists():  # a pipe, as of a shell's <(...), is one
         raise ConfigurationError(
             f"there is no script {shown(script, 200)}",
             why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",

@@ -387,10 +387,11 @@ class Step:
 
     def discard(self, why: str) -> None:
         """Drop the window and its gradients."""
-        accumulate = self._window.accumulate
-        if accumulate > 1:
-            micro = min(self._window.micro, accumulate)
-            logger.warning("%s, and the window is dropped: it had %d of %d micro-batches", why, micro, accumulate)
+        micro, accumulate = self._window.micro, self._window.accumulate
+        if micro and accumulate > 1:
+            logger.warning(
+                "%s, and the window is dropped: it had %d of %d micro-batches", why, min(micro, accumulate), accumulate
+            )
         self._strategy.reset()
         self.shared.acquire()
         self._gradients.clear()

@@ -181,6 +181,7 @@ def here(machine, monkeypatch):
         (["run", "--device", "cppu", "--nproc", "2", "script.py"], "--device='cppu': there is no backend 'cppu'"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "."], "there is no script '.'"),
+        (["run", ""], "there is no such file, seen from"),
         (["run", "-m", "nowhere.train"], "there is no module 'nowhere.train'"),
         (["run", "--nproc", "two", "script.py"], "'two' is not a valid number of ranks"),
         (["run", "--nproc", "2", "-"], "stdin"),

@@ -94,7 +94,7 @@ def decode(data: bytes) -> str:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        raise Problem(f"it cannot be decoded: {error}") from error
+        raise Problem(f"it cannot be decoded ({error}): convert it to UTF-8, or declare its encoding") from error
 
 
 def shown(path: object) -> str:

@@ -118,6 +118,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_linted(run, data):
     done = run("--format", "json")
     assert done.exit_code == 1
     assert "bad.py was not linted: " in done.stderr
+    assert ("decoded" in done.stderr) == ("convert it to UTF-8" in done.stderr)
     assert codes(done) == ["ACC102"]
 
 
