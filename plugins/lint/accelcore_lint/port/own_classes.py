@@ -32,6 +32,11 @@ def own_moves(texts: Collection[str]) -> frozenset[str]:
     return frozenset(_grown(found, edges))
 
 
+def movers(text: str) -> list[str]:
+    """Return the classes of a file that define `cuda`."""
+    return [name for name, _, body in _classes(text) if _MOVES.search(body)] if _MOVES.search(text) else []
+
+
 def _grown(found: set[str], edges: list[tuple[str, str]]) -> set[str]:
     """Return names with all that edges lead to, from the second name of one to its first."""
     while new := {name for name, source in edges if source in found} - found:

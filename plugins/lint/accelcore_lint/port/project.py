@@ -12,6 +12,7 @@ from pathlib import Path
 from accelcore_lint.port.files import find_scripts
 from accelcore_lint.port.own_classes import (
     has_strange_moves,
+    movers,
     own_members,
     own_moves,
     returns_something,
@@ -62,6 +63,8 @@ class Known:
     Attributes:
         imported: whether another file imports it, so that what it does at the top also happens in that program.
         own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
+        movers: classes with such a method, and their files.
+        meets_movers: whether the file, or one that it imports, also through others, has such a class.
         own_members: names of what such objects have; None if a base of their classes is not known.
         torch_modules: classes of the project that are certainly modules of torch, if it defines a `cuda`.
         strange_moves: whether such a class is no module of torch: an object of an unknown class may lack `to()`.
@@ -79,6 +82,8 @@ class Known:
 
     imported: bool = False
     own_moves: frozenset[str] = frozenset()
+    movers: str = ""
+    meets_movers: bool = True
     own_members: frozenset[str] | None = None
     torch_modules: frozenset[str] = frozenset()
     strange_moves: bool = False
@@ -101,19 +106,21 @@ class Project:
     Attributes:
         taken: the files that another one imports, with the names that those may take from it.
         steered: the files that import one that may choose the device.
+        movers: the files with a class that has a `cuda` of its own, and those that import one.
         tests: the files that a runner of tests imports.
         all: what is the same for all files.
     """
 
     taken: Mapping[Path, frozenset[str]]
     steered: frozenset[Path]
+    movers: frozenset[Path]
     tests: frozenset[Path]
     all: Known
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
         path = path.resolve()
-        known = replace(self.all, steered=path in self.steered)
+        known = replace(self.all, steered=path in self.steered, meets_movers=path in self.movers)
         names = self.taken.get(path, frozenset() if path in self.tests else None)
         return known if names is None else replace(known, imported=True, taken=names)
 
@@ -135,9 +142,11 @@ def read_project(paths: Iterable[Path]) -> Project:
         for path, name in all_:
             if path in given - {user} and not _TEST.fullmatch(user.name):
                 taken[path] |= _taken(name, texts[user])
+    own = {path: found for path, text in texts.items() if (found := movers(text))}
     modules = {part for path in files for part in (path.stem, path.parent.name)}
     known = Known(
         own_moves=own_moves(texts.values()),
+        movers=", ".join(sorted(f"{name} in {path.name}" for path, names in own.items() for name in names)[:3]),
         own_members=own_members(texts.values()),
         torch_modules=torch_modules(texts.values()),
         strange_moves=any(map(has_strange_moves, texts.values())),
@@ -156,6 +165,7 @@ def read_project(paths: Iterable[Path]) -> Project:
     return Project(
         {path: frozenset(names) for path, names in taken.items()},
         _users({path for path, text in texts.items() if _CHOOSES.search(text)}, imports),
+        _by_name(set(own), texts),
         frozenset(path for path in given if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])),
         known,
     )
@@ -171,6 +181,18 @@ def _users(files: set[Path], imports: Mapping[Path, Sequence[tuple[Path, str]]])
     new = set(files)
     while new := {user for path in new for user in users[path] if user != path} - reached:
         reached |= new
+    return frozenset(reached)
+
+
+def _by_name(files: set[Path], texts: Mapping[Path, str]) -> frozenset[Path]:
+    """Return files with what imports one of that name, also through others, and from wherever it is found."""
+    lines = {path: _IMPORT.findall(text) for path, text in texts.items()} if files else {}
+    words = {path: set(_WORD.findall(" ".join(map(" ".join, found)))) for path, found in lines.items()}
+    reached, count = set(files), 0
+    while count < len(reached):
+        count = len(reached)
+        names = {path.parent.name if path.stem == "__init__" else path.stem for path in reached}
+        reached |= {path for path, each in words.items() if each & names}
     return frozenset(reached)
 
 

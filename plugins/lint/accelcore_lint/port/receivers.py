@@ -14,7 +14,7 @@ from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
 _MAKES = re.compile(
-    r"torch\.(nn\.(\w+\.)*[A-Z]\w*|autograd\.Variable|tensor|as_tensor|from_numpy|(zeros|ones|rand|randn|empty|full)(_like)?"
+    r"torch\.(nn\.(\w+\.)*([A-Z]\w*|functional\.\w+)|autograd\.Variable|tensor|as_tensor|from_numpy|(zeros|ones|rand|randn|empty|full)(_like)?"
     r"|arange|linspace|eye|randint|randperm|stack|cat|(Float|Long|Int|Byte|Bool|Double|Half|Short)?Tensor)$"
 )
 """Functions and classes of torch that return a tensor or a module."""
@@ -40,7 +40,7 @@ def is_torchs(move: cst.Call, facts: Facts) -> bool:
     returns = facts.known.moves_return or returns_something(facts.code)
     if (move.args and not takes) or (not returns and _is_used(move, facts)):
         return True
-    return _is_of_torch(moved, facts) or _acts_as_torchs(moved, facts)
+    return is_of_torch(moved, facts) or _acts_as_torchs(moved, facts)
 
 
 def _is_used(move: cst.Call, facts: Facts) -> bool:
@@ -53,19 +53,40 @@ def _is_used(move: cst.Call, facts: Facts) -> bool:
     )
 
 
-def _is_of_torch(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
+def is_of_torch(node: cst.BaseExpression, facts: Facts, depth: int = 3, *, modules: bool = True) -> bool:
+    """Return whether an expression is certainly a tensor of torch, or, if `modules`, one of its modules."""
     if isinstance(node, cst.Call):
         func = node.func
-        if isinstance(func, cst.Attribute) and func.attr.value in _TENSORS:
-            return _is_of_torch(func.value, facts, depth)
-        is_module = text_of(func).split(".")[-1] in facts.known.torch_modules
+        if isinstance(func, cst.Attribute):  # what a method of a tensor returns, and has a `cuda`, is a tensor
+            plain = modules and func.attr.value in _TENSORS
+            if is_of_torch(func.value, facts, depth, modules=plain):
+                return True
+        is_module = modules and text_of(func).split(".")[-1] in facts.known.torch_modules
         return is_module or _MAKES.match(facts.name(func) or "") is not None
     if isinstance(node, cst.Name):
         others = " ".join(map("".join, re.findall(r"\bfor ([^\n]*?) in\b|\bas ([^\n:]*)", facts.code)))
-        if facts.is_given(node.value, node) or re.search(rf"\b{node.value}\b", others):
+        if re.search(rf"\b{node.value}\b", others):
+            return False
+        if depth and (last := _last_value(node, facts)) is not None:
+            return is_of_torch(last, facts, depth - 1, modules=modules)
+        if facts.is_given(node.value, node):
             return False
     values = facts.values(node)
-    return bool(values) and bool(depth) and all(_is_of_torch(value, facts, depth - 1) for value in values)
+    return (
+        bool(values) and bool(depth) and all(is_of_torch(value, facts, depth - 1, modules=modules) for value in values)
+    )
+
+
+def _last_value(node: cst.Name, facts: Facts) -> cst.BaseExpression | None:
+    """Return what a statement above a name has assigned to it, if that is certainly the last one that did."""
+    above = [value for value in facts.values(node) if facts.line(value) < facts.line(node)]
+    last, around = max(above, key=facts.line, default=None), list(facts.parents(node))
+    if last is None:
+        return None
+    block = next(each for each in facts.parents(last) if isinstance(each, (cst.IndentedBlock, cst.Module)))
+    between = around[: around.index(block)] if block in around else [block]
+    ends = (cst.For, cst.While, cst.With, cst.Try, cst.FunctionDef, cst.Lambda, cst.CompFor, cst.IndentedBlock)
+    return None if any(isinstance(each, ends) for each in between) else last
 
 
 def _acts_as_torchs(moved: cst.BaseExpression, facts: Facts) -> bool:

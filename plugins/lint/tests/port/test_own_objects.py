@@ -24,6 +24,9 @@ def _ported(folder, source, **files):
         ("", ", non_blocking=False", "model.cuda(non_blocking=True)", True),
         ("", "", "torch.ones(2).float().cuda()", False),
         ("", "", "made.cuda()", False),
+        ("", "", "torch.from_numpy(model).permute(1, 0).cuda()", False),
+        ("", "", "torch.nn.functional.relu(model).cuda()", False),
+        ("", "", "model.learner().cuda()", True),
     ],
 )
 def test_an_object_of_an_unknown_class_may_have_no_method_to(tmp_path, base, more, moved, kept):
@@ -36,6 +39,21 @@ def test_an_object_of_an_unknown_class_may_have_no_method_to(tmp_path, base, mor
         tmp_path, source, learners=f"import torch.nn as nn\n\n\n{learner}\n\nLEARNERS = {{'a': Learner}}\n"
     )
     assert (moved in ported) is kept
+    assert ("(Learner in learners.py)" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("above", "kept"), [("x = torch.ones(2)", False), ("y = 2", True), ("for x in data: pass", True)]
+)
+@pytest.mark.parametrize(
+    "line", ["import learners", "from other.learners import Learner", "import middle", "import torch"]
+)
+def test_only_an_object_that_may_come_to_a_script_may_be_of_the_projects_class(tmp_path, line, above, kept):
+    source = f"import torch\n{line}\nfrom data import data\n\nx = data[0]\n{above}\nx = x.cuda()\n"
+    learner = LEARNER.format(base="", more="") + "        return self\n"
+    files = {"learners": learner, "middle": "from .models.learners import Learner\n"}
+    ported = _ported(tmp_path, f"{source}train(x)\n", **files)
+    assert ("x.cuda()" in ported) is (kept and line != "import torch")
 
 
 @pytest.mark.parametrize("is_library", [True, False])
@@ -136,7 +154,7 @@ def run(x, items, wrap):
         ("print(isinstance(x, Learner) or x.size(0))", True),
         ("print([x.size(0) for x in items])", True),
         ("print((lambda x: x.size(0))(x))", True),
-        ("x = Net()", True),
+        ("x = Net()", False),
     ],
 )
 @pytest.mark.parametrize("inside", [True, False])
