@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accelcore.errors import ConfigurationError, DistributedError, TrainingError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -24,6 +24,7 @@ from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached, is_on
+from accelcore.util.text import kind_of
 
 _WALKED = 64  # windows between two walks of the model; the first walks follow windows 1, 2, 4, 8, 16 and 32
 
@@ -116,9 +117,9 @@ class Step:
         return loss, None if aux is None else detached(aux)
 
     def _moved(self, batch: Any) -> Any:
-        if isinstance(batch, DataLoader):
+        if isinstance(batch, DataLoader | Dataset | Iterator):
             raise ConfigurationError(
-                "trainer(batch) got a DataLoader, not a batch",
+                f"trainer(batch) got {kind_of(batch)}, not a batch",
                 remedy="write: for batch in trainer.batches(loader): trainer(batch)",
             )
         return self._to_device(batch)

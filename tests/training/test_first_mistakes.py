@@ -198,11 +198,12 @@ def test_what_updates_by_itself_needs_no_update_and_no_step(accel, accumulate):
         optimizer.step()
 
 
-def test_a_loader_in_place_of_a_batch_is_refused_and_the_next_step_is_right(accel, caplog):
+@pytest.mark.parametrize("make", [torch.utils.data.DataLoader, torch.utils.data.TensorDataset, iter])
+def test_a_loader_in_place_of_a_batch_is_refused_and_the_next_step_is_right(accel, caplog, make):
     model = net()
     trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch).sum(), accumulate=2)
-    with pytest.raises(ConfigurationError, match=r"DataLoader(.|\n)*for batch in trainer\.batches\(loader\)"):
-        trainer(torch.utils.data.DataLoader(torch.ones(2, 4)))
+    with pytest.raises(ConfigurationError, match=r"not a batch(.|\n)*for batch in trainer\.batches\(loader\)"):
+        trainer(make(torch.ones(2, 4)))
     assert "dropped" not in caplog.text, "the window was empty"
     for _ in range(2):
         trainer(torch.ones(2, 4))
