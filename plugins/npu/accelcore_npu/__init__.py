@@ -1,4 +1,8 @@
-"""accelcore on Ascend NPU: the plugin's entry module, free of torch and of CANN."""
+"""accelcore on Ascend NPU: the plugin's entry module, free of torch and of CANN.
+
+`detection` probes, with `libraries` (files of CANN) and `compatibility` (versions). `backend` composes the roles, one
+in a file. Nothing here imports the emulator.
+"""
 
 from __future__ import annotations
 

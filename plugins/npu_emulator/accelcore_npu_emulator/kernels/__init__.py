@@ -1,4 +1,9 @@
-"""Host kernels of the emulated NPU: torch's CPU kernels on the same memory."""
+"""Host kernels of the emulated NPU: torch's CPU kernels on the same memory.
+
+Begin with `registry` (which kernel an operator gets) and `boxing` (the generic one). Files with a table `OPERATORS`
+hold functions of host tensors, which `boxing` calls. `special`, `overflow` and the fused steps of `optimizers` are
+kernels of their own. What all kernels share is in `machine`.
+"""
 
 from __future__ import annotations
 
