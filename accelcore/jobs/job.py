@@ -20,7 +20,7 @@ from accelcore.errors import ConfigurationError, DistributedError, logger
 from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.jobs.missing_ranks import MissingRanks, root
+from accelcore.jobs.missing_ranks import MissingRanks
 from accelcore.util.text import Suggests, kind_of
 
 Number = TypeVar("Number", float, Tensor)
@@ -230,7 +230,7 @@ def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta |
         explained = None if job is None else job.explain(error)
         if explained is None:
             raise
-        raise explained from root(error)
+        raise explained from error
     finally:
         if missing is not None:
             missing.close()

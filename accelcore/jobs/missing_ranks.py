@@ -303,14 +303,6 @@ def _script_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     return ""
 
 
-def root(error: BaseException) -> BaseException:
-    """Return the error of torch from which a DistributedError was raised, or the error itself.
-
-    The error that names the lost rank replaces that DistributedError, and Python then shows one traceback less.
-    """
-    return error.__cause__ if isinstance(error, DistributedError) and error.__cause__ is not None else error
-
-
 def _is_loss(error: BaseException) -> bool:
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
 
