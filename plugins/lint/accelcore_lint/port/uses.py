@@ -29,6 +29,7 @@ _USES = {
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
     "fork": FORKS,
+    "hidden": re.compile(r"(?m)^[ \t]+[^\n#]*_VISIBLE_DEVICES[\"'](?:\] *=|,) *[\"'](?:-1)?[\"']"),
     "spelled": re.compile(
         rf"str\([^()]*\) *[!=]= *[\"']({_DEVICES})[\"']|[!=]= *torch\.device\([\"']({_DEVICES})[\"']\)"
         rf"|torch\.device\([\"']({_DEVICES})[\"']\) *[!=]="
@@ -44,6 +45,7 @@ _USES = {
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
   import of apex without which the program goes on.
 - fork: processes of the project that cannot use CUDA if their parent has asked for it.
+- hidden: a condition below which all devices are hidden, so that the answer of CUDA is that there is none.
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
 """
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.project import Known
+from accelcore_lint.port.uses import uses_in
 from port_sources import imported
 
 CONDITIONS = [
@@ -467,3 +468,18 @@ def test_the_default_of_an_option_stays_if_a_line_below_the_option_does(below, k
     )
     known = Known(own_moves=frozenset({"Net"}))
     assert ("default=torch.cuda.is_available()" in port_source(source, Level.ROLES, known).source) is kept
+
+
+@pytest.mark.parametrize(("line", "kept"), [("x = x.cuda()", True), ("torch.cuda.synchronize()", False)])
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_a_move_stays_below_a_question_that_a_file_of_the_project_answers_by_hiding_devices(indent, line, kept):
+    hides = f"import os\nif no_gpu:\n    pass\n{indent}os.environ['CUDA_VISIBLE_DEVICES'] = '-1'\n"
+    known = Known(imported=True, uses=frozenset(uses_in(hides)))
+    source = f"import torch\n\n\ndef loss(x):\n    if torch.cuda.is_available():\n        {line}\n    return x\n"
+    ported = port_source(source, Level.ROLES, known).source
+    assert ("if torch.cuda.is_available():" in ported) is (kept and bool(indent))
+
+
+def test_a_comparison_with_one_vendors_backend_is_reported():
+    source = "import torch.distributed as dist\n\n\ndef is_fast(backend):\n    return backend == dist.Backend.NCCL\n"
+    assert [note.line for note in port_source(f"{source}\nis_fast('nccl')\n", Level.ROLES).left] == [5, 7]

@@ -20,6 +20,8 @@ _CONTEXT = "a condition on one vendor's device: this file has a context torch.cu
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
+_HIDDEN = "a file of the project hides all devices of CUDA, so that this is false: other devices stay visible"
+_MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(")
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
@@ -86,7 +88,10 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     whole_test, holder = cast("cst.CSTNode", node), facts.parent(node)
     while isinstance(holder, (cst.BooleanOperation, cst.UnaryOperation)):
         whole_test, holder = holder, facts.parent(holder)
-    if isinstance(holder, cst.IfExp) and holder.test is whole_test and _is_location(holder, facts):
+    is_test = isinstance(holder, (cst.If, cst.IfExp)) and holder.test is whole_test
+    if is_test and "hidden" in facts.uses_of and _MOVES.search(text_of(holder.body)):
+        return Left(_HIDDEN, node.children)
+    if is_test and isinstance(holder, cst.IfExp) and _is_location(holder, facts):
         return Left(_LOADS, node.children, harmless=True)
     if isinstance(facts.parent(node), cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
         return Left(_OTHER, node.children)
