@@ -12,6 +12,7 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
 COSINE = f"{SGD}\n    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)"
 STEP = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)"
 UPDATE = ("    optimizer.step()", "    optimizer.zero_grad()")
+ALIAS = ("loss = model(batch)", "same = args.reduced(loss)", "loss.backward()", "optimizer.step()")
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
@@ -178,8 +179,25 @@ FOUND = [
             before="loader = DataLoader(data, sampler=DistributedSampler(data))",
         ),
     ),
+    ("ACC314", train(*ALIAS, "args.log(same.item())")),
+    (
+        "ACC314",
+        train(
+            *("for part in batch:", "    loss = model(part)", "    loss.backward()", "    args.total += loss.item()"),
+            *("optimizer.step()", "optimizer.zero_grad()"),
+        ),
+    ),
+    (
+        "ACC314",
+        train(
+            *("loss = model(batch)", "with args.amp.scale_loss(loss, optimizer) as scaled_loss:"),
+            *("    scaled_loss.backward()", "args.log(loss.item())", "if n:", "    optimizer.step()"),
+        ),
+    ),
 ]
 CLEAN = [
+    ("ACC314", train(*ALIAS, "if n:", "    args.log(same.item())")),
+    ("ACC314", train(*ALIAS, "args.log(float(same), model(batch).item())")),
     *((rule.code, rule.clean) for rule in RULES.values()),
     (
         "ACC101",

@@ -88,11 +88,11 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     whole_test, holder = cast("cst.CSTNode", node), facts.parent(node)
     while isinstance(holder, (cst.BooleanOperation, cst.UnaryOperation)):
         whole_test, holder = holder, facts.parent(holder)
-    is_test = isinstance(holder, (cst.If, cst.IfExp)) and holder.test is whole_test
-    if is_test and "hidden" in facts.uses_of and _MOVES.search(text_of(holder.body)):
-        return Left(_HIDDEN, node.children)
-    if is_test and isinstance(holder, cst.IfExp) and _is_location(holder, facts):
-        return Left(_LOADS, node.children, harmless=True)
+    if isinstance(holder, (cst.If, cst.IfExp)) and holder.test is whole_test:
+        if isinstance(holder, cst.IfExp) and _is_location(holder, facts):
+            return Left(_LOADS, node.children, harmless=True)
+        if "hidden" in facts.uses_of and _MOVES.search(text_of(holder.body)):
+            return Left(_HIDDEN, node.children)
     if isinstance(facts.parent(node), cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
         return Left(_OTHER, node.children)
     if not all(map(facts.guards, facts.contexts)):

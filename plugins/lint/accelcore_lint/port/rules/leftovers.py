@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.device_names import index_of
@@ -33,6 +35,7 @@ _REASONS = {
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _QUESTION = "a question about one vendor's type of tensor: x.device.type and x.dtype answer it on all devices"
+_MEMORY = re.compile(r"(CUDA|NPU) out of memory\b")
 _DEFAULT = "one vendor's function, without a generic one"
 
 
@@ -113,6 +116,8 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
         call = facts.parent(parent) if isinstance(parent, cst.Arg) else None
         name = (facts.name(call.func) or "") if isinstance(call, cst.Call) else ""
         return Left(_REASONS.get(name.removeprefix("torch."), _REASONS["FloatTensor"]))
+    if isinstance(parent, cst.Comparison) and _MEMORY.match(str(node.evaluated_value)):
+        return Left("the text of an error of one vendor: torch.OutOfMemoryError is the error of all devices")
     if index_of(node)[0] or node.evaluated_value in GROUPS or _begins_device(node):
         return Left("a vendor's name in a place where it is not certain what it is for")
     return None
