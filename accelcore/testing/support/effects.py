@@ -18,7 +18,7 @@ from accelcore.testing.support.case import drawn_weights
 from accelcore.testing.support.layouts import mapped, placed, tensors, wide
 from accelcore.testing.support.samples import needs_lapack
 
-_MOST_SAMPLES, _MOST_CHANGED = 12, 2  # of an option
+_MOST_SAMPLES, _MOST_CHANGED, _MOST_REVALUED = 12, 2, 12  # of an option
 _MOST_ELEMENTS = 2**13  # of the results of a number beyond the sizes
 _MOST_DIMENSIONS = 8
 _SEEN = 1e-4  # relative: what a kernel in fp32 cannot have lost by rounding
@@ -47,8 +47,11 @@ def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any
             [each for each in group if any(what == other for other, _ in _without_each(each))]
             for group in (pool, chosen)
         )
-        changed = (change(each) for change in _changes(info) for each in usual[:_MOST_CHANGED])
-        for arguments in chain(having[:_MOST_SAMPLES], changed):
+        first = usual[:_MOST_CHANGED]
+        changed = (change(each) for change in _changes(info) for each in first)
+        revalued = [other for each in first for other in _revalued(each)]
+        both = (change(each) for change in (_nearly_equal, *_changes(info)) for each in revalued[:_MOST_REVALUED])
+        for arguments in chain(having[:_MOST_SAMPLES], changed, revalued, both):
             differs = _Differs(info, dtype, arguments)
             if any(differs.without(without) for other, without in _without_each(arguments) if other == what):
                 yield what, arguments
@@ -148,6 +151,41 @@ def _plain(value: Any) -> list[Any]:
     return []
 
 
+def _revalued(arguments: Any) -> Iterator[Any]:
+    """Yield the arguments with another value of each option: of switches and numbers."""
+    for place, value in _options_of(arguments):
+        for other in _values_beside(value):
+            yield _replaced(arguments, place, other)
+
+
+def _values_beside(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if value is None or isinstance(value, float):
+        return [each for each in (0.3, 3.0) if each != value]
+    numbers = _numbers(value)
+    if type(value) is int:
+        return [each for each in (1, 2, 3) if each != value]
+    return [type(value)([each] * len(numbers)) for each in (1, 2, 3)] if numbers else []
+
+
+def _nearly_equal(arguments: Any) -> Any:
+    """Return the arguments with other tensors of the first one's shape that are close to it, or NaN where it is."""
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() < 2:
+        return arguments
+    base = first.detach().clone(memory_format=torch.contiguous_format)
+    base.view(-1)[-1] = math.nan
+    steps = torch.arange(first.numel()).reshape(first.shape) * 2.0**-8
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != first.shape or not value.is_floating_point():
+            return value
+        return (base if value is first else base + base * steps).to(value.dtype)
+
+    return mapped(change, arguments)
+
+
 class _Differs:
     """Comparison of an operator with some arguments, in float64 on the CPU, with those without one of them.
 
@@ -183,7 +221,8 @@ class _Differs:
         if leaves and roots:
             weights = [drawn_weights(root.shape, root.dtype) for root in roots]
             gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
-        return [each.detach() for each in found], [each for each in gradients if each is not None]
+        written = [each for each in tensors((given, options)) if each._version]  # as running statistics
+        return [each.detach() for each in found + written], [each for each in gradients if each is not None]
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -62,7 +62,8 @@ class Expected:
             return f"is of shape {tuple(found.shape)} instead of {tuple(right.shape)}"
         if self.dtype.is_floating_point and right.dtype == torch.float64 and not found.dtype.is_floating_point:
             return f"is {found.dtype} instead of {self.dtype}"
-        exact = not self.dtype.is_floating_point or not (right.dtype.is_floating_point or right.dtype.is_complex)
+        fractions = right.dtype.is_floating_point or right.dtype.is_complex
+        exact = not fractions or (not self.dtype.is_floating_point and right.dtype == torch.float32)
         if exact and found.dtype != right.dtype:
             return f"is {found.dtype} instead of {right.dtype}"
         return ""
@@ -86,10 +87,15 @@ class Expected:
         if not right.dtype.is_floating_point:
             return torch.equal(found, right)
         scale = float(right.abs().max()) if right.numel() else 0.0
-        limits = torch.finfo(self.dtype if self.dtype.is_floating_point else right.dtype)
+        limits = torch.finfo(self._computed_in(right))
         if not scale < limits.max / 4:
             return False
         return torch.allclose(found.double(), right.double(), _EXACT * limits.eps, 2 * limits.eps * scale)
+
+    def _computed_in(self, right: Tensor) -> torch.dtype:
+        if self.dtype.is_floating_point:
+            return self.dtype
+        return torch.float32 if right.dtype == torch.float64 else right.dtype  # not all devices have float64
 
     def _difference(self, found: Tensor, others: list[Tensor]) -> str:
         limits = self._limits(others)
@@ -130,7 +136,7 @@ class Expected:
         if not right.dtype.is_floating_point:
             same = [each == right for each in others] or [torch.ones_like(right, dtype=torch.bool)]
             return _Limits(right, right, torch.stack(same).all(0), None)
-        limits = torch.finfo(self.dtype if self.dtype.is_floating_point else right.dtype)
+        limits = torch.finfo(self._computed_in(right))
         right, others = right.double(), [each.double() for each in others]
         size, finite = right.abs(), right.isfinite()
         spread = torch.stack([(each - right).abs() for each in others]).amax(0) if others else torch.zeros_like(size)

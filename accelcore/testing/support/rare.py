@@ -20,7 +20,7 @@ from accelcore.testing.support.coverage import (
 from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
 from accelcore.testing.support.effects import beyond_sizes, from_behind, with_effect
 from accelcore.testing.support.layouts import MIXED, cropped, mapped, of_depth, tensors
-from accelcore.testing.support.samples import CONVERTS, DECIDED, READS_MEMORY, ROUGH, needs_lapack, samples
+from accelcore.testing.support.samples import CONVERTS, DECIDED, NOT_UNIQUE, READS_MEMORY, ROUGH, needs_lapack, samples
 from accelcore.testing.support.values import (
     multiplied,
     with_ends,
@@ -102,7 +102,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
             **{what: with_infinity(given, each) for what, each in INFINITE.items()},
         }
         yield from (Rare(info, dtype, changed, what) for what, changed in changes.items() if changed is not None)
-    known = info.supported_dtypes("cpu")
+    known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE else ()
     for kind, most in ((torch.int64, _MOST_WHOLE), (torch.bool, 2)):
         if kind in known and dtype == torch.float32:
             yield from _of_whole_numbers(name, info, kind, most)
