@@ -88,7 +88,7 @@ def _of_weights_in_order_of_images(func, x, weight, *args):
     return func(x, weight, *args)
 
 
-FUNCTIONS = {"cross_entropy", "ctc_loss", "scaled_dot_product_attention"}
+FUNCTIONS = {"isclose", "cosine_similarity", "cross_entropy", "ctc_loss", "scaled_dot_product_attention"}
 
 WRONG = {
     "an option of torch's samples": ("nn.functional.pad.replicate", "of other options: the gradient", {
@@ -157,6 +157,10 @@ WRONG = {
             *given, rounding_mode="trunc" if given[0].dtype == torch.int32 else rounding_mode, **out)}),
     "weights in other strides than images": ("nn.functional.conv2d", "the first in another order, of other options", {
         "convolution": _of_weights_in_order_of_images}),
+    "a tolerance": ("isclose", "of other options: result", {
+        "isclose": lambda function, x, y, **options: function(x, y)}),
+    "the least length of a vector": ("nn.functional.cosine_similarity", "of other options: ", {
+        "cosine_similarity": lambda function, x, y, *, dim=1, **options: function(x, y, dim)}),
     "vectors of another value": ("linalg.eigh", "of other options: result 1", {
         "_linalg_eigh": lambda func, *args: (func(*args)[0], func(*args)[1].flip(-1))}),
     "vectors that are too long": ("linalg.svd", "of other options: result", {
