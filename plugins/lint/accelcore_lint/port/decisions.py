@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.syntax import is_import, reasons_above, text_of
+from accelcore_lint.port.uses import STOPS
 
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
 _CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
-_FAILS = ("unknown name", "unknown function")
+_FAILS = ("unknown name", "unknown function", "device call", "wait")
 """Rules by which lines are left that raise an error on other devices. These ran without them so far."""
 
 _CPU = re.compile(r"(?:torch\.device\()?[\"']cpu[\"']\)?")
@@ -30,7 +32,9 @@ _FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?(?:\s+[\w.]+ 
 _Test = cst.FunctionDef | cst.ClassDef
 """What a decorator such as `pytest.mark.skipif` may skip."""
 
-_Guard = cst.If | cst.IfExp | _Test
+_Guard = cst.If | cst.IfExp | cst.For | cst.BaseSimpleComp | cst.BooleanOperation | _Test
+_GUARDS = (cst.If, cst.IfExp, cst.For, cst.BaseSimpleComp, cst.BooleanOperation)
+_PARTS = (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
     r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b"
@@ -45,6 +49,11 @@ _SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
 
 _GPU = re.compile(r"[\"']gpu[\"']")
 """The name by which other packages, such as DALI and Lightning, choose a vendor's device."""
+
+_TRIED = "a use of one vendor's device by which the script asks whether there is one: ask for accel.device.type instead"
+_ERRORS = re.compile(r"\b(BaseException|Exception|RuntimeError|AssertionError)\b")
+_NONE = re.compile(r"(?m)(=|\breturn) *(False|None|0|[\"']cpu[\"']|torch\.device\([\"']cpu[\"']\)) *($|#)")
+"""A line for a script that found no device."""
 
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
@@ -100,6 +109,9 @@ class Decisions(cst.CSTVisitor):
                 return True
             guard = self._guard_of(node) if decision.retry is not None else None
             name = self._name_of(node) if guard is None and decision.retry is not None else ""
+            if decision.some and guard is None and not name:
+                around = itertools.takewhile(lambda outer: isinstance(outer, _PARTS), self._facts.parents(node))
+                guard = next((each for each in reversed([*around]) if isinstance(each, cst.BooleanOperation)), None)
             if guard is None and decision.retry is not None and (decision.some or self._is_only_asked(name, node)):
                 # Other methods ask an attribute, too.
                 scope = self._facts.module if "." in name else self._scope_of(node)
@@ -109,7 +121,7 @@ class Decisions(cst.CSTVisitor):
             else:
                 self._waiting[self._end_of(guard)].append((guard, rule, node, decision))
             return decision.inner
-        if isinstance(node, (cst.If, cst.IfExp)) or _tests_of(node):
+        if isinstance(node, _GUARDS) or _tests_of(node):
             self._marks[node] = (*self._done(), len(self.left))
         return True
 
@@ -119,15 +131,15 @@ class Decisions(cst.CSTVisitor):
         for guard, rule, node, decision in self._waiting.pop(original_node, ()):
             rewritten, actions, left = self._marks[guard]
             done = self._done()
-            whole = len(self.left) == left
+            whole = all(note.rule == "replicas" for note in self.left[left:])  # DataParallel works on other devices
             some = done[0] > rewritten or self._is_portable(guard)
             opens = (done[1] > actions or whole) if decision.some else (some and whole)
             if decision.some and any(note.rule in _FAILS for note in self.left[left:]):
                 opens = False
             if original_node is not guard or isinstance(guard, _Test):
                 opens = whole  # what follows an early return, or a test
-            foreign = any(self._is_foreign(test, guard.body) for test in _tests_of(guard))
-            if self._unset & _names_in(guard.body) or foreign:
+            foreign = any(self._is_foreign(test, _body_of(guard)) for test in _tests_of(guard))
+            if self._unset & _names_in(_body_of(guard)) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
@@ -143,12 +155,14 @@ class Decisions(cst.CSTVisitor):
         if original_node in self._marks:
             _, actions, left = self._marks[original_node]
             actions = self._done()[1] - actions
-            lines = sum(note.rule != "replicas" for note in self.left[left:])  # DataParallel works on other devices
+            lines = sum(note.rule != "replicas" for note in self.left[left:])
             closed = lines > 0 and (isinstance(original_node, _Test) or not actions)
+            if isinstance(original_node, cst.For):
+                self._guarded.append((self._scope_of(original_node), text_of(original_node.iter), closed, not lines))
             for test in _tests_of(original_node):
                 whole = not lines and (actions > 0 or self._is_portable(original_node))
                 self._guarded.append((self._scope_of(original_node), text_of(test), closed, whole))
-                if self._is_foreign(test, cast("_Guard", original_node).body):
+                if self._is_foreign(test, _body_of(cast("_Guard", original_node))):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
         for name, rule, node, decision in self._named.pop(original_node, ()):
             is_open = self._opens(name, original_node, some=decision.some)
@@ -171,15 +185,17 @@ class Decisions(cst.CSTVisitor):
         return scope
 
     def _name_of(self, node: cst.CSTNode) -> str:
-        """Return the name to which a condition is assigned, or of the option that it is; "" if there is none."""
+        """Return the name to which a condition is assigned, or of the option or default that it is; "" if none."""
         for outer in self._facts.parents(node):
+            if isinstance(outer, cst.Param):
+                return outer.name.value
             if isinstance(outer, cst.Assign):
                 return text_of(outer.targets[0].target) if len(outer.targets) == 1 else ""
             for option in (name for name, call in self._facts.options.items() if call is outer):
                 found = re.search(rf"\b\w+\.{option}\b(?! *[(.])", self._facts.code)
                 return found[0] if found else ""
             is_part = isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) and not isinstance(outer, cst.Call)
-            if not (is_part or isinstance(outer, cst.Arg) or _skips(outer)):
+            if not (is_part or isinstance(outer, cst.Arg) or _passes(outer)):
                 return ""
         return ""
 
@@ -251,7 +267,10 @@ class Decisions(cst.CSTVisitor):
                 return outer if inner is outer.test else None
             if isinstance(outer, cst.Decorator):
                 return cast("_Test", self._facts.parent(outer))
-            is_part = isinstance(outer, (cst.BooleanOperation, cst.UnaryOperation, cst.Arg)) or _skips(outer)
+            if isinstance(outer, (cst.For, cst.CompFor)) and inner is outer.iter:
+                loop = outer if isinstance(outer, cst.For) else self._facts.parent(outer)
+                return loop if isinstance(loop, (cst.For, cst.BaseSimpleComp)) else None
+            is_part = isinstance(outer, (*_PARTS, cst.Arg)) or _passes(outer)
             if not is_part:
                 return None
             inner = outer
@@ -259,21 +278,21 @@ class Decisions(cst.CSTVisitor):
 
     def _rewrite(self, rule: Rule, node: cst.CSTNode, decision: Rewrite) -> None:
         self.rewrites[node] = decision
-        late = {"import torch"} if imports_torch(self._facts, node) else set()
+        late = {self._facts.torch_import} if imports_torch(self._facts, node) else set()
         self.imports.update(set(decision.imports) - late)
         self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
 
     def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
         self._facts.place.forget(node)
         if (guard := self._guard_of(node)) is not None:
-            self._shut.add(guard.body)
+            self._shut.add(_body_of(guard))
         note = Note(self._facts.line(node), rule.name, decision.reason)
         if decision.harmless:
             self.harmless.append(note)
             return
         self.left.append(note)
         statement = self._statement(node)
-        if isinstance(statement, cst.SimpleStatementLine):
+        if isinstance(statement, cst.SimpleStatementLine) and rule.name != "replicas":
             attributes = set(map(text_of, matchers.findall(statement, matchers.Attribute())))
             self._left_lines.append((self._scope_of(node), self._facts.names_in(statement) | attributes))
         comments = self.comments[statement]
@@ -305,11 +324,22 @@ class Decisions(cst.CSTVisitor):
             decision = rule.decide(node, self._facts)
         except UnplacedError as unplaced:
             return None if rule.optional else Left(str(unplaced))
+        if isinstance(decision, Rewrite) and rule.name != "device check" and self._is_tried(node):
+            return Left(_TRIED, node.children)
         if isinstance(decision, Rewrite) and _loses_comment(node, decision):
             if rule.optional:
                 self._facts.place.forget(node)
             return None if rule.optional else Left("comments within it would be lost: move them above it")
         return decision
+
+    def _is_tried(self, node: cst.CSTNode) -> bool:
+        """Return whether a `try` asks by a use of the device whether there is one, and takes the CPU if it fails."""
+        inner = node
+        for outer in self._facts.parents(node):
+            if isinstance(outer, cst.Try) and inner is outer.body:
+                return any(map(_takes_cpu, outer.handlers))
+            inner = outer
+        return False
 
     def _is_portable(self, node: cst.CSTNode) -> bool:
         """Return whether an `if` only guards what every accelerator has: copies, autocast, fused steps, numbers."""
@@ -327,6 +357,12 @@ class Decisions(cst.CSTVisitor):
         return next(outer for outer in around if isinstance(outer, _COMPOUND))
 
 
+def _takes_cpu(handler: cst.ExceptHandler) -> bool:
+    is_broad = handler.type is None or _ERRORS.search(text_of(handler.type)) is not None
+    body = text_of(handler.body)
+    return is_broad and _NONE.search(body) is not None and not (STOPS.search(body) or "memory" in body)
+
+
 def _loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
     if "#" not in cst.Module([]).code_for_node(node):
         return False
@@ -339,9 +375,15 @@ def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     return matchers.findall(node, matchers.Comment())
 
 
-def _skips(node: cst.CSTNode) -> bool:
-    """Return whether a node is a call such as `pytest.mark.skipif(condition)`."""
-    return isinstance(node, cst.Call) and "skip" in text_of(node.func)
+def _passes(node: cst.CSTNode) -> bool:
+    """Return whether a node is a call such as `pytest.mark.skipif(condition)` or `range(number)`."""
+    return isinstance(node, cst.Call) and ("skip" in (name := text_of(node.func)) or name == "range")
+
+
+def _body_of(guard: _Guard) -> cst.CSTNode:
+    if isinstance(guard, cst.BooleanOperation):
+        return guard.right
+    return guard.elt if isinstance(guard, cst.BaseSimpleComp) else guard.body
 
 
 def _tests_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
@@ -359,7 +401,7 @@ def _names_in(node: cst.CSTNode) -> set[str]:
 
 def _set_in(guard: _Guard) -> set[str]:
     """Return the names that what an `if` guards assigns, and that are not set if it does not run."""
-    if isinstance(guard, _Test):
+    if isinstance(guard, _Test | cst.BaseSimpleComp | cst.BooleanOperation):
         return set()
     return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
 

@@ -38,8 +38,8 @@ APEX: Mapping[str, frozenset[str]] = {
 }
 """What `accelcore.apex` has. NpuFusedBertAdam and NpuFusedRMSpropTF of Ascend's apex compute something else there."""
 
-_UNKNOWN_APEX = (
-    "apex: it stays where accelcore.apex lacks a part, another package drives it, or the script goes on without it"
+_NEEDS_APEX = (
+    "apex: a file of the project uses its private state, asks whether it is installed, or has a package that drives it"
 )
 _VENDOR = (*MODULES, *(f"torch.{device}" for device in DEVICES))
 _WRAPPER = "FP16_Optimizer"
@@ -59,7 +59,7 @@ def is_known_apex(name: str) -> bool:
 def imports_torch(tree: Tree, node: cst.CSTNode) -> bool:
     """Return whether a function around a node, or the guard, imports torch above it: a script imports it late."""
     around = {outer for outer in tree.parents(node) if isinstance(outer, cst.FunctionDef) or is_guard(outer)}
-    lines = [made for made in tree.imports if text_of(made) == "import torch" and tree.line(made) < tree.line(node)]
+    lines = [made for made in tree.imports if text_of(made) == tree.torch_import and tree.line(made) < tree.line(node)]
     return any(not around.isdisjoint(tree.parents(made)) for made in lines)
 
 
@@ -156,6 +156,7 @@ class Imports(cst.CSTTransformer):
         self.left: list[Note] = []
         self._module = cst.Module([])
         self._present: Sequence[str] = ()
+        self._line = 0
         self._probes: set[cst.CSTNode] = set()
 
     def visit_Module(self, node: cst.Module) -> None:
@@ -169,6 +170,7 @@ class Imports(cst.CSTTransformer):
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         self._present = reasons_above(original_node, self._module)
+        self._line = self.lines.get(text_of(original_node.body[0]), 0)
         return self._replacement(updated_node, probe=original_node in self._probes)
 
     def _replacement(
@@ -207,19 +209,21 @@ class Imports(cst.CSTTransformer):
         if not kept:
             return self._gone(statement)
         if module.split(".")[0] == "apex":
-            known = module == "apex" or all(dotted(each.name) in APEX.get(module, ()) for each in names)
-            known = known and (module != "apex" or all(f"apex.{dotted(each.name)}" in APEX for each in names))
-            known = known and not any(self._is_strange(f"{module}.{dotted(each.name)}") for each in names)
-            wrapped = module == "apex.optimizers" and self.before[_WRAPPER] > 0
-            if self.level is Level.TORCH or wrapped or not known:
-                why = "apex: level roles has accelcore.apex" if known else _UNKNOWN_APEX
-                why = f"apex: its {_WRAPPER} takes apex's own optimizers" if wrapped else why
+            parts = [f"{module}.{dotted(each.name)}" for each in names]
+            lacks = [part for part in parts if not is_known_apex(part)]
+            lacks += [used for used in sorted(self.strange) if any(used.startswith(f"{part}.") for part in parts)]
+            why = "apex: level roles has accelcore.apex" if self.level is Level.TORCH else ""
+            why = f"apex: accelcore has no {', '.join(lacks)}" if lacks else why
+            why = _NEEDS_APEX if "apex" in self.strange else why
+            if module == "apex.optimizers" and self.before[_WRAPPER] > 0:
+                why = f"apex: its {_WRAPPER} takes apex's own optimizers"
+            if why:
                 return self._kept(statement, why)
             new = cst.parse_expression(f"accelcore.{module}")
             return self._changed(statement, part.with_changes(module=new))
         if len(kept) < len(names):
             kept[-1] = kept[-1].with_changes(comma=names[-1].comma)
-            self._note(self.rewritten, statement, text_of(part))
+            self._note(self.rewritten, text_of(part))
             statement = statement.with_changes(body=[part.with_changes(names=kept)])
         return self._kept(statement, f"{module}: one vendor's module") if vendor else statement
 
@@ -250,22 +254,22 @@ class Imports(cst.CSTTransformer):
         return self.after[bound] > 0 or bound in self.taken or (not vendor and self.before[bound] <= 0)
 
     def _gone(self, statement: cst.SimpleStatementLine) -> cst.BaseStatement:
-        self._note(self.rewritten, statement, text_of(statement.body[0]))
+        self._note(self.rewritten, text_of(statement.body[0]))
         return removed(statement)
 
     def _changed(self, statement: cst.SimpleStatementLine, part: cst.BaseSmallStatement) -> cst.BaseStatement:
-        self._note(self.rewritten, statement, text_of(statement.body[0]))
+        self._note(self.rewritten, text_of(statement.body[0]))
         return statement.with_changes(body=[part])
 
     def _kept(self, statement: cst.SimpleStatementLine, reason: str) -> cst.BaseStatement:
-        self._note(self.left, statement, reason)
+        self._note(self.left, reason)
         if reason in self._present:
             return statement
         comment = cst.EmptyLine(comment=cst.Comment(TODO + reason))
         return statement.with_changes(leading_lines=[*statement.leading_lines, comment])
 
-    def _note(self, notes: list[Note], statement: cst.SimpleStatementLine, text: str) -> None:
-        notes.append(Note(self.lines.get(text_of(statement.body[0]), 0), "import", text))
+    def _note(self, notes: list[Note], text: str) -> None:
+        notes.append(Note(self._line, "import", text))
 
 
 def _package_of(part: cst.BaseSmallStatement) -> str:

@@ -268,13 +268,16 @@ class Place:
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
         tree = self._tree
-        added = {self._first(function.body, sites): line for (function, line), sites in self._local.items()}
+        found = [(self._first(function.body, sites), line) for (function, line), sites in self._local.items()]
         if self._current_sites and not self._has_current:
             guard = common_guard(self._current_sites, self._tree.parents)
             block = guard.body if guard is not None else tree.module
-            added[self._first(block, self._current_sites)] = f"{self.current} = {self._current_value}"
+            found.append((self._first(block, self._current_sites), f"{self.current} = {self._current_value}"))
         if not self._existing and self._sites:
-            added.update(self._backend_lines())
+            found += self._backend_lines().items()
+        added: dict[cst.CSTNode, str] = {}
+        for statement, line in found:
+            added[statement] = f"{added[statement]}\n{line}" if statement in added else line
         return added
 
     def _backend_lines(self) -> dict[cst.CSTNode, str]:
@@ -330,7 +333,7 @@ class Place:
         asking += [self._current_sites, self._sites if self._torch_level else []]
         late = all(imports_torch(self._tree, site) for sites in (*asking, self._asking) for site in sites)
         at_top = any(sites and common_guard(sites, self._tree.parents) is None for sites in asking[-2:])
-        return needed | {"import torch"} if at_top or not late else needed
+        return needed | {self._tree.torch_import} if at_top or not late else needed
 
     def _scope(self, site: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the outermost function whose body holds a site."""

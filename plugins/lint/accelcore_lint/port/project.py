@@ -27,6 +27,9 @@ OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\b
 """Words for accelerators beside those that a port starts from."""
 
 _HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
+_FLAGS = re.compile(r"(?m)^[ \t]*if\b(.*):[ \t]*\n[ \t]*os\.environ\[[\"'](?:CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=")
+"""Conditions under which a file hides devices, as `if args.use_gpu:`."""
+
 _CHOOSES = re.compile(
     r"\b(set_device|set_device_index)\(|(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"'](\] *=[^=]| *,)"
     r"|^[ \t]*(?:import|from)[ \t]+(deepspeed|horovod|byteps|colossalai|accelerate|pytorch_lightning|lightning)\b"
@@ -45,6 +48,7 @@ _SETTING = re.compile(
 """`cudnn.benchmark = value`, also one of several targets, and `setattr(cudnn, "benchmark", value)`."""
 
 _WORD = re.compile(r"\w+")
+_MEMBER = re.compile(r"\.(\w+)")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _TESTS = re.compile(r"(?m)^(?:async )?def test_|^class Test\w*:|^class \w+\((?:\w+\.)*TestCase\)")
 """Tests in a file that is called as one. A script such as `test_net.py` has none."""
@@ -76,6 +80,7 @@ class Known:
         modules: the project's own modules and packages, by the first part of their names.
         replaced: a vendor's functions of torch that a test replaces by their names.
         hiders: functions and methods of the project that hide devices by an environment variable.
+        hiding: attributes under which a file hides devices; the device that it then names stays.
         steered: whether a file that this one imports, also through others, may make a device current or hide some.
         uses: what the project needs of the original's objects; the words are those of `uses_in`.
     """
@@ -95,6 +100,7 @@ class Known:
     modules: frozenset[str] = frozenset()
     replaced: frozenset[str] = frozenset()
     hiders: frozenset[str] = frozenset()
+    hiding: frozenset[str] = frozenset()
     steered: bool = False
     uses: frozenset[str] = frozenset()
 
@@ -159,6 +165,9 @@ def read_project(paths: Iterable[Path]) -> Project:
         modules=frozenset(modules),
         replaced=frozenset(name for text in texts.values() for name in _replaced(text)),
         hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
+        hiding=frozenset(
+            name for text in texts.values() for test in _FLAGS.findall(text) for name in _MEMBER.findall(test)
+        ),
         uses=frozenset(word for text in texts.values() for word in uses_in(text))
         | ({"apex"} if any(drives_apex(text, modules) for text in texts.values()) else set()),
     )

@@ -155,10 +155,11 @@ class _Apply(cst.CSTTransformer):
             return result
         statements = list(result) if isinstance(result, cst.FlattenSentinel) else [result]
         if before is not None:
-            added = cst.parse_statement(before)
+            first, *others = cst.parse_module(before).body
             has_blank = any(line.comment is None for line in getattr(original_node, "leading_lines", ()))
             statements = [
-                added.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if has_blank else []),
+                first.with_changes(leading_lines=[cst.EmptyLine(indent=False)] if has_blank else []),
+                *others,
                 *statements,
             ]
         statements = [*map(cst.parse_statement, above), *statements, *map(cst.parse_statement, after)]
@@ -205,7 +206,7 @@ def _commented(statement: cst.SimpleStatementLine, reasons: list[str]) -> cst.CS
 
 
 def _has_import(facts: Facts, line: str) -> bool:
-    if line == "import torch":
+    if line == facts.torch_import:
         return facts.has_torch_name and facts.has_torch_above(facts.module.body[-1])
     return any(
         isinstance(statement, cst.SimpleStatementLine) and any(text_of(part) == line for part in statement.body)

@@ -56,6 +56,7 @@ class Survey(cst.CSTVisitor):
         self.functions: dict[str, cst.FunctionDef] = {}
         self.helpers: dict[str, cst.Name] = {}
         self.torch = "torch"
+        self._inner_names: set[str] = set()
         self.has_torch_name = self.imports_torch = False
         self._depth = 0
 
@@ -181,12 +182,15 @@ class Survey(cst.CSTVisitor):
     def visit_Import(self, node: cst.Import) -> None:
         self.imports.append(node)
         for alias in node.names:
-            if not self._depth and dotted(alias.name).split(".")[0] == "torch":
+            name = dotted(alias.name)
+            if not self._depth and name.split(".")[0] == "torch":
                 self.imports_torch = True
-            if self._depth or self.has_torch_name:
+            if self.has_torch_name:
                 continue
-            if dotted(alias.name) == "torch" and alias.asname:
-                self.torch = text_of(alias.asname.name)
-            self.has_torch_name = dotted(alias.name) == "torch" or (
-                dotted(alias.name).startswith("torch.") and alias.asname is None
-            )
+            bound = text_of(alias.asname.name) if alias.asname else "torch"
+            if self._depth and name == "torch":
+                self._inner_names.add(bound)
+                self.torch = bound if len(self._inner_names) == 1 else "torch"
+            elif not self._depth and (name == "torch" or (name.startswith("torch.") and alias.asname is None)):
+                self.torch = bound
+                self.has_torch_name = True

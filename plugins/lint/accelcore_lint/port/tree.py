@@ -88,7 +88,12 @@ class Tree(Survey):
     @property
     def needs_torch(self) -> tuple[str, ...]:
         """Return the statement that a line with `torch` needs, unless the file already has it."""
-        return () if self.has_torch_name else ("import torch",)
+        return () if self.has_torch_name else (self.torch_import,)
+
+    @property
+    def torch_import(self) -> str:
+        """Return the statement that brings torch by the name that the file has for it."""
+        return "import torch" if self.torch == "torch" else f"import torch as {self.torch}"
 
     def has_torch_above(self, site: cst.CSTNode) -> bool:
         """Return whether a line of the module above a site, and not of its guard, imports torch by its name."""

@@ -140,7 +140,7 @@ kind = "fast" if device.type == "cuda" else "exact"
 
 def test_a_guard_on_an_option_that_falls_back_to_the_cpu_still_runs_there():
     outcome = _ported(_FALLS_BACK)
-    assert "if args.device == accel.device.type:\n    count = torch.get_device_module()" in outcome.source
+    assert "if args.device == accel.device.type:\n    count = torch.get_device_module(torch.acc" in outcome.source
     assert 'workers = count if device.type != "cpu" else 1' in outcome.source
     assert [note.line for note in outcome.left] == [11]
 
@@ -350,9 +350,18 @@ def test_strings_in_the_name_of_a_device_have_other_quotes_than_it():
 @pytest.mark.parametrize("operator", ["%", "//", "/", "+"])
 def test_nothing_is_divided_by_no_devices(operator):
     source = f"import torch\nn = 8 {operator} torch.cuda.device_count()\n"
-    count = "torch.get_device_module().device_count()"
-    expected = f"({count} if torch.accelerator.current_accelerator() else 0)" if operator == "+" else f"max({count}, 1)"
+    asked = "torch.accelerator.current_accelerator()"
+    expected = f"(torch.get_device_module({asked}).device_count() if {asked} else 0)"
+    expected = expected if operator == "+" else "max(torch.get_device_module().device_count(), 1)"
     assert f"n = 8 {operator} {expected}\n" in port_source(source, Level.ROLES).source
+
+
+def test_a_build_for_an_accelerator_that_is_not_here_counts_no_device(monkeypatch):
+    made = {}
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    exec(port_source("import torch\nn = torch.cuda.device_count()\n", Level.ROLES).source, made)
+    assert made["n"] == 0
 
 
 @pytest.mark.parametrize("module", ["cpu", "mps"])

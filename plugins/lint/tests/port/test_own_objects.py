@@ -66,20 +66,6 @@ def test_a_file_that_defines_cuda_still_moves_tensors(is_library):
     assert "x.cuda(" not in ported
 
 
-def test_what_a_stream_keeps_is_not_asked_for_its_device():
-    source = (
-        "import torch\n\n\nclass Prefetcher:\n    def __init__(self):\n        self.stream = torch.cuda.Stream()\n\n"
-        "    def load(self, batch):\n        with torch.cuda.stream(self.stream):\n            return batch.moved()\n\n"
-        "    def next(self, batch):\n        torch.cuda.current_stream().wait_stream(self.stream)\n"
-        "        batch.record_stream(torch.cuda.current_stream())\n\n"
-        "    def keep(self, batch):\n        batch.record_stream(torch.cuda.current_stream())\n"
-    )
-    ported = port_source(source, Level.ROLES).source
-    assert "batch.device" not in ported
-    assert ported.count("if self.stream is not None:") == 2
-    assert "cuda" not in ported
-
-
 @pytest.mark.parametrize("given", ["device_id=device", "device_id=torch.device(f'cuda:{local_rank}')"])
 def test_a_process_group_gets_a_device_with_an_index(given):
     source = (

@@ -279,3 +279,13 @@ def test_a_default_needs_torch_above_it(first, last, is_left, level):
     exec(outcome.source, namespace)
     assert namespace["kind"]() == ("cuda" if is_left else "cpu")
     assert port_source(outcome.source, level).source == outcome.source
+
+
+def test_a_class_that_needs_the_current_device_and_a_backend_has_both():
+    source = (
+        "import torch\n\n\nclass Meter:\n    def __init__(self, gpu=torch.cuda.is_available()):\n"
+        "        self.x = torch.ones(2).cuda() if gpu else None\n\n\ndef run(data):\n"
+        "    optimizer = torch.optim.SGD(Meter().x, lr=0.1)\n\n\nif __name__ == '__main__':\n    run(1)\n"
+    )
+    head = port_source(source, Level.ROLES).source.partition("class Meter")[0]
+    assert head.count("accel = accelcore.select()") == head.count("current_device = torch.accelerator.") == 1

@@ -484,3 +484,70 @@ def test_a_move_stays_below_a_question_that_a_file_of_the_project_answers_by_hid
 def test_a_comparison_with_one_vendors_backend_or_error_is_reported(test):
     source = f"import torch.distributed as dist\n\n\ndef is_so(given):\n    return {test}\n"
     assert [note.line for note in port_source(f"{source}\ndevice = 'cuda'\n", Level.ROLES).left] == [5]
+
+
+@pytest.mark.parametrize(
+    ("choice", "made"),
+    [
+        ("'cuda' if x.is_cuda else 'cpu'", "x.device.type"),
+        ('torch.device("cuda" if x.is_cuda else "cpu")', "torch.device(x.device.type)"),
+        ("x.get_device() if x.is_cuda else torch.device('cpu')", "x.device"),
+        ("'cuda' if x.is_cuda else 'mps'", None),
+        ("y.get_device() if x.is_cuda else torch.device('cpu')", None),
+    ],
+)
+def test_a_name_that_a_tensor_chooses_is_that_of_its_device(choice, made):
+    outcome = port_source(f"import torch\n\n\ndef f(x, y):\n    return g({choice})\n", Level.ROLES)
+    assert (f"return g({made})\n" in outcome.source and not outcome.left) is (made is not None)
+
+
+@pytest.mark.parametrize(
+    ("left", "done"), [("torch.cuda.get_device_properties(0)", False), ("torch.nn.DataParallel(net).cuda()", True)]
+)
+@pytest.mark.parametrize(
+    "head",
+    [
+        "if torch.cuda.device_count() > 1:\n    print({})\n",
+        "for i in range(torch.cuda.device_count()):\n    print({})\n",
+        "print([{} for i in range(torch.cuda.device_count())])\n",
+        "n = torch.cuda.device_count()\nif n > 1:\n    print({})\n",
+        "n = torch.cuda.device_count()\nfor i in range(n):\n    print({})\n",
+        "n = torch.cuda.device_count()\nif n > 1:\n    print({}, n)\n",
+        "print(torch.cuda.device_count() > 1 and {})\n",
+        "def f():\n    return not (torch.cuda.device_count() < 1 or x or {})\n",
+    ],
+)
+def test_a_count_of_devices_stays_over_a_line_that_fails_on_others(head, left, done):
+    ported = port_source("import torch\n" + head.format(left), Level.ROLES).source
+    assert (".current_accelerator()).device_count()" in ported) is done
+
+
+@pytest.mark.parametrize(
+    ("handler", "kept"),
+    [
+        ("except Exception:\n    gpu = False", True),
+        ("except (AssertionError, OSError):\n    gpu = None", True),
+        ("except:\n    device = torch.device('cpu')", True),
+        ("except RuntimeError:\n    raise", False),
+        ("except RuntimeError as e:\n    print('no memory')\n    x = None", False),
+        ("except KeyboardInterrupt:\n    gpu = False", False),
+        ("except RuntimeError:\n    print('no')", False),
+    ],
+)
+def test_a_use_by_which_a_script_asks_for_a_device_stays(handler, kept):
+    source = f"import torch\ntry:\n    x = torch.ones(2).cuda()\n    gpu = torch.cuda.is_available()\n{handler}\n"
+    ported = port_source(source, Level.ROLES).source
+    assert ("x = torch.ones(2).cuda()" in ported) is kept
+    assert "torch.cuda.is_available()" not in ported
+
+
+@pytest.mark.parametrize(("line", "kept"), [("torch.cuda.get_device_properties(0)", True), ("x.cuda()", False)])
+def test_a_default_stays_if_a_line_that_fails_elsewhere_depends_on_it(line, kept):
+    source = f"import torch\n\n\ndef f(x, gpu=torch.cuda.is_available()):\n    if gpu:\n        {line}\n\n\nf(1)\n"
+    assert ("gpu=torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(("more", "kept"), [("; net.half()", True), ("", False)])
+def test_a_condition_over_a_device_that_is_made_current_and_left_stays(more, kept):
+    source = f"import torch\nif torch.cuda.is_available():\n    torch.cuda.set_device(0){more}\n    net.cuda()\n"
+    assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is kept

@@ -3,7 +3,7 @@
 from accelcore_lint.port.rule import Rule
 from accelcore_lint.port.rules.amp import AUTOCAST, CUSTOM
 from accelcore_lint.port.rules.availability import AVAILABILITY
-from accelcore_lint.port.rules.conditions import GUARDS, IS_CUDA
+from accelcore_lint.port.rules.conditions import GUARDS, IS_CUDA, PLACE
 from accelcore_lint.port.rules.device_calls import ALONE, WAIT
 from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
 from accelcore_lint.port.rules.leftovers import LEFTOVERS
@@ -16,13 +16,12 @@ from accelcore_lint.port.rules.replaced import REPLACED
 from accelcore_lint.port.rules.replicas import REPLICAS
 from accelcore_lint.port.rules.scaler import SCALER
 from accelcore_lint.port.rules.seeds import SEEDS
-from accelcore_lint.port.rules.streams import STREAMS
 from accelcore_lint.port.rules.switches import SWITCHES
 from accelcore_lint.port.rules.typed_tensors import TYPED
 
 RULES: tuple[Rule, ...] = (
-    REPLACED, SWITCHES, STREAMS, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES,
+    REPLACED, SWITCHES, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES,
     AVAILABILITY, MOVES, AUTOCAST, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS,
-    LOADS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, *LEFTOVERS,
+    LOADS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, PLACE, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

@@ -7,6 +7,7 @@ from typing import cast
 
 import libcst as cst
 
+from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
@@ -17,6 +18,7 @@ from accelcore_lint.port.vendors import DEVICES
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
+_HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
@@ -50,15 +52,22 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         return whole(node, f"{facts.torch}.get_device_module({of}).get_rng_state()", facts.needs_torch)
     if name not in _SAME:
         return None
-    source, test = f"{facts.torch}.accelerator.{_SAME[name]}()", "is_available"
-    if not facts.guards(node) and name.endswith(".device_count"):
+    source = f"{facts.torch}.accelerator.{_SAME[name]}()"
+    test = f"{facts.torch}.accelerator.is_available()"
+    is_count = name.endswith(".device_count")
+    if not facts.guards(node) and is_count:
         # As CUDA's own, this may be asked before a fork, unlike is_available, and needs no driver, unlike torch 2.7's.
-        source, test = f"{facts.torch}.get_device_module().device_count()", "current_accelerator"
-        if _divides(node, facts):
-            return whole(node, f"max({source}, 1)", facts.needs_torch)
-    if not facts.guards(node):
-        source = f"({source} if {facts.torch}.accelerator.{test}() else 0)"
-    return whole(node, source, facts.needs_torch)
+        test = f"{facts.torch}.accelerator.current_accelerator()"
+        of = "" if _divides(node, facts) else test  # without a name, it is the CPU's module if there is no device
+        source = f"{facts.torch}.get_device_module({of}).device_count()"
+    if is_count and _divides(node, facts):
+        source = f"max({source}, 1)"
+    elif not facts.guards(node):
+        source = f"({source} if {test} else 0)"
+    made = whole(node, source, facts.needs_torch)
+    if _is_given_away(node, facts):
+        return Left(_GIVEN, node.children)
+    return Left(_LEFT, node.children, retry=made, some=True) if is_count else made
 
 
 def _divides(node: cst.Call, facts: Facts) -> bool:
@@ -97,20 +106,29 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(_OTHER, node.children)
     if not all(map(facts.guards, facts.contexts)):
         return Left(_CONTEXT, node.children)
+    assign = next((outer for outer in facts.parents(node) if isinstance(outer, (cst.Assign, cst.BaseStatement))), None)
+    flag = text_of(assign.targets[0].target).split(".")[-1] if isinstance(assign, cst.Assign) else ""
+    if flag in facts.known.hiding and "_VISIBLE_DEVICES" not in facts.code:
+        return Left(_HIDES, node.children)
     if _is_given_away(whole_test, facts):
         return Left(_GIVEN, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, _available(facts, node)), some=True)
 
 
 def _is_given_away(answer: cst.CSTNode, facts: Facts) -> bool:
-    """Return whether an answer, or the name to which it is assigned, is an option `gpu=` of another package."""
+    """Return whether an answer, or the name to which it is assigned, is in an option `gpu=` of another package.
+
+    A library that trains the script, such as Lightning, gets it by any option.
+    """
     holder = facts.parent(answer)
     name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else text_of(answer)
     own = ("torch", "accelcore", *facts.known.modules)
     for call in facts.calls:
         package = (facts.name(call.func) or "").split(".")[0]
-        options = [arg.value for arg in call.args if arg.keyword and _OPTION.fullmatch(arg.keyword.value)]
-        if package and package not in own and any(text_of(value) == name for value in options):
+        wanted = re.compile(".*") if re.fullmatch(ENGINES, package) else _OPTION
+        options = [text_of(arg.value) for arg in call.args if arg.keyword and wanted.fullmatch(arg.keyword.value)]
+        given = re.compile(rf"(?<![\w.]){re.escape(name)}(?!\w)")
+        if package and package not in own and any(map(given.search, options)):
             return True
     return False
 
@@ -176,7 +194,8 @@ AVAILABILITY = Rule(
         Example(
             Level.ROLES,
             "n = torch.cuda.device_count()",
-            "n = torch.get_device_module().device_count() if torch.accelerator.current_accelerator() else 0",
+            "n = torch.get_device_module(torch.accelerator.current_accelerator()).device_count() "
+            "if torch.accelerator.current_accelerator() else 0",
         ),
         Example(
             Level.ROLES,

@@ -29,6 +29,7 @@ _VENDORS = re.compile(r"(?i)cuda|apex|npu|triton|kernel|extension|fused|\bext\b"
 
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
+_CPU = ("'cpu'", '"cpu"')
 
 
 def _decide(node: cst.Comparison | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
@@ -163,6 +164,18 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     return Left(_SKIPS, node.children, retry=whole(node, f'{kind} != "cpu"'))
 
 
+def _decide_place(node: cst.IfExp, facts: Facts) -> Rewrite | None:
+    """Ask a tensor for its device, where a choice names it: `"cuda" if x.is_cuda else "cpu"`."""
+    asks = _decide_flag(node.test, facts) if isinstance(node.test, cst.Attribute) else None
+    if not isinstance(asks, Left) or asks.retry is None:
+        return None
+    tensor = text_of(cst.ensure_type(node.test, cst.Attribute).value)
+    is_text = _is_vendor(node.body) and text_of(node.orelse) in _CPU
+    if is_text or (text_of(node.body) == f"{tensor}.get_device()" and text_of(node.orelse)[13:-1] in _CPU):
+        return whole(node, f"{tensor}.device.type" if is_text else f"{tensor}.device")
+    return None
+
+
 def _is_of_option(node: cst.Comparison, facts: Facts) -> bool:
     """Return whether a condition is the value of `pin_memory`, `fused` or autocast's `enabled`, or chooses it."""
     inner, outer = cast("cst.CSTNode", node), facts.parent(node)
@@ -233,3 +246,11 @@ GUARDS = Rule(
 )
 
 IS_CUDA = Rule("is_cuda", "`x.is_cuda`, if all that it guards is rewritten", (cst.Attribute,), _decide, ())
+
+PLACE = Rule(
+    "device of a tensor",
+    "a choice of a name by `x.is_cuda`",
+    (cst.IfExp,),
+    _decide_place,
+    (Example(Level.ROLES, "kind = 'cuda' if x.is_cuda else 'cpu'", "kind = x.device.type"),),
+)

@@ -37,12 +37,8 @@ def _waits_for_stream(call: cst.Call, facts: Facts) -> bool:
     func = call.func
     if not isinstance(func, cst.Attribute) or func.attr.value != "synchronize" or call.args:
         return False
-    return is_current_stream(func.value, facts)
-
-
-def is_current_stream(node: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether an expression is a call of `torch.cuda.current_stream()`."""
-    return isinstance(node, cst.Call) and not node.args and facts.name(node.func) == "torch.cuda.current_stream"
+    of = func.value
+    return isinstance(of, cst.Call) and not of.args and facts.name(of.func) == "torch.cuda.current_stream"
 
 
 def _guarded(facts: Facts, node: cst.SimpleStatementLine, source: str, test: str = "") -> Rewrite:

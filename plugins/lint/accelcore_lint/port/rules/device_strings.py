@@ -255,6 +255,8 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
     name = None
     if isinstance(holder, cst.Assign) and len(holder.targets) == 1:
         name = text_of(holder.targets[0].target)
+        if "environ[" in name:
+            return Left("an environment variable: write the device's type if what reads it takes any device")
     elif isinstance(holder, cst.AnnAssign):
         name = text_of(holder.target)
     elif isinstance(holder, cst.Param):
@@ -288,7 +290,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
         name == "torch.device"
         or (keyword == "device_type" and (name.startswith("torch.") or isinstance(call.func, cst.Name)))
         or (name.startswith("torch.distributed.") and name.endswith(".init_device_mesh") and first)
-        or (name in ("torch.autocast", "torch.amp.GradScaler") and first)
+        or (name in ("torch.autocast", "torch.amp.GradScaler", "torch.set_default_device") and first)
     ):
         return "kind"
     if method == "add_argument" and keyword == "default":

@@ -30,6 +30,8 @@ _REASONS = {
     "nvtx": "ranges of NVIDIA's profiler: torch.profiler.record_function(name) is a context for all devices",
     "cudart": "functions of the CUDA runtime: torch.profiler records on all devices",
     "memory_summary": "a table of one vendor's allocator: torch.accelerator.memory_stats() has figures",
+    "manual_seed": "seeds of one vendor's devices: torch.manual_seed(n) seeds those of all",
+    "manual_seed_all": "seeds of one vendor's devices: torch.manual_seed(n) seeds those of all",
     "amp": "mixed precision of one vendor, in a form that is not known",
 }
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.device_names import is_device_name
@@ -11,21 +13,14 @@ from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
 
 _FIGURES = {"max_memory_allocated": "peak", "memory_allocated": "used"}
-_GENERIC = {
-    "max_memory_allocated": "max_memory_allocated",
-    "memory_allocated": "memory_allocated",
-    "max_memory_reserved": "max_memory_reserved",
-    "memory_reserved": "memory_reserved",
-    "max_memory_cached": "max_memory_reserved",
-    "memory_cached": "memory_reserved",
-}
-_KNOWN = {f"torch.cuda{part}.{name}": name for part in ("", ".memory") for name in _GENERIC}
+_KNOWN = re.compile(r"torch\.cuda(?:\.memory)?\.((?:max_)?memory_)(allocated|reserved|cached)")
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
-    name = _KNOWN.get(facts.name(node.func) or "")
-    if name is None:
+    found = _KNOWN.fullmatch(facts.name(node.func) or "")
+    if found is None:
         return None
+    name = found[1] + found[2].replace("cached", "reserved")
     device = argument(node, "device", 0)
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or facts.sets_device(device, node)
     named = "" if device is None or own or not is_device_name(text_of(device)) else text_of(device)
@@ -36,7 +31,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
     module = f"{facts.torch}.get_device_module({f'{facts.torch}.device({named})' if named else ''})"
     none = "lambda _: 0" if named else "lambda: 0"  # the CPU's module has no figures, nor has that of MPS
-    return whole(node, f'getattr({module}, "{_GENERIC[name]}", {none})({named})', facts.needs_torch)
+    return whole(node, f'getattr({module}, "{name}", {none})({named})', facts.needs_torch)
 
 
 MEMORY = Rule(

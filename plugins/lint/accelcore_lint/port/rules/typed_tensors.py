@@ -156,7 +156,7 @@ def _of_name(name: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:
         made = isinstance(call.func, cst.Name) and call.func.value == name.value and _makes(call, facts)
         known += made or (_converts(call) and text_of(call.args[0].value) == name.value)
     condition = cst.ensure_type(values[0], cst.IfExp).test
-    if known != facts.uses[name.value]:
+    if known != facts.uses[name.value] or name.value in facts.known.taken:
         return None
     if _asks(condition, facts):
         return kind, ""

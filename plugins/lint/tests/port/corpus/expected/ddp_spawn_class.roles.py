@@ -51,6 +51,6 @@ def work(rank, world_size, steps):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=torch.get_device_module().device_count() if torch.accelerator.current_accelerator() else 0)
+    parser.add_argument("--ranks", type=int, default=torch.get_device_module(torch.accelerator.current_accelerator()).device_count() if torch.accelerator.current_accelerator() else 0)
     args = parser.parse_args()
     mp.spawn(work, args=(args.ranks, args.steps), nprocs=args.ranks)

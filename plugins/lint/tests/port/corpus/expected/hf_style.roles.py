@@ -6,7 +6,7 @@ from torch import nn
 import accelcore
 
 logger = logging.getLogger(__name__)
-n_gpu = torch.get_device_module().device_count() if torch.accelerator.current_accelerator() else 0
+n_gpu = torch.get_device_module(torch.accelerator.current_accelerator()).device_count() if torch.accelerator.current_accelerator() else 0
 accel = accelcore.select()
 device = accel.device
 torch.manual_seed(42)

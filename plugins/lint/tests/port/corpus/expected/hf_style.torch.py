@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 logger = logging.getLogger(__name__)
-n_gpu = torch.get_device_module().device_count() if torch.accelerator.current_accelerator() else 0
+n_gpu = torch.get_device_module(torch.accelerator.current_accelerator()).device_count() if torch.accelerator.current_accelerator() else 0
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 torch.manual_seed(42)
 
