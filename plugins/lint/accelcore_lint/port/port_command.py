@@ -150,7 +150,7 @@ def _unreadable(error: cst.ParserSyntaxError) -> str:
     if "dedent" in error.message or "indent" in error.message:
         remedy = "if Python runs this file, it mixes tabs and spaces: indent all lines by spaces"
         return f"indentation that cannot be read ({error.message}); {remedy}"
-    return f"line {error.raw_line} is not Python that can be read: {error.message}"
+    return f"line {error.raw_line} is not Python that can be read: {error.message.split(': ', 2)[-1]}"
 
 
 def main() -> None:

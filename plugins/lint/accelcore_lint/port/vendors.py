@@ -46,7 +46,7 @@ _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse
 _OWN = "|".join((*DEVICES, "apex"))
 """Words by which scripts also call options of their own."""
 
-_FLAGS = re.compile(rf"(?m)^[ \t]*({_OWN})[ \t]*=(?!=)")
+_FLAGS = re.compile(rf"(?m)^[ \t]*({_OWN})[ \t]*(?::[^=\n]+)?=(?!=)")
 _IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({_OWN})\b[ \t]*(?:,|as\b|$|#)")
 _MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({_OWN})[ \t]*=(?!=)")
 _TRUTHS = re.compile(rf"\b(?:if|elif|while|and|or|not)[ \t(]+((?:\w+\.)*\w+\.(?:{_OWN}))\b(?![ \t]*[.(])")
@@ -135,7 +135,7 @@ def vendor_lines(source: str) -> set[int]:
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
             is_flag = is_argument and text in (*DEVICES, "apex")
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
-            is_devices = is_devices and calls[-1] not in replicas
+            is_devices = is_devices and calls[-1] not in {*replicas, "def"}
             is_word = text in words or (text in _WORDS and before in ("from", "import"))
             if is_devices or ((is_word or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)
@@ -148,7 +148,7 @@ def vendor_lines(source: str) -> set[int]:
             found.add(line)
         elif kind == tokenize.OP:
             if text in "([{":
-                calls.append(before)
+                calls.append("def" if earlier == "def" else before)
             elif text in ")]}" and calls:
                 calls.pop()
         statement_begins, earlier, before = False, before, text

@@ -480,8 +480,14 @@ def test_a_move_stays_below_a_question_that_a_file_of_the_project_answers_by_hid
     assert ("if torch.cuda.is_available():" in ported) is (kept and bool(indent))
 
 
-@pytest.mark.parametrize("test", ["given == dist.Backend.NCCL", "'CUDA out of memory. ' not in str(given)"])
-def test_a_comparison_with_one_vendors_backend_or_error_is_reported(test):
+@pytest.mark.parametrize(
+    "test",
+    [
+        *("given == dist.Backend.NCCL", "'CUDA out of memory. ' not in str(given)"),
+        "own.DataParallel(given, device_ids=gpus)",
+    ],
+)
+def test_a_comparison_with_one_vendors_backend_or_error_and_an_own_wrapper_are_reported(test):
     source = f"import torch.distributed as dist\n\n\ndef is_so(given):\n    return {test}\n"
     assert [note.line for note in port_source(f"{source}\ndevice = 'cuda'\n", Level.ROLES).left] == [5]
 

@@ -54,6 +54,8 @@ def test_an_attribute_that_the_script_sets_is_no_vendor_line():
         ("device_ids = [0, 1]", 0),
         ("print(self.output_device, device_ids)", 0),
         ("net = DDP(net, device_ids=device_ids)", 1),
+        ("def wrapped(net, device_ids=(), output_device=None): pass", 0),
+        ("class Options:\n    cuda: bool = True", 0),
         ("net = DDP(net, device_ids=[0] if many else None)", 0),
         ("net = torch.nn.DataParallel(net, device_ids=[0, 1], output_device=0)", 0),
         ("from torch.nn import DataParallel as DP\nnet = DP(net, device_ids=[0, 1])", 0),

@@ -114,7 +114,9 @@ def _decide_function(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
         return None
     index = argument(body, "device", 0)
     if index is not None and (facts.is_library or (facts.level is Level.TORCH and text_of(index) != "0")):
-        return Left(f"map_location of the index {text_of(index)}: torch.load knows no index of the CPU")
+        return Left(
+            f"map_location of the index {text_of(index)}: torch.load refuses one of the CPU: give it the device"
+        )
     source = device_source(facts, node, index)
     return source if isinstance(source, Left) else whole(node, source)
 

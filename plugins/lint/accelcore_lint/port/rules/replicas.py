@@ -28,15 +28,13 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left(_ONE_EACH, inner=True)
     given = [arg for arg in node.args if arg.keyword is not None and arg.keyword.value in _DEVICES]
     if facts.name(node.func) not in (*_DDP, "torch.distributed.barrier"):
-        plain = any(isinstance(arg.value, (cst.List, cst.Tuple)) for arg in given)
-        return (
-            Left("device_ids of a wrapper that is not known: None where there is no accelerator", inner=True)
-            if plain
-            else None
-        )
+        is_known = text_of(node.func).endswith("DataParallel")  # by its name, and not torch's
+        if not any(is_known or isinstance(arg.value, (cst.List, cst.Tuple)) for arg in given):
+            return None
+        return Left("device_ids of a wrapper that is not known: None where there is no accelerator", inner=True)
     dropped = [arg for arg in given if arg.keyword is not None and arg.keyword.value == "output_device"]
     if any(map(_has_comment, dropped)):
-        return Left("comments among the devices of DistributedDataParallel")
+        return Left("a comment among the arguments of DistributedDataParallel would be lost: move it above the line")
     ids = argument(node, "device_ids")
     models = [arg for arg in node.args if arg.keyword is None or arg.keyword.value == "module"]
     if facts.name(node.func) not in _DDP:
