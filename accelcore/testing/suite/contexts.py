@@ -95,6 +95,18 @@ class ContextTests:
             assert torch.equal(second.cpu(), 2 * first.cpu()), "a frozen weight that changed in a region is the old one"
 
     @_of_tables
+    def test_weights_and_their_transposes(self, accel: Backend, table: str) -> None:
+        """A square weight and its transpose, which share memory and shape, are two operands in one region."""
+        with _declared(accel, table):
+            low, layer, rows = _of(accel)
+            with accel.autocast(low, table=table):
+                products = {"weight": rows @ layer.weight, "transpose": rows @ layer.weight.T}
+            exact, weight = rows.cpu().double(), layer.weight.detach().cpu().double()
+            for name, operand in (("weight", weight), ("transpose", weight.T)):
+                off = error(products[name], exact @ operand)
+                assert off < 4 * eps(low), f"the product with the {name} is that with another one"
+
+    @_of_tables
     def test_autocast_in_threads(self, accel: Backend, table: str) -> None:
         """A region is its thread's: another thread begins without one, may open its own, and changes no other."""
         with _declared(accel, table):
@@ -157,7 +169,7 @@ class ContextTests:
 
     @_of_tables
     def test_weights_in_regions_of_two_dtypes(self, accel: Backend, table: str) -> None:
-        """A region of another dtype inside of one casts weights from their own values, not from the outer cast."""
+        """A region of another dtype inside of one casts weights from their own values, and leaves the outer dtype."""
         names = accel.capabilities.autocast_dtypes
         if len(names) < 2:
             pytest.skip("not declared: a second autocast dtype")
@@ -176,8 +188,10 @@ class ContextTests:
                             output = layer(rows)
                         except RuntimeError as error:
                             refused(first_line(error))  # torch's cache of weights knows one dtype
+                    after = (rows @ rows.T).dtype
                 assert output.dtype == inner, f"in a region of {inner} it computes in {output.dtype}"
                 assert output.item() == 8 * weight, f"in a region of {inner} a weight was rounded to {outer} first"
+                assert after == outer, f"after a region of {inner} inside of it, one of {outer} computes in {after}"
 
     @_of_tables
     def test_autocast_decorates(self, accel: Backend, table: str) -> None:
@@ -289,9 +303,11 @@ class ContextTests:
         with _declared(accel, table):
             low, _, rows = _of(accel)
             whole = torch.ones(2, 2, device=accel.device, dtype=torch.int64)
+            multiplies = _multiplies(whole)
             before, wide = rows.clone(), "float64" in accel.capabilities.model_dtypes
             with accel.autocast(low, table=table):
                 assert (whole + whole).dtype == torch.int64, "whole numbers were cast"
+                assert not multiplies or (whole @ whole).dtype == torch.int64, "a product of whole numbers was cast"
                 assert (rows > 0).dtype == torch.bool
                 if wide:
                     assert functional.linear(rows.double(), rows.double()).dtype == torch.float64, "float64 was cast"
@@ -301,6 +317,14 @@ class ContextTests:
                 held += rows @ rows.T
             assert held.dtype == torch.float32, "a sum in place changed its dtype"
             assert torch.equal(rows, before), "autocast changed an input"
+
+
+def _multiplies(whole: Tensor) -> bool:
+    """Return whether the device has matrix products of whole numbers."""
+    try:
+        return (whole @ whole).dtype == whole.dtype
+    except RuntimeError:
+        return False
 
 
 def _gradients(found: list[Tensor], exact: list[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:

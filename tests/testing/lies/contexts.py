@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 
@@ -106,6 +106,76 @@ def autocast_with_old_weights(backend):
 @lie("TestPrecision.test_weights_that_were_cast_without_gradients", says="has no gradient", table="torch")
 def autocast_that_keeps_weights_of_no_grad(backend):
     return _by_copies(graph=False)(backend)
+
+
+class _Changes(torch.overrides.TorchFunctionMode):
+    """Changes the operands of products."""
+
+    def __init__(self, change):
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.matmul, torch.Tensor.__matmul__):
+            args = tuple(map(self._change, args))
+        return function(*args, **(kwargs or {}))
+
+
+class _Both:
+    """A region, and something more that is entered with it."""
+
+    def __init__(self, region, more):
+        self._region, self._more, self._entered = region, more, []
+
+    def __enter__(self):
+        self._entered.append(ExitStack())
+        self._entered[-1].enter_context(self._region)
+        self._entered[-1].enter_context(self._more())
+
+    def __exit__(self, *error):
+        self._entered.pop().__exit__(*error)
+
+
+def _changing(backend, change):
+    def autocast(honest, dtype=None, *, enabled=True, table="torch"):
+        return _Both(honest.autocast(dtype, enabled=enabled, table=table), lambda: _Changes(change))
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+@lie("TestPrecision.test_autocast_keeps_tensors", says="a product of whole numbers was cast", table="torch")
+def autocast_of_whole_numbers(backend):
+    return _changing(backend, lambda value: value if value.is_floating_point() else value.float())
+
+
+@lie("TestPrecision.test_weights_and_their_transposes", says="with the transpose is that with another", table="torch")
+def autocast_that_finds_weights_by_address(backend):
+    kept = {}
+
+    def first_cast(value):
+        return kept.setdefault((value.data_ptr(), value.shape), value) if value.requires_grad else value
+
+    return _changing(backend, first_cast)
+
+
+@lie("TestPrecision.test_weights_in_regions_of_two_dtypes", says="inside of it, one of", table="O1")
+def autocast_that_leaves_the_usual_dtype(backend):
+    class Leaves:
+        def __init__(self, region):
+            self._region = region
+
+        def __enter__(self):
+            self._region.__enter__()
+
+        def __exit__(self, *error):
+            self._region.__exit__(*error)
+            if torch.is_autocast_enabled("cpu"):
+                torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+    def autocast(honest, *args, **kwargs):
+        return Leaves(honest.autocast(*args, **kwargs))
+
+    return replaced(backend, "precision", autocast=autocast)
 
 
 def _moving(change):
