@@ -16,8 +16,6 @@ _FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \
 
 _MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ \t]+return\b)[ \t]*(?:\w+\.)*(\w+)\(")
 _PLAIN_BASES = ("object", "ABC")
-_MEMBER = re.compile(r"\bdef (\w+)|\bself\.(\w+)|(?m:^[ \t]+(\w+)(?: *:[^=\n]+)? *=(?!=))")
-_MAKES_UP = re.compile(r"__getattr|__dict__|\bsetattr\(")
 
 
 def own_moves(texts: Collection[str]) -> frozenset[str]:
@@ -49,11 +47,6 @@ def has_strange_moves(text: str) -> bool:
     return any(_MOVES.search(body) and not _is_module(bases) for _, bases, body in _classes(text))
 
 
-def has_module_moves(text: str) -> bool:
-    """Return whether a class that names a module as its base defines `cuda`."""
-    return any(_MOVES.search(body) and _is_module(bases) for _, bases, body in _classes(text))
-
-
 def _is_module(bases: Collection[str]) -> bool:
     return any(base.endswith("Module") for base in bases)
 
@@ -67,29 +60,6 @@ def returns_something(text: str) -> bool:
     """Return whether a method `cuda` that a file defines may return something, or is not written as a plain method."""
     plain = [body for _, name, _, body in _FUNCTION.findall(text) if name in DEVICES]
     return len(plain) != len(_MOVES.findall(text)) or any(re.search(r"\b(return|yield)\b", body) for body in plain)
-
-
-def own_members(texts: Collection[str]) -> frozenset[str] | None:
-    """Return the names of all attributes of objects whose class, no module of torch, has a `cuda` of its own.
-
-    None if a base of such a class is not in the project, or if it makes up attributes.
-    """
-    bodies: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
-    for text in texts if any(map(_MOVES.search, texts)) else ():
-        for name, bases, body in _classes(text):
-            bodies[name].append((body, bases))
-    names = {
-        name
-        for name, made in bodies.items()
-        if any(_MOVES.search(body) and not _is_module(bases) for body, bases in made)
-    }
-    pairs = [(name, base) for name, made in bodies.items() for _, bases in made for base in bases if base in bodies]
-    names = _grown(names, pairs + [(base, name) for name, base in pairs])
-    made = [each for name in names for each in bodies[name]]
-    known = all(base in bodies or base in _PLAIN_BASES for _, bases in made for base in bases)
-    if not known or any(_MAKES_UP.search(body) for body, _ in made):
-        return None
-    return frozenset(name for body, _ in made for found in _MEMBER.findall(body) for name in found if name)
 
 
 def torch_modules(texts: Collection[str]) -> frozenset[str]:

@@ -13,7 +13,6 @@ from accelcore_lint.port.files import find_scripts
 from accelcore_lint.port.own_classes import (
     has_strange_moves,
     movers,
-    own_members,
     own_moves,
     returns_something,
     takes_arguments,
@@ -69,7 +68,6 @@ class Known:
         own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
         movers: classes with such a method, and their files.
         meets_movers: whether the file, or one that it imports, also through others, has such a class.
-        own_members: names of what such objects have; None if a base of their classes is not known.
         torch_modules: classes of the project that are certainly modules of torch, if it defines a `cuda`.
         strange_moves: whether such a class is no module of torch: an object of an unknown class may lack `to()`.
         moves_take: whether such a `cuda()` takes arguments.
@@ -89,7 +87,6 @@ class Known:
     own_moves: frozenset[str] = frozenset()
     movers: str = ""
     meets_movers: bool = True
-    own_members: frozenset[str] | None = None
     torch_modules: frozenset[str] = frozenset()
     strange_moves: bool = False
     moves_take: bool = False
@@ -153,7 +150,6 @@ def read_project(paths: Iterable[Path]) -> Project:
     known = Known(
         own_moves=own_moves(texts.values()),
         movers=", ".join(sorted(f"{name} in {path.name}" for path, names in own.items() for name in names)[:3]),
-        own_members=own_members(texts.values()),
         torch_modules=torch_modules(texts.values()),
         strange_moves=any(map(has_strange_moves, texts.values())),
         moves_take=any(map(takes_arguments, texts.values())),

@@ -6,12 +6,10 @@ import re
 from typing import cast
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.own_classes import has_module_moves, own_members, returns_something, takes_arguments
+from accelcore_lint.port.own_classes import returns_something, takes_arguments
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES
 
 _MAKES = re.compile(
     r"torch\.(nn\.(\w+\.)*([A-Z]\w*|functional\.\w+)|autograd\.Variable|tensor|as_tensor|from_numpy|(zeros|ones|rand|randn|empty|full)(_like)?"
@@ -40,7 +38,7 @@ def is_torchs(move: cst.Call, facts: Facts) -> bool:
     returns = facts.known.moves_return or returns_something(facts.code)
     if (move.args and not takes) or (not returns and _is_used(move, facts)):
         return True
-    return is_of_torch(moved, facts) or _acts_as_torchs(moved, facts)
+    return is_of_torch(moved, facts)
 
 
 def _is_used(move: cst.Call, facts: Facts) -> bool:
@@ -87,60 +85,3 @@ def _last_value(node: cst.Name, facts: Facts) -> cst.BaseExpression | None:
     between = around[: around.index(block)] if block in around else [block]
     ends = (cst.For, cst.While, cst.With, cst.Try, cst.FunctionDef, cst.Lambda, cst.CompFor, cst.IndentedBlock)
     return None if any(isinstance(each, ends) for each in between) else last
-
-
-def _acts_as_torchs(moved: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether the function also uses an object for what no object of the project's class can do.
-
-    The name must stand for the same object in the whole function.
-    """
-    function, text = facts.function_of(moved), text_of(moved)
-    members = facts.known.own_members if facts.known.strange_moves else own_members([facts.code])
-    if not isinstance(moved, (cst.Name, cst.Attribute)) or function is None or members is None:
-        return False
-    if has_module_moves(facts.code):
-        return False  # its objects can do what all modules can
-    if any(facts.name(base) for base in (moved, getattr(moved, "value", moved))) or _rebinds(text, function, facts):
-        return False
-    return any(_shows(use, text, members) for use in matchers.findall(function, _USES))
-
-
-_USES = matchers.Attribute() | matchers.Subscript() | matchers.Call()
-
-
-def _shows(use: cst.CSTNode, text: str, members: frozenset[str]) -> bool:
-    if isinstance(use, cst.Call):
-        return text_of(use.func) == text and "__call__" not in members
-    if isinstance(use, cst.Subscript):
-        return text_of(use.value) == text and "__getitem__" not in members
-    attribute = cst.ensure_type(use, cst.Attribute)
-    return text_of(attribute.value) == text and attribute.attr.value not in {*members, *DEVICES}
-
-
-def _rebinds(text: str, function: cst.FunctionDef, facts: Facts) -> bool:
-    """Return whether a name may stand for several objects in a function, apart from the same one moved or cut."""
-    name = rf"(?<![\w.]){re.escape(text)}(?![\w.(\[])"
-    asks = rf"\b(?:isinstance|hasattr|callable|type)\(\s*{name}"
-    if re.search(rf"{asks}|\b(?:global|nonlocal|del|as)\b[^\n]*{name}|{name} *:=", text_of(function)):
-        return True
-    made = [value for value in facts.assigned.get(text, ()) if facts.function_of(value) is function]
-    count = sum(not _is_same(value, text) for value in made)
-    loops = [cst.ensure_type(each, cst.For).target for each in matchers.findall(function, matchers.For())]
-    loops += [cst.ensure_type(each, cst.CompFor).target for each in matchers.findall(function, matchers.CompFor())]
-    count += sum(re.search(name, text_of(target)) is not None for target in loops)
-    heads = [function.params]
-    heads += [cst.ensure_type(each, cst.Lambda).params for each in matchers.findall(function, matchers.Lambda())]
-    inner = matchers.findall(function.body, matchers.FunctionDef())
-    heads += [cst.ensure_type(each, cst.FunctionDef).params for each in inner]
-    return count + sum(re.search(name, text_of(head)) is not None for head in heads) > 1
-
-
-def _is_same(value: cst.BaseExpression, text: str) -> bool:
-    """Return whether a value is the object of a name, moved, converted or cut, or a choice between such values."""
-    if isinstance(value, cst.IfExp):
-        return _is_same(value.body, text) and _is_same(value.orelse, text)
-    if isinstance(value, cst.Subscript):
-        return _is_same(value.value, text)
-    if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute):
-        return value.func.attr.value in (*DEVICES, *_TENSORS) and _is_same(value.func.value, text)
-    return text_of(value) == text

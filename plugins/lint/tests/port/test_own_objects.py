@@ -106,52 +106,6 @@ def test_the_value_of_a_method_that_returns_nothing_is_not_used(tmp_path, moved,
     assert (".cuda()" in _ported(tmp_path, source, learners=learners)) is (kept or returns)
 
 
-ACTS = """import torch
-import torch.nn as nn
-from learners import Learner
-
-
-class Net(nn.Module):
-    pass
-
-
-def run(x, items, wrap):
-    {line}
-    x.cuda()
-    return x
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "kept"),
-    [
-        ("print(x.size(0))", False),
-        ("print(x[0])", False),
-        ("print(x(1))", False),
-        ("x = x[1:]; print(x.norm())", False),
-        ("print(x.where)", True),
-        ("x.step(1)", True),
-        ("print(x.cuda)", True),
-        ("print(x)", True),
-        ("print(x.size(0)); x = wrap(x)", True),
-        ("print(x.size(0)); x = wrap(x.float())", True),
-        ("print(x.size(0)); x, y = items", True),
-        ("print(x.size(0)); x = Learner()", True),
-        ("print(isinstance(x, Learner) or x.size(0))", True),
-        ("print([x.size(0) for x in items])", True),
-        ("print((lambda x: x.size(0))(x))", True),
-        ("x = Net()", False),
-    ],
-)
-@pytest.mark.parametrize("inside", [True, False])
-def test_what_an_own_object_cannot_do_shows_that_one_is_torchs(tmp_path, line, kept, inside):
-    learner = "class Learner(object):\n    def cuda(self):\n        self.where = 'its own'\n        return self\n"
-    learner += "\n    def step(self, n):\n        return n\n"
-    source = ACTS.format(line="\n    ".join(line.split("; ")))
-    source = source.replace("from learners import Learner\n", learner) if inside else source
-    assert ("x.cuda()" in _ported(tmp_path, source, learners=learner)) is kept
-
-
 @pytest.mark.parametrize(
     ("learner", "net", "kept"),
     [
@@ -167,13 +121,3 @@ def test_a_module_that_the_project_defines_is_torchs(tmp_path, learner, net, kep
     nets = f"import torch.nn as nn\n\n\n{net}\n    pass\n"
     source = f"import torch\nfrom nets import Net\n\n\n{learner}        return self\n"
     assert ("self.net.cuda()" in _ported(tmp_path, source, nets=nets)) is kept
-
-
-@pytest.mark.parametrize(
-    ("base", "more", "kept"),
-    [("", "", False), ("(Base)", "", True), ("", "    def __getattr__(self, name):\n        return self.x\n", True)],
-)
-def test_an_own_object_whose_attributes_are_not_known_can_do_all(tmp_path, base, more, kept):
-    learner = f"class Learner{base}:\n    def cuda(self):\n        return self\n\n{more}"
-    source = "import torch\n\n\ndef run(x):\n    x.cuda()\n    return x.size(0)\n"
-    assert ("x.cuda()" in _ported(tmp_path, source, learners=learner)) is kept
