@@ -77,7 +77,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *_of_other_shapes(name, options),
         *from_behind(info, dtype, options),
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
-        *(filter(None, map(with_negative_indices, options)) if name in _FROM_BEHIND else ()),
+        *(islice(filter(None, map(with_negative_indices, pool)), _MOST_SHAPES) if name in _FROM_BEHIND else ()),
     ]:
         yield Rare(info, dtype, arguments, OTHERWISE)
     for choose, layout in _IN_LAYOUTS if every and name not in READS_MEMORY else ():
