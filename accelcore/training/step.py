@@ -90,7 +90,9 @@ class Step:
             self._gradients.clear()
             self.shared.is_open = True
             self._version = self._updated._version
-        elif self._version is not None and self._window.micro == 0 and self._updated._version != self._version:
+            return
+        self.shared.check_left()
+        if self._version is not None and self._window.micro == 0 and self._updated._version != self._version:
             self._version = None
             logger.warning(
                 "the parameters have changed between two calls of trainer.backward(...), and trainer.update() was not "
@@ -179,6 +181,8 @@ class Step:
         self._strategy.after_backward()
         if self._overwrites and outlast:  # the next call of the model overwrites them, but not a copy
             self._gradients.load_state(self._gradients.state())
+        if outlast and not self._captured:  # a graph holds its gradients itself
+            self.shared.note_left()
 
     def end_micro_batch(self, loss: Tensor | None = None, *, updated: bool = False) -> bool:
         """Count a micro-batch; close the window after its last one, and return whether it did. Observers get `loss`."""
@@ -327,6 +331,7 @@ class Step:
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.is_open = self._added = opened
+        self.shared.left = None
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)

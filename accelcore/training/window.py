@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelcore.backend import Backend
 from accelcore.errors import TrainingError
+from accelcore.optim.shards import to_local
 from accelcore.util.containers import described
 from accelcore.util.text import is_number
 
@@ -145,6 +146,7 @@ class SharedParameters:
         self._parameters = parameters
         self._aside: list[Tensor | None] | None = None
         self.is_open = False  # whether the gradients must outlast the use by other trainers
+        self.left: tuple[Tensor, Tensor, int] | None = None  # a parameter, its gradient, and the gradient's version
 
     def acquire(self) -> None:
         """Put this trainer's gradients on the parameters, as it left them."""
@@ -160,3 +162,20 @@ class SharedParameters:
                 parameter.grad = gradient
             self._aside = None
         _thread.holder = ref(self)
+
+    def note_left(self) -> None:
+        """Note a gradient of the window as the last backward pass has left it."""
+        held = ((parameter, parameter.grad) for parameter in self._parameters)
+        self.left = next(((each, grad, grad._version) for each, grad in held if grad is not None), None)
+
+    def check_left(self) -> None:
+        """Raise TrainingError if the noted gradient was cleared since. Waits for the device only if it was written."""
+        if self.left is None:
+            return
+        parameter, gradient, version = self.left
+        if parameter.grad is not gradient or (gradient._version != version and not to_local(gradient).any()):
+            raise TrainingError(
+                "the gradients of a window were cleared between two of its micro-batches",
+                why="zero_grad() was called, and the trainer adds gradients up until the window's update",
+                remedy="remove optimizer.zero_grad() and model.zero_grad(): each window begins without gradients",
+            )

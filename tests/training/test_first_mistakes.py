@@ -178,6 +178,25 @@ def test_optimizer_step_in_place_of_update_is_reported_at_the_next_backward(acce
     assert len(warnings()) == 1  # once a window
 
 
+@pytest.mark.parametrize("flat", [None, True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_within_a_window_is_refused_and_between_two_does_nothing(accel, to_none, flat):
+    def train(accumulate, cleared):
+        torch.manual_seed(0)
+        model = net()
+        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.1)
+        trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).sum(), accumulate=accumulate, flat=flat)
+        for batch in (torch.ones(2, 4), torch.arange(8.0).view(2, 4)):
+            if cleared:
+                (optimizer if to_none else model).zero_grad(set_to_none=to_none)
+            trainer(batch)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    torch.testing.assert_close(train(1, cleared=True), train(1, cleared=False), rtol=0, atol=0)
+    with pytest.raises(accelcore.TrainingError, match=r"cleared(?s:.*)remove optimizer\.zero_grad\(\)"):
+        train(2, cleared=True)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_updates_by_itself_needs_no_update_and_no_step(accel, accumulate):
     model = net()
