@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore import AccelError, Backend, UnsupportedError
-from accelcore.testing.suite.optimizer_state import on_host, routes_of
+from accelcore.testing.suite.optimizer_state import on_host, routes_of, with_rate
 from accelcore.testing.support.declared import declared
 from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, options_of, oracle, parameters, step
 from accelcore.testing.support.oracles import error, spoil, weights
@@ -80,8 +80,6 @@ class StepsOfOptimizers:
         """Each parameter group has its own options, by every route."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             for options in (*options_of(name).values(), ORACLES[name][1][-1]):
-                if "use_global_grad_norm" in options:
-                    continue  # the norm is that of all groups
 
                 def groups(members: list[nn.Parameter], options: dict[str, Any] = options) -> list[dict[str, Any]]:
                     return [{"params": members[:2]}, {"params": members[2:], **options}]
@@ -212,25 +210,31 @@ class StepsOfOptimizers:
 
     @of_every
     def test_overflow_is_skipped_by_every_optimizer(self, accel: Backend, name: str) -> None:
-        """An overflow leaves parameters and the state as they are, and the next step is as without it."""
+        """With every option, an overflow leaves parameters and state as they are, and the next step is as without it.
+
+        Scaled gradients are divided by the scale before anything else.
+        """
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            members = parameters(accel.device)
-            optimizer, scaler = accel.optimizers.create(name, members, lr=LR), accel.scaler.create(init=4.0)
-            reference, expected = on_host(name, {})
-            for number, value in enumerate((None, math.inf, None, math.nan, None)):
-                for parameter, gradient in zip(members, gradients(number), strict=True):
-                    parameter.grad = (torch.empty_like(parameter).copy_(gradient)) * scaler.state_dict()["scale"]
-                if value is None:
-                    step(reference, expected, number)
-                else:
-                    spoil(members[1], value)
-                before = weights(members), _state_of(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-                if value is not None:
-                    assert all(map(torch.equal, weights(members), before[0])), "an overflow changed a parameter"
-                    assert _same(_state_of(optimizer), before[1]), "an overflow changed the state"
-            assert max(map(error, members, expected)) < 2e-5, "after an overflow it steps otherwise"
+            for options in ORACLES[name][1]:
+                members = parameters(accel.device)
+                optimizer = accel.optimizers.create(name, members, **with_rate(options))
+                scaler = accel.scaler.create(init=4.0)
+                reference, expected = on_host(name, options)
+                for number, value in enumerate((None, math.inf, None, math.nan, None)):
+                    for parameter, gradient in zip(members, gradients(number), strict=True):
+                        parameter.grad = (torch.empty_like(parameter).copy_(gradient)) * scaler.state_dict()["scale"]
+                    if value is None:
+                        step(reference, expected, number)
+                    else:
+                        spoil(members[1], value)
+                    before = weights(members), _state_of(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    if value is not None:
+                        assert all(map(torch.equal, weights(members), before[0])), "an overflow changed a parameter"
+                        assert _same(_state_of(optimizer), before[1]), "an overflow changed the state"
+                off = max(map(error, members, expected))
+                assert off < 2e-5, f"with scaled gradients and {options} it is off by {off:.1e}"
 
     @of_every
     def test_optimizers_that_take_turns(self, accel: Backend, name: str) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from accelcore.scaling.contract import by_dtype
 from accelcore.scaling.dynamic import GradScaler, Scalers
+from accelcore.testing.support.oracles_optim import Lamb
 from lies.lie import LIES, Lie, lie, replaced
 from lies.optimizers import making
 
@@ -143,6 +144,47 @@ for _name, _kind, _test, _says in (
     ("step_that_leaves_gradients_on", _LeavesGradientsOn, "test_step_leaves_the_rest", "leaves gradients True"),
 ):  # fmt: skip
     LIES[_name] = Lie(_name, making("sgd", _kind), f"TestOptimizers.{_test}", _says, {"name": "sgd"})
+
+
+class _NormOfAGroup(Lamb):
+    def prepared(self, gradients):
+        every, found = self.param_groups, []
+        for group, own in zip(every, gradients, strict=True):
+            self.param_groups = [group]
+            found += super().prepared([own])
+        self.param_groups = every
+        return found
+
+
+@lie("TestOptimizers.test_options_of_groups", says="in the second group it is off", name="lamb")
+def lamb_by_the_norm_of_a_group(backend):
+    return making("lamb", _NormOfAGroup)(backend)
+
+
+class _DividesAfterDecay(torch.optim.SGD):
+    """A kernel that divides by the scale what it has added the weight decay to."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None):
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self.grad_scale = self.found_inf = None
+        if overflow is not None and overflow.item():
+            return None
+        kept = [group["weight_decay"] for group in self.param_groups]
+        for value in _members(self) if scale is not None else ():
+            value.grad = value.grad / scale
+        for group, decay in zip(self.param_groups, kept, strict=True):
+            group["weight_decay"] = decay if scale is None else decay / float(scale)
+        loss = super().step(closure)
+        for group, decay in zip(self.param_groups, kept, strict=True):
+            group["weight_decay"] = decay
+        return loss
+
+
+@lie("TestOptimizers.test_overflow_is_skipped_by_every_optimizer", says="with scaled gradients and {", name="sgd")
+def kernel_that_unscales_after_its_decay(backend):
+    return making("sgd", _DividesAfterDecay)(backend)
 
 
 class _FirstSixtyFour(GradScaler):
