@@ -33,6 +33,16 @@ def random_state_without_a_kept_number(backend):
     return replaced(backend, "runtime", rng_state=rng_state)
 
 
+@lie("TestRuntime.test_seed", says="the same seed gives other numbers")
+def seed_that_leaves_a_kept_number(backend):
+    def seed(honest, n):
+        before = torch.get_rng_state()
+        honest.seed(n)
+        torch.set_rng_state(torch.cat([torch.get_rng_state()[:-40], before[-40:]]))
+
+    return replaced(backend, "runtime", seed=seed)
+
+
 @lie("TestRuntime.test_transfers_keep_values", says="float64 arrived as torch.float32")
 def transfer_that_casts_fp64(backend):
     def to_device(honest, batch):
