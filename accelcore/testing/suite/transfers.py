@@ -124,6 +124,27 @@ class TransferTests:
             if name == "special":
                 assert arrived.signbit().tolist()[3], "the sign of 0 was lost"
 
+    @_of_ways
+    def test_conjugates_and_negatives_travel(self, accel: Backend, way: str) -> None:
+        """A view that is conjugate or negative by a mark arrives with its values, and so does one that comes back."""
+        numbers = torch.tensor([[1 + 2j, 3 - 4j], [0 - 1j, 5 + 6j]])
+        views: dict[str, Callable[[Tensor], Tensor]] = {
+            "conjugate": torch.conj,
+            "negative": lambda tensor: tensor.conj().imag,
+            "adjoint": torch.adjoint,
+        }
+        for name, view in views.items():
+            given, there = view(numbers), view(numbers.to(accel.device))
+            found = {
+                "arrives": _moved(accel, given, way).cpu(),
+                "comes back": there.cpu(),
+                "fetched": accel.runtime.fetch(there)(),
+                "copied to the host": torch.empty_like(given).copy_(there),
+                "copied on the device": torch.empty_like(there).copy_(there).cpu(),
+            }
+            for what, tensor in found.items():
+                assert tensor.tolist() == given.tolist(), f"what is {name}, {what}, has the values {tensor.tolist()}"
+
     def test_later_changes_stay_apart(self, accel: Backend) -> None:
         """A tensor that came back to the host, or went to the device, does not follow later changes of the other."""
         there = torch.ones(1000, device=accel.device)

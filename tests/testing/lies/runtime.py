@@ -141,6 +141,14 @@ def fetch_by_way_of_fp32(backend):
     return replaced(backend, "runtime", fetch=fetch)
 
 
+@lie("TestRuntime.test_conjugates_and_negatives_travel", says="what is negative, fetched, has the values", way="to")
+def fetch_without_a_negative_mark(backend):
+    def fetch(honest, tensor):
+        return honest.fetch(torch._neg_view(tensor) if tensor.is_neg() else tensor)
+
+    return replaced(backend, "runtime", fetch=fetch)
+
+
 @lie("TestRuntime.test_large_tensors_travel", says="some arrived as others", way="prefetch")
 def prefetch_of_the_first_mebibyte(backend):
     def prefetch(honest, batch):

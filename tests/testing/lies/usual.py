@@ -328,3 +328,14 @@ module(
         "multi_head_attention_forward": lambda function, *args, key_padding_mask, **options: function(*args, **options),
     },
 )
+
+
+def _without_its_mark(function, target, source, *args, **options):
+    return function(target, source.conj() if source.is_conj() else source, *args, **options)
+
+
+LIES["copy_without_a_conjugate_mark"] = Lie(
+    "copy_without_a_conjugate_mark", lambda backend: backend, "TestRuntime.test_conjugates_and_negatives_travel",
+    "what is conjugate, arrives, has the values", {"way": "copy_"},
+    around=lambda: WrongFunction({"copy_": _without_its_mark}),
+)  # fmt: skip
