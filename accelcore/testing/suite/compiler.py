@@ -65,7 +65,7 @@ class TestCompiler(DeviceTests):
             assert compiled.compiled or compiled.reason, "it runs eagerly, and does not say why"
 
     def test_compiled_follows_its_module(self, accel: Backend) -> None:
-        """A compiled module follows changes of mode, weights and attributes, and of its inputs' shapes and dtypes.
+        """A compiled module follows changes of mode, weights, attributes, and its inputs' shapes, strides and dtypes.
 
         It has gradients where they are enabled, calls its hooks and those of its parts, and changes buffers and inputs.
         It changes an earlier output only if it declares that.
@@ -82,6 +82,7 @@ class TestCompiler(DeviceTests):
             for number, (size, training, name, graph) in enumerate(calls_of):
                 ((rows, _),) = batches(1, size)
                 rows = rows.to(getattr(torch, name))
+                rows = rows.t().contiguous().t() if graph else rows
                 for each in (module.train(training), reference.train(training)):
                     torch.nn.init.constant_(each.norm.weight, size + number)
                     each.factor = 1 + number

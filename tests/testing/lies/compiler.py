@@ -127,6 +127,21 @@ def compiler_that_keeps_numbers(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+@lie("TestCompiler.test_compiled_follows_its_module", says="does not count")
+def compiler_that_keeps_strides(backend):
+    """It reads an input by the strides of the first one of its shape."""
+
+    def compile(honest, module, options):
+        kept = {}
+
+        def run(rows, **named):
+            return module(rows.as_strided(rows.shape, kept.setdefault(rows.shape, rows.stride())), **named)
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 @lie("TestCompiler.test_compiled_follows_its_module", says="writes to an input is lost")
 def compiler_that_copies_inputs(backend):
     def compile(honest, module, options):
