@@ -74,6 +74,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda base: base[2],
     "transposed": lambda base: base.t(),
     "every other": lambda base: base[:, ::2],
+    "odd offset": lambda base: base.view(-1)[5:12],
     "block": lambda base: base[1:3, 2:5],
     "channels last": lambda base: base.view(1, 4, 3, 2).permute(0, 3, 1, 2),
     "element": lambda base: base[1, 2],
