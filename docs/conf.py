@@ -26,7 +26,7 @@ html_css_files = ["site.css"]
 copybutton_exclude = ".linenos, .gp, .go"
 
 # Read for their docstrings, not run.
-autodoc_mock_imports = ["accelcore.testing.support.options", "expecttest", "safetensors", "torch", "torch_npu"]
+autodoc_mock_imports = ["accelcore.testing.support.options", "expecttest", "numpy", "safetensors", "torch", "torch_npu"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
