@@ -1,9 +1,9 @@
 """Known kernel bugs: affected versions, symptom, workaround.
 
-Listed are kernels that compute a wrong result without an error, or that make the device unusable. Bugs of torch on
-every device are below; a plugin lists the bugs of its device in the hook `accelcore_known_faults`. The tests check
-every entry against the installed version. This module does not import torch, because `accelcore doctor` shows the table
-without it.
+Listed are kernels that compute a wrong result without an error, or that make the device unusable. Bugs of torch that
+many backends meet are below; a plugin lists the bugs of its device in the hook `accelcore_known_faults`. The tests
+check every entry against the installed version. This module does not import torch, because `accelcore doctor` shows the
+table without it.
 """
 
 from __future__ import annotations
@@ -142,6 +142,16 @@ UNSEEN_UPDATE = KnownFault(
     reference="tests/fault_probes.py",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
+GELU_OF_INFINITY = KnownFault(
+    kernel="gelu on the CPU, on a processor with AVX-512",
+    package="torch",
+    versions=">=2.7",
+    what="oneDNN's kernel returns NaN for +inf",
+    instead='nothing: approximate="tanh" is right',
+    reference="tests/fault_probes.py",
+    seen="torch 2.13.0 and 2.15.0, in fp32, bf16 and fp16",
+    findings=r"nn\.functional\.gelu, \w+, .*with inf: .* 0 is wrong in .*",
+)
 TORCH_FAULTS = (
     FP16_EPSILON,
     SKIPPED_FIRST_STEP,
@@ -150,5 +160,6 @@ TORCH_FAULTS = (
     CAST_WITHOUT_GRADIENT,
     HERMITIAN_OUT,
     UNSEEN_UPDATE,
+    GELU_OF_INFINITY,
 )
-"""Bugs of torch on every device."""
+"""Bugs of torch on every device, and of kernels on the host that the conformance suite sees on other devices, too."""

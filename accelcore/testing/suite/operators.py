@@ -11,6 +11,7 @@ import torch
 
 from accelcore import Backend
 from accelcore.devices.plugins import find
+from accelcore.known_faults import TORCH_FAULTS, KnownFault
 from accelcore.testing.suite.modules import ModuleTests
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import Found, is_refusal
@@ -31,10 +32,10 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
     if name in FRAGILE:
         pytest.skip(f"{name}: torch's kernel on the CPU may crash, so there is nothing to compare with")
     info = operators()[name]
-    state, plugin = accel.runtime.rng_state(), find(accel.name)
+    state = accel.runtime.rng_state()
     with accel.precision.fp32("ieee"):
         dtypes = [*_floating(accel), torch.int64, torch.bool]
-        found = compare(accel.device, name, info, dtypes, count, () if plugin is None else plugin.faults)
+        found = compare(accel.device, name, info, dtypes, count, _known_faults(accel))
     accel.runtime.set_rng_state(state)
     _report(found, name, record)
 
@@ -42,6 +43,12 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
 def _floating(accel: Backend) -> list[torch.dtype]:
     declared = {*accel.capabilities.model_dtypes, *accel.capabilities.autocast_dtypes} - {"float64"}
     return [getattr(torch, each) for each in sorted(declared)]
+
+
+def _known_faults(accel: Backend) -> list[KnownFault]:
+    """Return the known bugs of the backend, with torch's own where the host computes."""
+    plugin, on_host = find(accel.name), accel.emulated or accel.device.type == "cpu"
+    return [*(() if plugin is None else plugin.faults), *(TORCH_FAULTS if on_host else ())]
 
 
 def _report(found: Found, name: str, record: Callable[[str, object], None]) -> None:
@@ -68,18 +75,18 @@ class TestOperators(ModuleTests, DeviceTests):
     def test_options(self, accel: Backend, part: int, record_property: Any) -> None:
         """Every other operator of torch is that of float64 on the CPU, with each of its options and pairs of them."""
         names = sorted(operators().keys() - {*SAMPLED, *FRAGILE})[part::_PARTS]
-        state, plugin = accel.runtime.rng_state(), find(accel.name)
+        state = accel.runtime.rng_state()
         with accel.precision.fp32("ieee"):
-            found = compare_options(accel.device, names, () if plugin is None else plugin.faults)
+            found = compare_options(accel.device, names, _known_faults(accel))
         accel.runtime.set_rng_state(state)
         _report(found, f"part {part} of {_PARTS}", record_property)
 
     @pytest.mark.parametrize("name", ROWS)
     def test_rows(self, accel: Backend, name: str, record_property: Any) -> None:
         """Operators that reduce or normalize rows are those of float64 on the CPU, whatever the length of a row."""
-        plugin, dtypes = find(accel.name), _floating(accel)
+        dtypes = _floating(accel)
         with accel.precision.fp32("ieee"):
-            found = compare_rows(accel.device, name, dtypes, () if plugin is None else plugin.faults)
+            found = compare_rows(accel.device, name, dtypes, _known_faults(accel))
         _report(found, name, record_property)
 
     @pytest.mark.parametrize("what", _KNOWN)

@@ -70,16 +70,6 @@ TRIANGULAR_OUT = KnownFault(
     reference="tests/fault_probes.py",
     seen="torch 2.13.0",
 )
-GELU_OF_INFINITY = KnownFault(
-    kernel="gelu on the CPU, on a processor with AVX-512",
-    package="torch",
-    versions=">=2.7",
-    what="oneDNN's kernel returns NaN for +inf",
-    instead='nothing: approximate="tanh" is right',
-    reference="tests/fault_probes.py",
-    seen="torch 2.13.0 and 2.15.0, in fp32, bf16 and fp16",
-    findings=r"nn\.functional\.gelu, \w+, .*with inf: .* 0 is wrong in .*",
-)
 KNOWN_FAULTS = (
     LOW_PRECISION_SGD,
     MEMORY_ORDER,
@@ -88,5 +78,4 @@ KNOWN_FAULTS = (
     GELU_OUT,
     GROUPED_VARIANCE,
     TRIANGULAR_OUT,
-    GELU_OF_INFINITY,
 )
