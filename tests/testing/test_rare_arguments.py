@@ -88,6 +88,17 @@ def _of_weights_in_order_of_images(func, x, weight, *args):
     return func(x, weight, *args)
 
 
+def _masked_as_the_first(function, *args, attn_mask=None, **options):
+    broadcast = attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == 1
+    return function(*args, attn_mask=attn_mask[:1] if broadcast else attn_mask, **options)
+
+
+def _each_row_from_the_first(func, x, mask, source):
+    if mask.dim() != 1 or x.dim() != 2:
+        return func(x, mask, source)
+    return torch.stack([func(row, mask, source) for row in x])
+
+
 FUNCTIONS = {"isclose", "cosine_similarity", "cross_entropy", "ctc_loss", "scaled_dot_product_attention"}
 
 WRONG = {
@@ -165,6 +176,12 @@ WRONG = {
         "_linalg_eigh": lambda func, *args: (func(*args)[0], func(*args)[1].flip(-1))}),
     "vectors that are too long": ("linalg.svd", "of other options: result", {
         "_linalg_svd": lambda func, *args: [func(*args)[0] * 2, func(*args)[1] / 2, func(*args)[2]]}),
+    "NaN in windows with gaps": ("nn.functional.max_pool2d", "with NaN: result", {
+        "max_pool2d_with_indices": lambda func, x, *args: func(x.nan_to_num(-1e9), *args)}),
+    "a mask for each sequence": ("nn.functional.scaled_dot_product_attention", "of other options: result", {
+        "scaled_dot_product_attention": _masked_as_the_first}),
+    "masks of fewer dimensions": ("masked_scatter", "of other options: result", {
+        "masked_scatter": _each_row_from_the_first}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
 }  # fmt: skip
@@ -190,6 +207,59 @@ def test_an_option_is_compared_with_large_numbers_in_low_precision():
 
     with Wrong({"gelu": infinite}), pytest.raises(AssertionError, match="with large numbers: result 0 is wrong"):
         suite.TestOperators().test_operator(create(), "nn.functional.gelu", lambda *said: None)
+
+
+def test_images_are_compared_in_channels_last_behind_other_elements():
+    def from_the_beginning(func, x, *args, **out):
+        last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        return func(x.as_strided(x.shape, x.stride(), 0) if last else x, *args, **out)
+
+    says = "float32, channels last, behind other elements: result 0 is wrong"
+    with Wrong({"avg_pool2d": from_the_beginning}), pytest.raises(AssertionError, match=says):
+        suite.TestOperators().test_operator(create(), "nn.functional.avg_pool2d", lambda *said: None)
+
+
+def _to_the_next_power(func, x, *args):
+    found = func(x, *args)
+    width = found.shape[-1]
+    found[..., width & -width if width > 256 and not width % 256 else width :] = 0
+    return found
+
+
+def _again_in_pieces(func, x, *args):
+    return torch.cat([func(each, *args) for each in x.split(1024, -1)], -1)
+
+
+@pytest.mark.parametrize(("name", "says", "kernels"), [
+    ("glu", "of rows of 768: result", {"glu": _to_the_next_power}),
+    ("cumsum", "of rows of 1025: result", {"cumsum": _again_in_pieces}),
+])  # fmt: skip
+def test_rows_of_more_than_a_block_are_compared(name, says, kernels):
+    with Wrong(kernels), pytest.raises(AssertionError, match=says):
+        suite.TestOperators().test_rows(create(), name, lambda *said: None)
+
+
+def _with_the_last_twice(func, one, other):
+    return func(one, other) + (one[..., -1:] @ other[..., -1:, :] if one.shape[-1] > 2**15 else 0)
+
+
+@pytest.mark.parametrize(("what", "kernels"), [
+    ("products of long rows", {"bmm": _with_the_last_twice}),
+    ("products of long rows", {"mm": _with_the_last_twice}),
+    ("product of matrices of whole numbers", {"mm": lambda func, one, other: func(one.float(), other.float()).long()}),
+    ("product of many whole numbers", {"prod": lambda func, x: func(x).int().long()}),
+    ("powers of whole numbers", {"pow": lambda func, x, power: func(x, power.clamp(min=0))}),
+    ("rows of a long embedding", {"embedding": lambda func, weight, rows, *args: func(weight, rows % 2**16, *args)}),
+    ("gradient of rows of a long embedding", {
+        "embedding_dense_backward": lambda func, grad, rows, *args: func(grad, rows % 2**16, *args)}),
+    ("scattering by masks of rows and columns", {
+        "masked_scatter_": lambda func, x, mask, source: torch.stack(
+            [func(row, one, source) for row, one in zip(x, mask.expand_as(x), strict=True)])}),
+])  # fmt: skip
+def test_a_known_result_of_many_shows_a_wrong_kernel(what, kernels):
+    suite.TestOperators().test_known_result(create(), what)
+    with Wrong(kernels), pytest.raises(AssertionError, match=what):
+        suite.TestOperators().test_known_result(create(), what)
 
 
 def test_every_operator_is_compared_in_some_part(monkeypatch):

@@ -133,7 +133,9 @@ class Case:
         images = any(tensor.dim() in (4, 5) for tensor in tensors(self.arguments))
         one = self.what or self.name in READS_MEMORY
         for layout in (self.layout,) if one else LAYOUTS if images else LAYOUTS[:-1]:
-            begin = BEHIND if self.aside and not layout and self.name not in READS_MEMORY else layout
+            begin = layout
+            if self.aside and layout in ("", LAYOUTS[-1]) and self.name not in READS_MEMORY:
+                begin = f"{layout}, {BEHIND}".removeprefix(", ")
             self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
         if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE):
@@ -274,7 +276,7 @@ class Case:
         works: Callable[[], bool] = lambda: True,
     ) -> None:
         """Note what is wrong with the results of a form, if it `works` on the CPU: torch refuses some forms."""
-        behind = BEHIND if begin == BEHIND else ""
+        behind = BEHIND if BEHIND in begin else ""
         where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what, behind)))
         if self.found.leaves_out(where):
             return

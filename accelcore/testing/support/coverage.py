@@ -106,11 +106,17 @@ def _options(arguments: Any) -> set[tuple[Any, ...]]:
     shapes = [each.shape for each in tensors(arguments) if each.dim()]
     unequal = bool(shapes) and len({*shapes}) > 1  # a switch or a word may matter for some shapes alone
     sizes = (unequal, len(shapes[0]) if shapes else 0)
-    return {(key, _kind(value)) for key, value in options} | {
+    words = {
         (key, value, unequal and sizes if isinstance(value, bool) else sizes)
         for key, value in options
         if value is None or isinstance(value, bool | str)
     }
+    masks = {(key, value.dim(), unequal) for key, value in options if _is_mask(value)}
+    return {(key, _kind(value)) for key, value in options} | words | masks
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
 def _pairs_of(pool: list[Any]) -> Iterator[Any]:

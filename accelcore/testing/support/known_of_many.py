@@ -54,6 +54,28 @@ def _compared(x: Tensor) -> Tensor:
     return torch.cat([*by_number, x != first, x > x[:1], x[1:] == first])
 
 
+def _rows_by_ones(x: Tensor) -> Tensor:
+    rows = x.view(100, 700)[:17] + _LARGE
+    return (rows @ torch.ones_like(rows).t() - 700 * _LARGE)[::16, 16]
+
+
+def _gradient_of_embedding(x: Tensor) -> Tensor:
+    """Return elements of the gradient of an embedding of many rows, of which the last is read twice, and their sum."""
+    weight, rows = x.float()[:, None].requires_grad_(), x[[0, 2**16 - 1, 2**16, -1, -1]]
+    (found,) = torch.autograd.grad(
+        functional.embedding(rows, weight),
+        weight,
+        rows.new_tensor([[1.0], [2.0], [3.0], [4.0], [5.0]], dtype=weight.dtype),
+    )
+    return torch.cat([found[rows[:-1], 0], found.sum()[None]])
+
+
+def _alternating(device: torch.device) -> Tensor:
+    """Return 17 rows of -1 and 1 in turn, of which a sum that misses a number or has one twice is another one."""
+    row = 1 - 2 * (torch.arange(_ROWS + 1, device=device) % 2)
+    return row.float().expand(17, -1).contiguous()
+
+
 def _of_planes(device: torch.device) -> Tensor:
     """Return planes of -1 and 1, which is what normalizing makes of them."""
     return torch.tensor([-1.0, 1.0], device=device).repeat(_ROWS, 1)
@@ -180,6 +202,23 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     ),
     "pools of many images": (_of(_images, lambda x: functional.max_pool2d(x, (1, 2)).sum()), [_ROWS]),
     "upsampling of many images": (_of(_images, lambda x: functional.interpolate(x, (1, 4)).sum()), [4 * _ROWS]),
+    "products of long rows": (
+        _of(_alternating, lambda x: torch.stack([x @ x.abs().t(), (x[None] @ x.abs().t()[None])[0]]).flatten()),
+        [1.0] * 2 * 17**2,
+    ),
+    "product of matrices of whole numbers": (
+        _of(_range, _rows_by_ones),
+        [700**2 * row + 700 * 699 / 2 for row in (0, 16)],
+    ),
+    "product of many whole numbers": (
+        lambda device: (torch.arange(1, 71, device=device) % 2 + 1).prod(),
+        [2**35],
+    ),
+    "rows of a long embedding": (
+        _of(_range, lambda x: functional.embedding(x[[0, 2**16 - 1, 2**16, -1]], x.float()[:, None])),
+        [0, 2**16 - 1, 2**16, _ROWS - 1],
+    ),
+    "gradient of rows of a long embedding": (_of(_range, _gradient_of_embedding), [1, 2, 3, 9, 15]),
     "running sum of many": (_of(_ones(_ROWS), lambda x: x.cumsum(0)[-1]), [_ROWS]),
     "running count of many": (_of(_ones(_ROWS, torch.bool), lambda x: x.cumsum(0)[-1]), [_ROWS]),
     "count of many": (_of(_ones(_ROWS, torch.bool), lambda x: x.sum()), [_ROWS]),

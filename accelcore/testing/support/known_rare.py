@@ -162,6 +162,11 @@ def _of_short(value: int) -> list[float]:
     return [3 * value, 3 * value, value, 2 * value, 3 * value, value**2, value**2, 3, value]
 
 
+def _scattered(x: Tensor) -> Tensor:
+    masks = (torch.tensor([False, True]), torch.tensor([[False], [True]]))
+    return torch.stack([torch.zeros(2, 2, device=x.device).masked_scatter_(mask.to(x.device), x) for mask in masks])
+
+
 _NORMS = (1.0, 2.0, math.inf)
 
 
@@ -210,6 +215,14 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
         of_values(lambda x: torch.cat([x**5, x**4, x**-3, x.pow(x.abs()), torch.pow(-2.0, x.abs())]), -2.0, -3.0),
         [*(-32, -243), *(16, 81), *(-1 / 8, -1 / 27), *(4, -27), *(4, -8)],
     ),
+    "powers of whole numbers": (
+        of_values(
+            lambda x: torch.cat([x[:4].long() ** x[4:].long(), x[:4].int() ** x[4:].int()]),
+            *(1.0, -1.0, -1.0, 2.0, -3.0, -2.0, -3.0, -1.0),
+        ),
+        [1, 1, -1, 0] * 2,
+    ),
+    "scattering by masks of rows and columns": (of_values(_scattered, *_SQUARE), [*(0, 1, 0, 2), *(0, 0, 1, 2)]),
     "gradient of powers of negative numbers": (gradient(lambda x: x**5 + x**-1, -2.0, -1.0), [79.75, 4]),
     "activations of NaN": (
         of_values(lambda x: torch.stack([f(x) for f in _ACTIVATIONS]), _NAN),

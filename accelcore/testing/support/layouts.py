@@ -75,7 +75,7 @@ def beside(tensor: Tensor) -> Tensor:
 
 
 def laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
-    """Return a copy of a tensor on a device, in one of `LAYOUTS` or `BEHIND`."""
+    """Return a copy of a tensor on a device, in one of `LAYOUTS` or `BEHIND`, or in channels last and `BEHIND`."""
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
         return value.to(device, copy=True)
     other = 3.5 if value.dtype.is_floating_point else 1
@@ -83,12 +83,13 @@ def laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
         return torch.stack([torch.full_like(value, other), value], -1).to(device)[..., 1]
     if layout:
         order = list(range(value.dim()))
+        behind = BEHIND in layout
         if layout == "transposed":
             order.reverse()
-        elif layout == "channels last" and value.dim() in (4, 5):
+        elif layout.startswith("channels last") and value.dim() in (4, 5):
             order.append(order.pop(1))
         dense = value.permute(order)
-        begin = 0 if value.dim() > 1 and layout != BEHIND else 1
+        begin = 0 if value.dim() > 1 and not behind else 1
         margins = (value.new_full((count,), other) for count in (begin, 1))
         memory = torch.cat([next(margins), dense.reshape(-1), next(margins)]).to(device)
         return memory[begin:-1].view(dense.shape).permute(sorted(range(value.dim()), key=order.__getitem__))

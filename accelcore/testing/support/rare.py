@@ -27,7 +27,8 @@ from accelcore.testing.support.values import (
     with_equal_numbers,
     with_infinity,
     with_long_numbers,
-    with_nan,
+    with_masks_of_members,
+    with_nans,
     with_negative_indices,
     with_zeros,
 )
@@ -35,7 +36,7 @@ from accelcore.testing.support.values import (
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
-_MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE = 8, 16, 8  # of an operator
+_MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
 _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
 _IN_LAYOUTS: tuple[tuple[Callable[..., Any], str], ...] = ((max, "strided"), (max, "transposed"), (min, "transposed"))
@@ -75,6 +76,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *(each for _, each in with_effect(info, dtype, options + pairs, pool) if each is not None),
         *beyond_sizes(info, options),
         *_of_other_shapes(name, options),
+        *islice(chain.from_iterable(map(with_masks_of_members, options)), _MOST_MASKED),
         *from_behind(info, dtype, options),
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
         *(islice(filter(None, map(with_negative_indices, pool)), _MOST_SHAPES) if name in _FROM_BEHIND else ()),
@@ -97,11 +99,11 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         yield from _of_numbers(info, every)
     if dtype == torch.float32 and not (chosen or needs_lapack(info)):
         given = arguments_of(max(every, key=_elements))
-        changes = {
-            "with NaN": with_nan(max(options, key=_most_options)),
-            **{what: with_infinity(given, each) for what, each in INFINITE.items()},
-        }
-        yield from (Rare(info, dtype, changed, what) for what, changed in changes.items() if changed is not None)
+        for changed in with_nans(info.op, sorted(options, key=_most_options, reverse=True)):
+            yield Rare(info, dtype, changed, "with NaN")
+        for what, each in INFINITE.items():
+            if (changed := with_infinity(given, each)) is not None:
+                yield Rare(info, dtype, changed, what)
     known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE else ()
     for kind, most in ((torch.int64, _MOST_WHOLE), (torch.bool, 2)):
         if kind in known and dtype == torch.float32:

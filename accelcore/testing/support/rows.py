@@ -1,4 +1,4 @@
-"""Operators that reduce or normalize rows, on lengths around the widths of vectors."""
+"""Operators that reduce or normalize rows, on lengths around the widths of vectors and beyond."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelcore.known_faults import KnownFault
 from accelcore.testing.support.case import Case
 from accelcore.testing.support.found import Found
 
-_LENGTHS = (9, 17, 33, 129, 1025, 4099)
+_LENGTHS = (9, 17, 33, 129, 768, 1025, 4099)
 _OF_LOW = 33  # the length that is tried in every dtype
 
 ROWS: dict[str, Callable[[Tensor], Any]] = {
@@ -39,6 +39,7 @@ ROWS: dict[str, Callable[[Tensor], Any]] = {
     "mse_loss": lambda x: functional.mse_loss(x, x.detach().flip(0)),
     "amax": lambda x: x.amax(-1),
     "argmax": lambda x: x.argmax(-1),
+    "glu": lambda x: functional.glu(torch.cat([x, x.detach().flip(0)], -1)),
     "cumsum": lambda x: x.cumsum(-1),
     "mm": lambda x: x @ x.detach().t(),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice, permutations, product
 from typing import Any
 
@@ -51,7 +50,7 @@ from accelcore.testing.support.values import (
     others_of,
     repeated,
     with_infinity,
-    with_nan,
+    with_nans,
     with_nothing_of,
     with_short_indices,
     with_whole_numbers,
@@ -145,10 +144,10 @@ def compare(
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
             if name not in ROUGH and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
                 plane = arguments_of(max(every, key=_is_plane))
-                changes = {what: partial(with_infinity, plane, infinity) for what, infinity in INFINITE.items()}
-                changes["with NaN"] = partial(with_nan, arguments_of(max(every, key=_weight)))
-                for what, change in changes.items():
-                    if (changed := change()) is not None:
+                weighted = map(arguments_of, sorted(every, key=_weight, reverse=True))
+                changes = [(what, with_infinity(plane, infinity)) for what, infinity in INFINITE.items()]
+                for what, changed in [*changes, *(("with NaN", each) for each in with_nans(info.op, weighted))]:
+                    if changed is not None:
                         Case(found, device, name, info, dtype, changed, what, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()

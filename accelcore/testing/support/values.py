@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelcore.testing.support.layouts import WHOLE, changed_tensors, mapped, tensors
+from accelcore.testing.support.layouts import WHOLE, changed_tensors, mapped, placed, tensors, wide
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, *WHOLE)
+_MOST_TRIED = 8  # arguments of an operator, until a NaN shows in its results
 
 
-def with_nan(arguments: Any) -> Any:
+def _with_nan(arguments: Any) -> Any:
     """Return the arguments without gradients, and with NaN as the second element of the first; None if it has none."""
     first = arguments[0][0]
     if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() < 2:
@@ -24,6 +27,26 @@ def with_nan(arguments: Any) -> Any:
 
     changed = changed_tensors(arguments, spoil)
     return changed and mapped(lambda value: value.detach() if isinstance(value, Tensor) else value, changed)
+
+
+def with_nans(operator: Callable[..., Any], every: Iterable[Any]) -> list[Any]:
+    """Return the first of several arguments with NaN, and the first ones of which the operator passes it on, if others.
+
+    A window with gaps may leave the element out.
+    """
+    first, *others = [each for each in map(_with_nan, islice(every, _MOST_TRIED)) if each is not None] or [None]
+    if first is None or _passes_on(operator, first):
+        return [] if first is None else [first]
+    return [first, *islice((each for each in others if _passes_on(operator, each)), 1)]
+
+
+def _passes_on(operator: Callable[..., Any], arguments: Any) -> bool:
+    given, options = placed(wide(arguments, torch.float32), torch.device("cpu"), "")  # where the oracle computes
+    try:
+        found = tensors(operator(*given, **options))
+    except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
+        return False
+    return any(bool(each.isnan().any()) for each in found)
 
 
 def with_zeros(arguments: Any) -> Any:
@@ -151,6 +174,23 @@ def repeated(arguments: Any) -> Any:
         return flat.reshape(value.shape)
 
     return changed_tensors(arguments, repeat)
+
+
+def with_masks_of_members(arguments: Any) -> list[Any]:
+    """Return the arguments with a mask for each image or sequence, and for each channel or head, of all alike.
+
+    There are none if no option is a mask of two dimensions, which all have in common.
+    """
+    (first, *_), options = arguments
+    names = [key for key, each in options.items() if "mask" in key and isinstance(each, Tensor) and each.dim() == 2]
+    if not names or first.dim() != 4:
+        return []
+    found, (members, parts) = [], first.shape[:2]
+    for shape in ((members, 1), (1, parts)):
+        numbers = torch.linspace(-1, 1, members * parts)[: max(shape)].view(*shape, 1, 1)
+        masks = {name: options[name].detach() * numbers.to(options[name].dtype) for name in names}
+        found.append((arguments[0], {**options, **masks}))
+    return found
 
 
 def with_negative_indices(arguments: Any) -> Any:
