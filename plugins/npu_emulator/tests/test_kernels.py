@@ -36,6 +36,12 @@ def test_a_kernel_reads_every_layout(layout):
         torch.testing.assert_close(operator(device, *arguments).cpu(), operator(host, *arguments))
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_infinity_is_infinite(approximate):
+    device = torch.full((16,), torch.inf).npu()
+    assert torch.nn.functional.gelu(device, approximate=approximate).isposinf().all()
+
+
 def test_a_kernel_writes_in_place_through_a_view():
     host, device = grid(), grid().npu()
     for tensor in (host, device):

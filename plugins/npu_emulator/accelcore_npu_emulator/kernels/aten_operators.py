@@ -1,4 +1,4 @@
-"""Backward operators and parts of torch's operators that torch_npu registers and the CPU lacks."""
+"""Backward operators and parts of torch's operators that torch_npu registers and the CPU lacks, or computes wrongly."""
 
 from __future__ import annotations
 
@@ -80,6 +80,12 @@ def _depthwise_backward(
     return _of_wanted(found, output_mask)
 
 
+def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
+    # On a processor with AVX-512 the CPU's kernel returns NaN for +inf.
+    found: Tensor = torch.ops.aten.gelu(self, approximate=approximate)
+    return found.where(self != torch.inf, self)
+
+
 def _rounded_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function of several steps to round once, not to the inputs' low precision after each step."""
 
@@ -113,6 +119,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "repeat_interleave_backward_int": backward_of(torch.repeat_interleave, 1),
     "repeat_interleave_backward_tensor": backward_of(torch.repeat_interleave, 1),
     "npu_gather_backward": _gather_backward,
+    "gelu": _gelu,
     "_conv_depthwise2d": _depthwise,
     "_conv_depthwise2d_backward": _depthwise_backward,
     "binary_cross_entropy_with_logits": _rounded_once(_BCE),
