@@ -143,3 +143,10 @@ def _is_torchs(loss: Any) -> bool:
     """Return whether `loss` is a loss class, instance or function of torch, which takes outputs and targets."""
     home = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
     return str(getattr(home, "__module__", "")).partition(".")[0] == "torch"
+
+
+def hint_of(error: BaseException, model: object, loss: object) -> str:
+    """Return how the script's loss is called, if the error is about the model's class, as if it were the batch."""
+    is_about_model = f"'{type(model).__name__}' object" in str(error)
+    is_likely = isinstance(error, TypeError | AttributeError) and not isinstance(loss, LossOfModel)
+    return "; loss is called as loss(model, batch)" if is_likely and is_about_model else ""

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from accelcore.errors import ConfigurationError, DistributedError, TrainingError, logger
+from accelcore.errors import DistributedError, TrainingError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.torch_fused import FusedStep
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.captured import CapturedStep
+from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.loss import LossOfModel, no_loss, second_backward, split_loss
+from accelcore.training.loss import LossOfModel, hint_of, no_loss, second_backward, split_loss
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached, is_on
-from accelcore.util.text import kind_of
 
 _WALKED = 64  # windows between two walks of the model; the first walks follow windows 1, 2, 4, 8, 16 and 32
 
@@ -103,7 +102,7 @@ class Step:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
         try:
             if not is_on(batch, self._device):
-                batch = self._moved(batch)
+                batch = self._to_device(checked_batch(batch))
             with self._region:
                 loss = self._loss(self._forward, batch)
             aux = None
@@ -112,25 +111,11 @@ class Step:
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
-            self._window.note(error, batch, self._hint(error))
+            self._window.note(error, batch, hint_of(error, self._forward, self._loss))
             self.drop(error)
             raise
         loss = loss.detach().clone() if self._overwrites else loss.detach()
         return loss, None if aux is None else detached(aux)
-
-    def _moved(self, batch: Any) -> Any:
-        if isinstance(batch, DataLoader | Dataset | Iterator):
-            raise ConfigurationError(
-                f"trainer(batch) got {kind_of(batch)}, not a batch",
-                remedy="write: for batch in trainer.batches(loader): trainer(batch)",
-            )
-        return self._to_device(batch)
-
-    def _hint(self, error: BaseException) -> str:
-        """Return how the script's loss is called, if the error is about the model's class, as if it were the batch."""
-        is_about_model = f"'{type(self._forward).__name__}' object" in str(error)
-        is_likely = isinstance(error, TypeError | AttributeError) and not isinstance(self._loss, LossOfModel)
-        return "; loss is called as loss(model, batch)" if is_likely and is_about_model else ""
 
     def run_captured(self, captured: CapturedStep, batch: Any) -> tuple[Tensor, Any]:
         """Do what `forward_backward` does as one graph, which also updates the parameters at the end of a window."""
@@ -138,7 +123,7 @@ class Step:
         self._open()  # not in the graph, which later micro-batches of a window replay
         try:
             if not is_on(batch, self._device):
-                batch = self._moved(batch)
+                batch = self._to_device(checked_batch(batch))
             return captured(batch, self.forward_backward, self.update_parameters, first=first, last=last)
         except BaseException as error:
             if self.is_open:  # else `forward_backward` has dropped the window
