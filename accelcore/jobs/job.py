@@ -41,7 +41,7 @@ _INSTEAD = {
 """Names of accelerate, Fabric and torch, and what stands for them in a job."""
 
 _EXIT_TIMEOUT = timedelta(minutes=1)
-"""Time that a rank waits for the others at exit, because a rank may have ended without a trace."""
+"""Time that a rank waits for the others at exit: they may wait for it in a collective, or have left no trace."""
 
 
 class Job(Suggests):
@@ -241,7 +241,9 @@ def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta |
 def join(membership: AbstractContextManager[Job]) -> Job:
     """Enter a job now, and leave it when the interpreter exits."""
     job = membership.__enter__()
-    atexit.register(_leave_at_exit, membership, job)
+    if job._missing is not None:
+        job._missing.timeout = min(job._missing.timeout, _EXIT_TIMEOUT)
+    atexit.register(_leave_at_exit, membership)
     sys.excepthook = partial(_show, job, sys.excepthook)
     return job
 
@@ -261,17 +263,9 @@ def _show(
         show(type(explained), explained, None)
 
 
-def _leave_at_exit(membership: AbstractContextManager[Job], job: Job) -> None:
+def _leave_at_exit(membership: AbstractContextManager[Job]) -> None:
     # Python stores here the error that ended the script. After an error, other ranks are not waited for.
     failure: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    group = job.cpu_group()
-    if failure is None and group is not None:
-        try:
-            dist.monitored_barrier(group, timeout=_EXIT_TIMEOUT)
-        except ValueError:  # this kind of group has no barrier with a timeout
-            pass
-        except RuntimeError as error:
-            failure = error
     try:
         membership.__exit__(None if failure is None else type(failure), failure, None)
     except BaseException as error:  # noqa: BLE001  # nobody is left to handle it

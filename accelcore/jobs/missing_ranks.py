@@ -51,11 +51,12 @@ _jobs = count()
 class MissingRanks:
     """Writes this rank's notes, and finds the missing ranks by all ranks'. Must be created in the thread that trains.
 
-    `timeout`: how long ranks wait for each other at the job's end.
+    Attributes:
+        timeout: how long ranks wait for each other at the job's end.
     """
 
     def __init__(self, collectives: Collectives, timeout: timedelta) -> None:
-        self._rank, self._world_size, self._timeout = collectives.rank, collectives.world_size, timeout
+        self._rank, self._world_size, self.timeout = collectives.rank, collectives.world_size, timeout
         self._waits, self._steps = collectives.waits_for_lost_ranks, collectives.steps
         self._steps.clear()
         # Keys of several jobs of a process differ by the prefix.
@@ -94,12 +95,12 @@ class MissingRanks:
                     remedy="let all ranks take as many steps: read data through trainer.batches(loader)",
                 )
             late = [rank for rank, key in keys.items() if not store.check([key])]
-            if late and time.monotonic() - begin > self._timeout.total_seconds():
+            if late and time.monotonic() - begin > self.timeout.total_seconds():
                 self._follows = True
                 raise DistributedError(
                     f"{ranks(late)} of this job did not come to its end",
                     why=_places(late, notes),
-                    remedy=f"let all ranks leave `with accel.distributed():`, or raise its timeout; {_ALONE}",
+                    remedy=f"let all ranks end together, or take `with accel.distributed(timeout=...)`; {_ALONE}",
                 )
             interval = min(2 * interval, 60.0)
             look = time.monotonic() + interval

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def loads(rank: int, step: int) -> torch.Tensor:
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[1].startswith("fails"):
             raise ValueError("a row is bad")
-        if sys.argv[1] == "exits":
+        if sys.argv[1].startswith("exits"):
             sys.exit(0)
     if rank == 0 and step == 3 and sys.argv[1].endswith("and rank 0 is not in a collective"):
         heard = threading.Event()
@@ -59,7 +61,8 @@ def train() -> None:
     dist.set_debug_level_from_env()  # torch reads it when it is loaded, which in a fork was before it was set
     accel = accelcore.select("cpu")
     accel.collectives.waits_for_lost_ranks = sys.argv[1].endswith("and the device of rank 0 waits")
-    with accel.distributed(timeout=timedelta(seconds=5)) as job:
+    place = {"timeout": timedelta(seconds=5)}
+    with nullcontext(accel.join(**place)) if sys.argv[1].endswith("joined") else accel.distributed(**place) as job:
         model = nn.Linear(3, 1)
         optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
         trainer = accel.trainer(
@@ -85,7 +88,7 @@ def train() -> None:
             trainer.flush()
         if sys.argv[1] == "waits, and is asked again":
             job.all_reduce(torch.ones(1))
-        if (sys.argv[1] == "saves alone" and job.rank == 0) or sys.argv[1].startswith("saves early"):
+        if (sys.argv[1].startswith("saves alone") and job.rank == 0) or sys.argv[1].startswith("saves early"):
             trainer.save(sys.argv[2])
         if sys.argv[1].startswith("leaves") and job.rank == 1:
             raise ValueError("nothing to evaluate")
@@ -93,7 +96,7 @@ def train() -> None:
             while not Path(sys.argv[2], "rank 2 has ended").exists():
                 time.sleep(0.01)
             job.barrier()
-        if sys.argv[1] == "evaluates alone" and job.rank == 0:
+        if sys.argv[1].startswith("evaluates alone") and job.rank == 0:
             [model(rows) for rows in trainer.evaluate([torch.ones(2, 3)] * 4)]
         if sys.argv[1].startswith("gathers") and job.rank == 0:
             job.gather(torch.ones(1))
@@ -106,5 +109,17 @@ def train() -> None:
             accel.collectives.all_reduce(torch.ones(3 + job.rank))
 
 
+def end_as_a_script(main) -> None:
+    """As the interpreter does, which multiprocessing's forks do not: show the error, then call what joined the job."""
+    try:
+        main()
+    except Exception as error:  # noqa: BLE001  # shown as Python would
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()
+
+
 if __name__ == "__main__":
-    main()
+    end_as_a_script(main) if sys.argv[1].endswith("joined") else main()

@@ -19,6 +19,7 @@ TOGETHER = (
     ("waits", "waits, and is asked again", "gathers alone", "gathers before a barrier"),
     ("is killed, and rank 2 notices first", "fails, and rank 2 notices first", "is killed"),
     ("saves early, within a window", "saves alone", "evaluates alone"),
+    ("saves alone, joined", "evaluates alone, joined", "exits, joined"),
 )
 
 
@@ -107,6 +108,16 @@ def test_a_rank_that_calls_exit_is_named(run):
     assert re.search(r"it is at lost_ranks\.py:\d+ in loads \(sys\.exit\(0\)\)", said)
 
 
+def test_a_rank_that_calls_exit_after_join_is_named_before_the_timeout(run):
+    (first, second), codes = run("exits, joined")
+    assert codes == [1, 0]
+    assert "rank 1 has ended its loop, and rank 0 of its job did not\n" in second
+    said = final(first)
+    assert said.startswith("rank 1 of this job failed, and the others cannot go on without it\n")
+    assert "rank 1 has begun step 2, " in said
+    assert "5000ms" not in first, "it was noticed at the timeout only"
+
+
 def test_a_rank_that_fails_is_logged_where_no_collective_raises(run):
     """NCCL's return at once, and the device waits."""
     (first, _), codes = run("fails, and rank 0 is not in a collective")
@@ -178,9 +189,11 @@ def test_ranks_that_failed_because_another_did_are_not_named_beside_it(run, way,
     ("way", "call"),
     [
         ("saves alone", "trainer.save("),
+        ("saves alone, joined", "trainer.save("),
         ("gathers alone", "job.gather("),
         ("gathers before a barrier", "job.gather("),
         ("evaluates alone", "trainer.evaluate("),
+        ("evaluates alone, joined", "trainer.evaluate("),
     ],
 )
 def test_a_call_on_the_main_rank_only_is_named_with_its_line_and_what_to_do(run, way, call):
