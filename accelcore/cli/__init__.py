@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"accelcore: {error}", file=sys.stderr)  # noqa: T201
         return USAGE
     except (click.Abort, KeyboardInterrupt):
+        print("accelcore: interrupted", file=sys.stderr)  # noqa: T201
         return _INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes stdout again at exit; that must not fail, too.

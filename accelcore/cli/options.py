@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from accelcore.errors import ConfigurationError
-from accelcore.util.text import shown
+from accelcore.util.text import nearest, shown
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -67,12 +67,17 @@ def device_option(name: str, metavar: str, help: str) -> Callable[[F], F]:
 
 def check_script(script: str) -> None:
     """Raise ConfigurationError if there is no such file."""
-    is_folder = bool(script) and Path(script).is_dir()
-    if is_folder or not script or not Path(script).exists():  # a pipe, as of a shell's <(...), is one
+    path, is_option = Path(script), script.startswith("-")
+    is_folder = bool(script) and path.is_dir()
+    if is_folder or not script or not path.exists():  # a pipe, as of a shell's <(...), is one
+        near = nearest(path.stem, (other.stem for other in path.parent.glob("*.py")))
         raise ConfigurationError(
             f"there is no script {shown(script, 200)}",
             why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",
-            remedy="correct the path, or give a module with -m",
+            remedy="write options of accelcore before the first argument: what follows the script are its own"
+            if is_option
+            else (f"did you mean {path.with_name(near)}.py? Else " if near else "")
+            + "correct the path, or give a module with -m",
         )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +99,8 @@ def replay(
     take_weights: bool, take_batches: bool, batch: int, steps: int, as_json: bool, **places: Any,
 ) -> int:  # fmt: skip
     """Run a recorded script again, and name the first difference.
+
+    Options of accelcore go before REFERENCE, the script's own after SCRIPT.
 
     REFERENCE is a recording; with --self it is a new folder, which is recorded first. The replay begins with the
     recorded weights and random numbers, and ends after the last recorded step. It saves no checkpoint, and resumes only
@@ -202,7 +206,10 @@ def _run(
     child.raise_on_signals()  # so that the script ends with this process
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
     program = [str(_RUNNER), mode, folder, json.dumps(options), *module, script, *arguments]
-    code = subprocess.run(child.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
+    try:
+        code = subprocess.run(child.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
+    except KeyboardInterrupt:  # reported by the process of the script
+        sys.exit(128 + signal.SIGINT)
     return code if code >= 0 else 128 - code
 
 

@@ -81,7 +81,7 @@ class Result:
     def __str__(self) -> str:
         if self.agrees:
             how = "to the bit" if self.exact else "up to rounding"
-            return f"the runs agree {how} in {self.steps} steps"
+            return f"the runs agree {how} in {self.steps} step{'s' * (self.steps != 1)}"
         where = f"step {self.step}, rank {self.rank}, {self.phase}" if self.step is not None else f"{self.phase}"
         module = "" if self.module is None else f", module {self.module or '(the model itself)'}"
         item = f", {self.item}" if self.item else ""

@@ -40,15 +40,21 @@ def main() -> None:
             except SystemExit as end:  # a plain end by `sys.exit()` or after enough steps is an end as any other
                 if end.code not in (None, 0):
                     raise
+        if mode == "record" and rank_and_size()[0] == 0:
+            sys.stderr.write(f"accelcore: {folder}: {_steps(context.done)} recorded\n")
     except AccelError as error:
         sys.stderr.write(f"accelcore: {error}\n")
         sys.exit(code)
 
 
+def _steps(number: int) -> str:
+    return f"{number} step{'s' * (number != 1)}"
+
+
 class _Shown(Record):
     """Show progress on stderr, and end the script after the last step that was asked for."""
 
-    saves = True
+    saves, done = True, 0
     _next = monotonic() + _EVERY
 
     def begin(self, trainer: Trainer) -> None:
@@ -56,14 +62,15 @@ class _Shown(Record):
         trainer.saver.writes &= self.saves
 
     def _step_ended(self, step: int, *, is_last: bool) -> None:
+        self.done = step
         if monotonic() >= self._next:
-            of = "" if self._steps is None else f" of {self._steps}"
-            sys.stderr.write(f"accelcore: {step}{of} steps done\n")
+            done = _steps(step) if self._steps is None else f"{step} of {_steps(self._steps)}"
+            sys.stderr.write(f"accelcore: {done} done\n")
             self._next = monotonic() + _EVERY
         if is_last:
             if step and rank_and_size()[0] == 0:
                 done = "replayed" if isinstance(self, Replay) else "recorded"
-                sys.stderr.write(f"accelcore: the script ends here, because all {step} steps are {done}\n")
+                sys.stderr.write(f"accelcore: the script ends here, because the last step is {done}\n")
             sys.exit(0)
 
 

@@ -212,11 +212,16 @@ def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
 
 def _make(make: Make, optimizer: Optimizer, updates: int, warmup: float) -> LRScheduler:
     """Make a scheduler: a linear rise over the first `warmup` updates, if there are any, and then `make`'s."""
+    if not updates:
+        raise ConfigurationError(
+            "there is no update to make a schedule for, because the loader has no batches",
+            remedy="look for drop_last=True, and at the length of the data",
+        )
     rising = warmup if isinstance(warmup, int) else round(warmup * updates)
     if rising >= updates:
         raise ConfigurationError(
             f"warmup={warmup!r} is as long as the whole training, of {updates} updates",
-            remedy="give a shorter warm-up, or train longer; without updates, look at the length of the loader",
+            remedy="give a shorter warm-up, or train longer",
         )
     # The schedulers of a sequence are made in order, because each sets the learning rate.
     first = LinearLR(optimizer, 1 / (rising + 1), total_iters=rising) if rising else None

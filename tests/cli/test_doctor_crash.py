@@ -105,8 +105,10 @@ def test_a_plugin_that_blocks_the_interpreter_is_killed(machine, monkeypatch):
     assert rotten.probe.reason == "loading or probing it blocked the process, which was killed after 2.5 seconds"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_no_process_is_left_when_doctor_is_interrupted(machine, number, code):
+@pytest.mark.parametrize(
+    ("number", "code", "says"), [(signal.SIGINT, 130, "accelcore: interrupted"), (signal.SIGTERM, 143, "")]
+)
+def test_no_process_is_left_when_doctor_is_interrupted(machine, number, code, says):
     fifo = machine.folder / "fifo"
     os.mkfifo(fifo)
     helper = f"import subprocess; fifo = open({str(fifo)!r}, 'w'); subprocess.Popen(['sleep', '1000'], stdout=fifo)"
@@ -121,7 +123,7 @@ def test_no_process_is_left_when_doctor_is_interrupted(machine, number, code):
         assert held_by_the_child_and_its_helper.readline() == "started\n"
         doctor.send_signal(number)
         out, err = doctor.communicate(timeout=60)
-        assert (doctor.returncode, out, err.strip()) == (code, "", "")
+        assert (doctor.returncode, out, err.strip()) == (code, "", says)
         closed, _, _ = select.select([held_by_the_child_and_its_helper], [], [], 60)
         assert closed, "a process that holds it is still there"
         assert held_by_the_child_and_its_helper.read() == ""

@@ -124,9 +124,10 @@ def test_a_module_is_recorded_and_replayed(tmp_path, capfd, monkeypatch):
     (tmp_path / "of_mine").mkdir()
     (tmp_path / "of_mine" / "train.py").write_text(_SCRIPT)
     monkeypatch.chdir(tmp_path)
-    assert main(["record", "--out", "ref", "-m", "of_mine.train", "0"]) == 0
+    assert main(["record", "--out", "ref", "--steps", "1", "-m", "of_mine.train", "0"]) == 0
+    assert capfd.readouterr().err.splitlines()[-1] == "accelcore: ref: 1 step recorded"
     assert main(["replay", "-m", "ref", "of_mine.train", "0"]) == 0
-    assert "agree to the bit" in capfd.readouterr().out
+    assert "agree to the bit in 1 step\n" in capfd.readouterr().out
 
 
 def test_a_script_in_place_of_the_recording_is_named(tmp_path, capsys):

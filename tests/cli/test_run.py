@@ -180,7 +180,9 @@ def here(machine, monkeypatch):
         (["run", "--device", "", "missing.py"], "there is no script 'missing.py'"),  # counts as unset
         (["run", "--device", "cppu", "--nproc", "2", "script.py"], "--device='cppu': there is no backend 'cppu'"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
+        (["run", "skript.py"], "did you mean script.py? Else"),
         (["run", "."], "there is no script '.'"),
+        (["replay", "ref", "--steps", "4", "script.py"], "write options of accelcore before the first argument"),
         (["run", ""], "there is no such file, seen from"),
         (["run", "-m", "nowhere.train"], "there is no module 'nowhere.train'"),
         (["run", "--nproc", "two", "script.py"], "'two' is not a valid number of ranks"),

@@ -16,6 +16,7 @@ from accelcore.util.text import is_number, is_whole, write_output
 
 FILE = "log.jsonl"
 _BYTES, _PLOT = "memory_peak", "plot.png"
+_FORMATS = ".png", ".svg", ".pdf", ".html"
 
 Record = Mapping[str, Any]
 
@@ -80,6 +81,14 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
     check_matplotlib()
     from matplotlib.figure import Figure
 
+    for path in paths:
+        if path.is_dir() or path.suffix.lower() not in _FORMATS:
+            raise ConfigurationError(
+                f"a plot cannot be written to {path}",
+                why="it is a folder" if path.is_dir() else "the name of the file tells the format",
+                available=", ".join(_FORMATS),
+                remedy="name a file in it" if path.is_dir() else "",
+            )
     of_runs = {run: _columns(records) for run, records in runs.items()}
     figures = list(dict.fromkeys(name for found in of_runs.values() for name in found))
     if not figures:
@@ -105,12 +114,7 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
     for path in paths:
         kind = path.suffix.lower().removeprefix(".")
         content = BytesIO()
-        try:
-            figure.savefig(content, format="svg" if kind == "html" else kind, dpi=100)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"a plot cannot be written to {path}", why=str(error), available=".png, .svg, .pdf, .html"
-            ) from error
+        figure.savefig(content, format="svg" if kind == "html" else kind, dpi=100)
         if kind == "html":
             svg = content.getvalue().decode()
             write_page(path, ", ".join(runs), [svg[svg.index("<svg") :]])

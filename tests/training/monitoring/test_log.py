@@ -173,8 +173,11 @@ def test_a_log_that_cannot_be_plotted_is_an_error_that_says_why(tmp_path, capsys
         (tmp_path / "log.jsonl").write_text(text)
     assert main(["plot", str(tmp_path), "-o", str(tmp_path / "plot.png")]) == 64
     assert re.search(message, capsys.readouterr().err)
-    assert main(["plot", str(tmp_path / "real"), "-o", str(tmp_path / "plot.what")]) == 64
-    assert ".svg" in capsys.readouterr().err
+    for name, why in (("plot.what", "tells the format"), ("real", "it is a folder")):
+        assert main(["plot", str(tmp_path / "real"), "-o", str(tmp_path / name)]) == 64
+        said = capsys.readouterr().err
+        assert why in said
+        assert said.count(".svg") == 1
     assert main(["plot", __file__]) == 64
     assert "it is a file, and no log" in capsys.readouterr().err
 
