@@ -12,6 +12,7 @@ import libcst as cst
 from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.guards import GUARDS, Guard, Test, body_of, names_in, set_in, tests_of
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
@@ -29,11 +30,6 @@ _CPU = re.compile(r"(?:torch\.device\()?[\"']cpu[\"']\)?")
 _FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?(?:\s+[\w.]+ *= *(?:False|None|0))*")
 """A line that chooses the CPU after all, and others that turn something off for it."""
 
-_Test = cst.FunctionDef | cst.ClassDef
-"""What a decorator such as `pytest.mark.skipif` may skip."""
-
-_Guard = cst.If | cst.IfExp | cst.For | cst.BaseSimpleComp | cst.BooleanOperation | _Test
-_GUARDS = (cst.If, cst.IfExp, cst.For, cst.BaseSimpleComp, cst.BooleanOperation)
 _PARTS = (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
@@ -73,7 +69,7 @@ class Decisions(cst.CSTVisitor):
                 self._rules[kind].append(rule)
         self._claimed: set[int] = set()
         self._was_left: list[bool] = []
-        self._waiting: dict[cst.CSTNode, list[tuple[_Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
+        self._waiting: dict[cst.CSTNode, list[tuple[Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._named: dict[cst.CSTNode, list[tuple[str, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._guarded: list[tuple[cst.CSTNode, str, bool, bool]] = []
         self._foreign: list[tuple[cst.CSTNode, str]] = []
@@ -121,7 +117,7 @@ class Decisions(cst.CSTVisitor):
             else:
                 self._waiting[self._end_of(guard)].append((guard, rule, node, decision))
             return decision.inner
-        if isinstance(node, _GUARDS) or _tests_of(node):
+        if isinstance(node, GUARDS) or tests_of(node):
             self._marks[node] = (*self._done(), len(self.left))
         return True
 
@@ -136,10 +132,10 @@ class Decisions(cst.CSTVisitor):
             opens = (done[1] > actions or whole) if decision.some else (some and whole)
             if decision.some and any(note.rule in _FAILS for note in self.left[left:]):
                 opens = False
-            if original_node is not guard or isinstance(guard, _Test):
+            if original_node is not guard or isinstance(guard, Test):
                 opens = whole  # what follows an early return, or a test
-            foreign = any(self._is_foreign(test, _body_of(guard)) for test in _tests_of(guard))
-            if self._unset & _names_in(_body_of(guard)) or foreign:
+            foreign = any(self._is_foreign(test, body_of(guard)) for test in tests_of(guard))
+            if self._unset & names_in(body_of(guard)) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
@@ -150,19 +146,19 @@ class Decisions(cst.CSTVisitor):
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
-                self._unset |= _set_in(guard)
+                self._unset |= set_in(guard)
 
         if original_node in self._marks:
             _, actions, left = self._marks[original_node]
             actions = self._done()[1] - actions
             lines = sum(note.rule != "replicas" for note in self.left[left:])
-            closed = lines > 0 and (isinstance(original_node, _Test) or not actions)
+            closed = lines > 0 and (isinstance(original_node, Test) or not actions)
             if isinstance(original_node, cst.For):
                 self._guarded.append((self._scope_of(original_node), text_of(original_node.iter), closed, not lines))
-            for test in _tests_of(original_node):
+            for test in tests_of(original_node):
                 whole = not lines and (actions > 0 or self._is_portable(original_node))
                 self._guarded.append((self._scope_of(original_node), text_of(test), closed, whole))
-                if self._is_foreign(test, _body_of(cast("_Guard", original_node))):
+                if self._is_foreign(test, body_of(cast("Guard", original_node))):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
         for name, rule, node, decision in self._named.pop(original_node, ()):
             is_open = self._opens(name, original_node, some=decision.some)
@@ -234,11 +230,11 @@ class Decisions(cst.CSTVisitor):
 
     def _is_foreign(self, test: cst.BaseExpression, body: cst.CSTNode) -> bool:
         """Return whether what a condition guards uses a vendor's tools beside torch, such as an extension."""
-        names = self._facts.extensions & (_names_in(test) | _names_in(body))
+        names = self._facts.extensions & (names_in(test) | names_in(body))
         named = isinstance(body, cst.BaseExpression) and _GPU.fullmatch(text_of(body))
         return bool(names or named) or _FOREIGN.search(text_of(test) + text_of(body)) is not None
 
-    def _end_of(self, guard: _Guard) -> cst.CSTNode:
+    def _end_of(self, guard: Guard) -> cst.CSTNode:
         """Return the node after which it is known what a guard guards: itself, or its block if it returns.
 
         After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices. So
@@ -259,14 +255,14 @@ class Decisions(cst.CSTVisitor):
         count = len(self.rewritten) + len(self.harmless)
         return count, count - asked
 
-    def _guard_of(self, node: cst.CSTNode) -> _Guard | None:
+    def _guard_of(self, node: cst.CSTNode) -> Guard | None:
         """Return the `if`, the choice, or the test of whose condition a node is a part."""
         inner = node
         for outer in self._facts.parents(node):
             if isinstance(outer, (cst.If, cst.IfExp)):
                 return outer if inner is outer.test else None
             if isinstance(outer, cst.Decorator):
-                return cast("_Test", self._facts.parent(outer))
+                return cast("Test", self._facts.parent(outer))
             if isinstance(outer, (cst.For, cst.CompFor)) and inner is outer.iter:
                 loop = outer if isinstance(outer, cst.For) else self._facts.parent(outer)
                 return loop if isinstance(loop, (cst.For, cst.BaseSimpleComp)) else None
@@ -285,7 +281,7 @@ class Decisions(cst.CSTVisitor):
     def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
         self._facts.place.forget(node)
         if (guard := self._guard_of(node)) is not None:
-            self._shut.add(_body_of(guard))
+            self._shut.add(body_of(guard))
         note = Note(self._facts.line(node), rule.name, decision.reason)
         if decision.harmless:
             self.harmless.append(note)
@@ -378,34 +374,3 @@ def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
 def _passes(node: cst.CSTNode) -> bool:
     """Return whether a node is a call such as `pytest.mark.skipif(condition)` or `range(number)`."""
     return isinstance(node, cst.Call) and ("skip" in (name := text_of(node.func)) or name == "range")
-
-
-def _body_of(guard: _Guard) -> cst.CSTNode:
-    if isinstance(guard, cst.BooleanOperation):
-        return guard.right
-    return guard.elt if isinstance(guard, cst.BaseSimpleComp) else guard.body
-
-
-def _tests_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
-    """Return the conditions under which something runs: of an `if`, or the decorators that may skip a test."""
-    if isinstance(node, (cst.If, cst.IfExp)):
-        return [node.test]
-    made = node.decorators if isinstance(node, (cst.FunctionDef, cst.ClassDef)) else ()
-    names = (cst.Name, cst.Attribute)
-    return [each.decorator for each in made if "skip" in text_of(each) or isinstance(each.decorator, names)]
-
-
-def _names_in(node: cst.CSTNode) -> set[str]:
-    return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(node, matchers.Name())}
-
-
-def _set_in(guard: _Guard) -> set[str]:
-    """Return the names that what an `if` guards assigns, and that are not set if it does not run."""
-    if isinstance(guard, _Test | cst.BaseSimpleComp | cst.BooleanOperation):
-        return set()
-    return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
-
-
-def _assigned(node: cst.CSTNode) -> set[str]:
-    made = matchers.findall(node, matchers.AssignTarget(matchers.Name() | matchers.Attribute()))
-    return {text_of(cst.ensure_type(target, cst.AssignTarget).target) for target in made}

@@ -1,0 +1,197 @@
+"""Questions about a vendor that stay, because a line that depends on them would fail or change on other devices."""
+
+from unittest import mock
+
+import pytest
+import torch
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
+from accelcore_lint.port.uses import uses_in
+from port_sources import imported
+
+OTHER = "torch.backends.mps.is_available()"
+LOAD = "state = torch.load(path, map_location={})"
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        (f"half = not torch.cuda.is_available() and {OTHER}", True),
+        (f"half = {OTHER} and not torch.cuda.is_available()", True),
+        (f"half = not torch.cuda.is_available() and not {OTHER}", False),
+        (f"half = torch.cuda.is_available() or {OTHER}", False),
+        (LOAD.format("'cpu' if not torch.cuda.is_available() else None"), True),
+        (LOAD.format("None if torch.cuda.is_available() else torch.device('cpu')"), True),
+        ("map_location = None if torch.cuda.is_available() else 'cpu'", True),
+        ("batch = 8 if torch.cuda.device_count() > 1 else 4", False),
+    ],
+)
+def test_a_question_stays_whose_answer_elsewhere_is_the_originals(line, kept):
+    source = f"import torch\n\n\ndef chosen(path, other):\n    {line}\n    return locals()\n"
+    assert ("torch.cuda." in port_source(source, Level.ROLES).source) is kept
+
+
+MARKS = {
+    "needs = pytest.mark.skipif(not torch.cuda.is_available(), reason='')": "@needs",
+    "": "@pytest.mark.skipif(not torch.cuda.is_available(), reason='')",
+    "found = torch.cuda.is_available()": "@pytest.mark.skipif(not found, reason='')",
+}
+
+
+@pytest.mark.parametrize(("made", "mark"), MARKS.items())
+@pytest.mark.parametrize(("asserted", "kept"), [("x.device.type == 'cuda'", True), ("x.sum() == 2", False)])
+def test_a_test_for_one_vendor_is_still_skipped_elsewhere(made, mark, asserted, kept):
+    source = f"import pytest\nimport torch\n\n{made}\n\n\n{mark}\ndef test_move():\n    x = torch.ones(2).cuda()\n"
+    ported = port_source(f"{source}    assert {asserted}\n", Level.ROLES).source
+    assert ("torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize(("guarded", "kept"), [("self.cuda()", True), ("self.net = torch.nn.DataParallel(net)", False)])
+def test_a_named_question_opens_no_condition_over_what_is_left(guarded, kept):
+    source = (
+        "import torch\n\nUSE = torch.cuda.is_available()\n\n\nclass Agent:\n    def __init__(self, net):\n"
+        f"        self.net = net\n        if USE:\n            {guarded}\n\n    def step(self):\n        if USE:\n"
+        "            torch.cuda.synchronize()\n\n    def cuda(self):\n        self.net.cuda()\n"
+    )
+    assert ("USE = torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(("index", "kept"), [("pick(), ", True), ("", False)])
+def test_a_condition_over_a_copy_that_is_left_stays(index, kept):
+    move = f"x = x.cuda({index}non_blocking=True)"
+    source = f"import torch\n\n\ndef step(x, args):\n    if torch.cuda.is_available():\n        {move}\n    return x\n"
+    assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "device.type == torch.device('cuda').type and not torch.cuda.is_available()",
+        "device.type == 'cuda' and not torch.cuda.is_available()",
+        "not torch.cuda.is_available() and 'cuda' in device.type",
+    ],
+)
+def test_what_a_caller_has_written_still_falls_back_to_the_cpu(test):
+    source = f"import torch\n\n\ndef chosen(device):\n    if {test}:\n        return 'cpu'\n    return device\n"
+    module = imported(port_source(source, Level.ROLES).source)
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert module.chosen(torch.device("cuda")) == "cpu"
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        assert module.chosen(torch.device("cuda")) == torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"), [("torch.cuda.memory_stats()", True), ("torch.cuda.memory_reserved()", False)]
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_methods_stay_that_read_what_another_method_does_not_set_elsewhere(value, kept, is_first):
+    methods = [
+        f"    def stop(self):\n        if torch.cuda.is_available():\n            self.peak = {value}\n",
+        "    def show(self):\n        if torch.cuda.is_available():\n            print(self.peak)\n",
+        "    def other(self):\n        return torch.cuda.is_available()\n",
+    ]
+    source = "import torch\n\n\nclass Trace:\n" + "\n".join(methods if is_first else reversed(methods))
+    ported = port_source(source, Level.ROLES).source
+    assert ported.count("if torch.cuda.is_available():") == (2 if kept else 0)
+    assert "return torch.cuda" not in ported
+
+
+@pytest.mark.parametrize(("below", "kept"), [("model.cuda()", True), ("torch.ones(1).cuda()", False)])
+def test_the_default_of_an_option_stays_if_a_line_below_the_option_does(below, kept):
+    source = (
+        "import argparse\nimport torch\nfrom nets import Net\n\n\ndef main():\n"
+        "    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--cuda', type=bool, default=torch.cuda.is_available())\n"
+        f"    args = parser.parse_args()\n    model = Net()\n    if args.cuda:\n        {below}\n\n\nmain()\n"
+    )
+    known = Known(own_moves=frozenset({"Net"}))
+    assert ("default=torch.cuda.is_available()" in port_source(source, Level.ROLES, known).source) is kept
+
+
+@pytest.mark.parametrize(("line", "kept"), [("x = x.cuda()", True), ("torch.cuda.synchronize()", False)])
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_a_move_stays_below_a_question_that_a_file_of_the_project_answers_by_hiding_devices(indent, line, kept):
+    hides = f"import os\nif no_gpu:\n    pass\n{indent}os.environ['CUDA_VISIBLE_DEVICES'] = '-1'\n"
+    known = Known(imported=True, uses=frozenset(uses_in(hides)))
+    source = f"import torch\n\n\ndef loss(x):\n    if torch.cuda.is_available():\n        {line}\n    return x\n"
+    ported = port_source(source, Level.ROLES, known).source
+    assert ("if torch.cuda.is_available():" in ported) is (kept and bool(indent))
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        *("given == dist.Backend.NCCL", "'CUDA out of memory. ' not in str(given)"),
+        "own.DataParallel(given, device_ids=gpus)",
+    ],
+)
+def test_a_comparison_with_one_vendors_backend_or_error_and_an_own_wrapper_are_reported(test):
+    source = f"import torch.distributed as dist\n\n\ndef is_so(given):\n    return {test}\n"
+    assert [note.line for note in port_source(f"{source}\ndevice = 'cuda'\n", Level.ROLES).left] == [5]
+
+
+@pytest.mark.parametrize(
+    ("choice", "made"),
+    [
+        ("'cuda' if x.is_cuda else 'cpu'", "x.device.type"),
+        ('torch.device("cuda" if x.is_cuda else "cpu")', "torch.device(x.device.type)"),
+        ("x.get_device() if x.is_cuda else torch.device('cpu')", "x.device"),
+        ("'cuda' if x.is_cuda else 'mps'", None),
+        ("y.get_device() if x.is_cuda else torch.device('cpu')", None),
+    ],
+)
+def test_a_name_that_a_tensor_chooses_is_that_of_its_device(choice, made):
+    outcome = port_source(f"import torch\n\n\ndef f(x, y):\n    return g({choice})\n", Level.ROLES)
+    assert (f"return g({made})\n" in outcome.source and not outcome.left) is (made is not None)
+
+
+@pytest.mark.parametrize(
+    ("left", "done"), [("torch.cuda.get_device_properties(0)", False), ("torch.nn.DataParallel(net).cuda()", True)]
+)
+@pytest.mark.parametrize(
+    "head",
+    [
+        "if torch.cuda.device_count() > 1:\n    print({})\n",
+        "for i in range(torch.cuda.device_count()):\n    print({})\n",
+        "print([{} for i in range(torch.cuda.device_count())])\n",
+        "n = torch.cuda.device_count()\nif n > 1:\n    print({})\n",
+        "n = torch.cuda.device_count()\nfor i in range(n):\n    print({})\n",
+        "n = torch.cuda.device_count()\nif n > 1:\n    print({}, n)\n",
+        "print(torch.cuda.device_count() > 1 and {})\n",
+        "def f():\n    return not (torch.cuda.device_count() < 1 or x or {})\n",
+    ],
+)
+def test_a_count_of_devices_stays_over_a_line_that_fails_on_others(head, left, done):
+    ported = port_source("import torch\n" + head.format(left), Level.ROLES).source
+    assert (".current_accelerator()).device_count()" in ported) is done
+
+
+@pytest.mark.parametrize(
+    ("handler", "kept"),
+    [
+        ("except Exception:\n    gpu = False", True),
+        ("except (AssertionError, OSError):\n    gpu = None", True),
+        ("except:\n    device = torch.device('cpu')", True),
+        ("except RuntimeError:\n    raise", False),
+        ("except RuntimeError as e:\n    print('no memory')\n    x = None", False),
+        ("except KeyboardInterrupt:\n    gpu = False", False),
+        ("except RuntimeError:\n    print('no')", False),
+    ],
+)
+def test_a_use_by_which_a_script_asks_for_a_device_stays(handler, kept):
+    source = f"import torch\ntry:\n    x = torch.ones(2).cuda()\n    gpu = torch.cuda.is_available()\n{handler}\n"
+    ported = port_source(source, Level.ROLES).source
+    assert ("x = torch.ones(2).cuda()" in ported) is kept
+    assert "torch.cuda.is_available()" not in ported
+
+
+@pytest.mark.parametrize(("line", "kept"), [("torch.cuda.get_device_properties(0)", True), ("x.cuda()", False)])
+def test_a_default_stays_if_a_line_that_fails_elsewhere_depends_on_it(line, kept):
+    source = f"import torch\n\n\ndef f(x, gpu=torch.cuda.is_available()):\n    if gpu:\n        {line}\n\n\nf(1)\n"
+    assert ("gpu=torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(("more", "kept"), [("; net.half()", True), ("", False)])
+def test_a_condition_over_a_device_that_is_made_current_and_left_stays(more, kept):
+    source = f"import torch\nif torch.cuda.is_available():\n    torch.cuda.set_device(0){more}\n    net.cuda()\n"
+    assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is kept
