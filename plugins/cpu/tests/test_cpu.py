@@ -81,10 +81,12 @@ def test_the_name_of_another_is_left_to_others():
     assert accelcore_cpu.accelcore_create_backend(name="cuda", index=0) is None
 
 
-def test_there_is_no_second_cpu():
+@pytest.mark.parametrize(("given", "places"), [("cpu:1", ""), (None, " by ACCEL_DEVICE or --device")])
+def test_there_is_no_second_cpu(monkeypatch, given, places):
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu:1")
     with pytest.raises(BackendUnavailableError, match="no device cpu:1") as caught:
-        accelcore.select("cpu:1")
-    assert caught.value.available == "cpu:0"
+        accelcore.select(given)
+    assert (caught.value.available, caught.value.remedy) == ("cpu:0", f"choose one of those{places}")
 
 
 # What it declares, it can.
