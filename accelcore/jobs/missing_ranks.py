@@ -121,7 +121,8 @@ class MissingRanks:
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
         lost = next(filter(_is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
-            explained = self._name_missing(first_line(lost), getattr(lost, "remedy", ""))
+            said = first_line(lost).partition(" This is typically caused by a remote worker")[0]  # a guess of gloo
+            explained = self._name_missing(said, getattr(lost, "remedy", ""))
         self._failed = f"{type(explained or error).__name__}: {first_line(explained or error)}"
         self._follows = self._follows or lost is not None
         with suppress(RuntimeError):  # the store has gone, and its readers with it

@@ -82,6 +82,7 @@ def test_a_rank_that_was_killed_is_named_in_seconds(run):
     (first, _), codes = run("is killed")
     assert codes == [1, -signal.SIGKILL]
     said = final(first)
+    assert "GLHF" not in said, "gloo's advice"
     assert said.startswith("rank 1 of this job does not answer: its process has ended, or is stopped\n")
     assert re.search(r"rank 1 has begun (no step|step [12])", said), "as of its last note"
     assert "rank 0 has begun step 3" in said
