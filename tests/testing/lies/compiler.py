@@ -199,7 +199,7 @@ def compiler_whose_gradients_are_overwritten_unsaid(backend):
         def run(rows):
             for parameter in module.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.zero_()
+                    parameter.grad.neg_()
             return module(rows)
 
         return Compiled(run, compiled=True)
