@@ -162,4 +162,4 @@ TORCH_FAULTS = (
     UNSEEN_UPDATE,
     GELU_OF_INFINITY,
 )
-"""Bugs of torch on every device, and of kernels on the host that the conformance suite sees on other devices, too."""
+"""Bugs of torch on every device, and of its kernels on the host, by which other backends than the CPU's may compute."""

@@ -73,7 +73,8 @@ def _show_in_one_line(*, launched: bool) -> None:
         # One with a cause names the rank that was lost. Without a traceback it comes from a job's own hook.
         names_rank = kind.__name__ == "DistributedError" and (trace is None or error.__cause__ is not None)
         if names_rank and launched:
-            _record(error)  # the launcher shows all of it
+            if trace is None:
+                _record(error)  # in place of the error that it explains; the launcher shows all of it
             sys.stderr.write(f"{kind.__name__}: {error}".partition("\n")[0] + "\n")
         elif not issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)

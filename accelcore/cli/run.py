@@ -198,8 +198,7 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         raise UnsupportedError(
             f"--emulate {shown(name)}: no installed package emulates a backend of that name",
             available=", ".join(entry.name for entry in declared(EMULATORS)) or "no emulator is installed",
-            remedy="name one backend without an index, and install its emulator; for npu, in a clone: "
-            "pip install ./plugins/npu ./plugins/npu_emulator && python -m accelcore_npu_emulator.install",
+            remedy="name one backend without an index; docs/install.md has the commands that install its emulator",
         )
     labels = " and ".join(entry.label for entry in offers)
     if len(offers) > 1:

@@ -358,7 +358,7 @@ def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(
     ("name", "says"),
     [
         ("kettle", "no installed package emulates a backend of that name"),
-        ("kettle", "pip install ./plugins/npu ./plugins/npu_emulator && python -m accelcore_npu_emulator.install"),
+        ("kettle", "docs/install.md"),
         ("toaster:0", "name one backend without an index"),
         ("?", "--emulate '?': no installed package"),
         ("broken", "the emulator of 'broken' (fake-plugin-"),
