@@ -28,9 +28,17 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark; 0 where every goal is met, 1 where one is missed, 2 where the arguments are refused."""
+    """Run one benchmark; 0 where every goal is met, 1 where one is missed, 2 where it cannot run."""
     options = _parser().parse_args(arguments)
-    module = import_module(f"benchmarks.{options.name}")
+    try:
+        module = import_module(f"benchmarks.{options.name}")
+    except ModuleNotFoundError as error:
+        print(
+            f"{error}: {options.name} needs it. `tox run -e bench -- {options.name}` installs what a benchmark needs, "
+            "and `tox run -e bench-npu` what launches needs",
+            file=sys.stderr,
+        )
+        return 2
     machine, versions = describe_machine(), describe_versions(module.DISTRIBUTIONS)
     print(f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}")
     print(", ".join(f"{name} {version}" for name, version in versions.items()), end="\n\n", flush=True)

@@ -54,3 +54,12 @@ def test_tables_that_are_done_are_kept_if_a_later_one_fails(tmp_path, monkeypatc
     assert output.read_text() == "of an earlier run"
     kept = json.loads((tmp_path / "found-unfinished.json").read_text())
     assert [table["title"] for table in kept["tables"]] == ["first"]
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "benchmarks.launches", raising=False)
+    monkeypatch.setitem(sys.modules, "accelcore_npu_emulator", None)
+    assert command.main(["launches"]) == 2
+    said = capsys.readouterr().err
+    assert "accelcore_npu_emulator" in said
+    assert "tox run -e bench-npu" in said
