@@ -1,5 +1,5 @@
 """Run one model in two ways, and name the first layer that computes something else.
 
-`logprobs` compares two ways of running a language model, `layers` batches of two sizes, and `msprobe` a model with a
-dump of msprobe. Whole trainings are compared in `accelcore.parity`.
+`logprobs` compares two ways of running a language model, `layers` batches of two sizes. Whole
+trainings are compared in `accelcore.parity`.
 """

@@ -1,7 +1,7 @@
 """accelcore on Ascend NPU: the plugin's entry module, free of torch and of CANN.
 
 `detection` probes, with `libraries` (files of CANN) and `compatibility` (versions). `backend` composes the roles, one
-in a file. Nothing here imports the emulator.
+in a file; `msprobe` compares a model with a dump of the vendor's tool. Nothing here imports the emulator.
 """
 
 from __future__ import annotations

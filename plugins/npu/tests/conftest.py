@@ -30,7 +30,13 @@ from emulated_session import (  # noqa: F401  # pytest finds them here
 fork, fork_ranks = forks.fork, forks.fork_ranks
 
 _SUBJECTS = Path(__file__).parent / "subjects"
-_WITHOUT_TORCH_NPU = {"test_compatibility.py", "test_install.py", "test_libraries.py", "test_probe.py"}
+_WITHOUT_TORCH_NPU = {
+    "test_compatibility.py",
+    "test_install.py",
+    "test_libraries.py",
+    "test_msprobe.py",
+    "test_probe.py",
+}
 
 # Of the suite, with `full`: all optimizers but some of each kind (adamw and sgd, which torch_npu and torch fuse, and
 # lamb, whose formula runs on flat memory), though the numbers of each with a kernel for the NPU are compared in every

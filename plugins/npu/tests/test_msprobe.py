@@ -8,10 +8,10 @@ import math
 
 import pytest
 import torch
+from accelcore_npu.msprobe import compare_dump, read_dump
 from torch import nn
 
 from accelcore.errors import RecordingError
-from accelcore.layerwise.msprobe import compare_dump, read_dump
 
 
 def tensor(value):
