@@ -9,7 +9,7 @@ from time import perf_counter
 
 import click
 
-from accelcore.cli.options import check_script, common, device_option, json_option, number
+from accelcore.cli.options import check_script, common, device_option, json_option, number, script_arguments
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -24,11 +24,9 @@ from accelcore.cli.options import check_script, common, device_option, json_opti
 @device_option("--device", "DEVICE", "The device, as in accelcore run.")
 @number("--nproc", "N", 1, "How many ranks each trial has, as in accelcore run.")
 @device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, as in accelcore run.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Also write a page in one file.")
 @json_option
-@click.argument("script", type=click.Path())
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@script_arguments
 @common
 def advise(
     script: str,

@@ -42,13 +42,15 @@ class Ended:
         return "" if self.status is None or self.status >= 0 else signal_name(-self.status)
 
     @property
-    def where(self) -> str:
-        """The Python line it was at, from `faulthandler`: `" in File ..."`, or an empty string."""
-        written = self.stderr.splitlines()
-        for line, following in pairwise(written):
-            if line.startswith("Current thread") and following.startswith("  File"):
-                return f" in {following.strip()}"
-        return ""
+    def fate(self) -> str:
+        """How it ended, as the verb of a sentence; of a crash with the Python line, if `faulthandler` wrote it."""
+        if self.status is None:
+            return f"did not end within {self.limit:g} seconds, and was killed"
+        if not self.signal:
+            return f"ended with exit code {self.status}"
+        written = pairwise(self.stderr.splitlines())
+        places = (line for head, line in written if head.startswith("Current thread") and line.startswith("  File"))
+        return f"was ended by {self.signal}" + next((f" in {line.strip()}" for line in places), "")
 
 
 def signal_name(number: int) -> str:

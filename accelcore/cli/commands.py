@@ -20,7 +20,7 @@ from accelcore.cli.parity import record, replay
 from accelcore.cli.precision import precision
 from accelcore.cli.run import run
 from accelcore.cli.verify import commands as verify
-from accelcore.devices.plugins import declared, describe
+from accelcore.devices.plugins import declared, describe, only_one
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.util.text import nearest
 
@@ -73,7 +73,6 @@ class _Brought(click.Command):
 
 def _load(name: str) -> click.Command:
     offers = [entry for entry in declared(COMMANDS) if entry.name == name]
-    labels = " and ".join(entry.label for entry in offers)
     if not offers:
         extra = _OFFERED[name][0]
         raise ConfigurationError(
@@ -81,15 +80,14 @@ def _load(name: str) -> click.Command:
             why=f"accelcore-{extra} brings it",
             remedy=f"pip install ./plugins/{extra} in a clone of accelcore",
         )
-    if len(offers) > 1:
-        raise PluginError(f"two distributions bring the command {name!r}: {labels}", remedy="uninstall one of them")
-    remedy = f"repair or uninstall {labels}"
+    offer = only_one(offers, f"the command {name!r}")
+    what, remedy = f"the command {name!r} of {offer.label}", f"repair or uninstall {offer.label}"
     try:
-        command = offers[0].point.load()
+        command = offer.point.load()
     except Exception as error:
-        raise PluginError(f"the command {name!r} of {labels} is broken", why=describe(error), remedy=remedy) from error
+        raise PluginError(f"{what} is broken", why=describe(error), remedy=remedy) from error
     if not isinstance(command, click.Command):
-        raise PluginError(f"the command {name!r} of {labels} is {command!r}, not a click.Command", remedy=remedy)
+        raise PluginError(f"{what} is {command!r}, not a click.Command", remedy=remedy)
     return command
 
 

@@ -52,6 +52,13 @@ def nproc_option(more: str = "") -> Callable[[F], F]:
     return click.option("--nproc", metavar="N", type=_RankCount(min=1), default=1, show_default=True, help=text)
 
 
+def script_arguments(command: F) -> F:
+    """Add what follows the other options of a command: `-m`, the script, and the script's own arguments."""
+    command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
+    command = click.argument("script", type=click.Path())(command)
+    return click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")(command)
+
+
 def devices(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete the names of installed backends, from their metadata: no plugin is loaded."""
     from accelcore.devices.plugins import BACKENDS, declared

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelcore.cli import child
-from accelcore.cli.options import check_script, common, device_option, json_option, nproc_option, number
+from accelcore.cli.options import (
+    check_script,
+    common,
+    device_option,
+    json_option,
+    nproc_option,
+    number,
+    script_arguments,
+)
 from accelcore.devices.plugins import AUTOLOAD
 from accelcore.errors import ConfigurationError
 
@@ -29,7 +37,6 @@ _NOTHING, _INVALID = 2, 64
 _device = device_option("--device", "DEVICE", "What select() chooses in the script, as ACCEL_DEVICE does.")
 _emulate = device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, on this host.")
 _nproc = nproc_option()
-_module = click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 _steps = number("--steps", "N", 0, "End the script after so many steps; 0 for all.", least=0)
 
 
@@ -42,9 +49,7 @@ _steps = number("--steps", "N", 0, "End the script after so many steps; 0 for al
 @_device
 @_emulate
 @_nproc
-@_module
-@click.argument("script", type=click.Path())
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@script_arguments
 @common
 def record(
     out: str, operators: str, script: str, arguments: tuple[str, ...], *, batches: bool, same_random: bool, steps: int,
@@ -88,11 +93,9 @@ def record(
 @_device
 @_emulate
 @_nproc
-@_module
 @json_option
 @click.argument("reference", type=click.Path())
-@click.argument("script", type=click.Path())
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@script_arguments
 @common
 def replay(
     reference: str, script: str, arguments: tuple[str, ...], *, itself: bool, out: str | None, report: str | None,

@@ -12,9 +12,17 @@ from typing import NoReturn, TypeVar, cast
 import click
 
 from accelcore.cli import rank
-from accelcore.cli.options import check_module, check_script, common, device_option, nproc_option, number
+from accelcore.cli.options import (
+    check_module,
+    check_script,
+    common,
+    device_option,
+    nproc_option,
+    number,
+    script_arguments,
+)
 from accelcore.devices import plugins
-from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of
+from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of, only_one
 from accelcore.devices.request import parse, requested_device
 from accelcore.devices.select import check_installed, rank_count
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
@@ -58,9 +66,7 @@ def _several_machines(command: F) -> F:
     "--emulate", "NAME", "Run on an emulation of the backend NAME, on this host; its emulator must be installed."
 )
 @click.option("--apex", is_flag=True, help="Let `import apex` in the script and its ranks find accelcore.apex.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.argument("script", type=click.Path())
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@script_arguments
 @common
 def run(
     script: str,
@@ -200,19 +206,15 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
             available=", ".join(entry.name for entry in declared(EMULATORS)) or "no emulator is installed",
             remedy="name one backend without an index; docs/install.md has the commands that install its emulator",
         )
-    labels = " and ".join(entry.label for entry in offers)
-    if len(offers) > 1:
-        raise PluginError(f"two distributions emulate {name!r}: {labels}", remedy="uninstall one of them")
-    remedy = f"repair or uninstall {labels}"
+    offer = only_one(offers, f"an emulation of {name!r}")
+    what, remedy = f"the emulator of {name!r} ({offer.label})", f"repair or uninstall {offer.label}"
     try:
-        hooks = hooks_of(offers[0].point)
+        hooks = hooks_of(offer.point)
     except Exception as error:
-        raise PluginError(
-            f"the emulator of {name!r} ({labels}) is broken", why=describe(error), remedy=remedy
-        ) from error
+        raise PluginError(f"{what} is broken", why=describe(error), remedy=remedy) from error
     variables = hooks.accelcore_emulate(name=name, devices=devices)
     if variables is None:
-        raise PluginError(f"the emulator of {name!r} ({labels}) does not answer accelcore_emulate", remedy=remedy)
+        raise PluginError(f"{what} does not answer accelcore_emulate", remedy=remedy)
     return cast("Mapping[str, str]", variables)
 
 

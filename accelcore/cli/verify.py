@@ -202,7 +202,7 @@ def _test(
         known = len(report.verdicts)
         ended, last_words = yield from _run(name, classes, report.file, timeout)
         report.read()
-        why = f"{_fate(ended)}\n{last_words}"
+        why = f"the process {ended.fate}\n{last_words}"
         if report.done:
             assert len(report.verdicts) == report.count, "a test has no outcome"
             if ended.status not in _DONE:
@@ -296,12 +296,6 @@ def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> Gen
     text = (ended.stdout + ended.stderr).strip()
     crash = text.find(_CRASH)
     return ended, text[-_TAIL:] if crash < 0 else text[max(0, crash - _BEFORE) :][:_TAIL]
-
-
-def _fate(ended: Ended) -> str:
-    if ended.status is None:
-        return f"it did not end within {ended.limit:g} seconds"
-    return f"the process crashed with {ended.signal}" if ended.signal else f"it ended with exit code {ended.status}"
 
 
 @dataclass

@@ -138,6 +138,14 @@ def _changed(path: str) -> float:
         return 0.0
 
 
+def only_one(offers: Sequence[Declared], what: str) -> Declared:
+    """Return the one entry point that offers `what`, such as `"the backend 'cpu'"`; raise PluginError for several."""
+    if len(offers) > 1:
+        labels = " and ".join(entry.label for entry in offers)
+        raise PluginError(f"two distributions offer {what}: {labels}", remedy="uninstall one of them")
+    return offers[0]
+
+
 def _owner(point: EntryPoint) -> tuple[str, str]:
     try:
         name, version = (point.dist.name, point.dist.version) if point.dist else ("", "")
@@ -268,12 +276,8 @@ def _probe(entries: list[Declared]) -> dict[str, Candidate]:
 
 def _ask(offers: Sequence[Declared], deadline: float) -> tuple[Any, Probe, tuple[KnownFault, ...]]:
     """Return hooks, probe and known faults of the plugin that offers a backend."""
-    entry, point = offers[0], offers[0].point
-    if len(offers) > 1:
-        labels = " and ".join(entry.label for entry in offers)
-        raise PluginError(
-            f"two distributions offer the backend {entry.name!r}: {labels}", remedy="uninstall one of them"
-        )
+    entry = only_one(offers, f"the backend {offers[0].name!r}")
+    point = entry.point
     hooks, error = _load(point).outcome(deadline)
     if error is not None:
         raise error

@@ -258,10 +258,15 @@ ENDS = {
     "segfault": (
         "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
         "crashed",
-        "SIGSEGV ended it in File",
+        "it was ended by SIGSEGV in File",
         "fit",
     ),
-    "killed": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "crashed", "SIGKILL ended it", "memory"),
+    "killed": (
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "crashed",
+        "was ended by SIGKILL",
+        "memory",
+    ),
     "undefined_symbol": (
         UNDEFINED,
         "failed",

@@ -14,11 +14,11 @@ from accelcore.cli.doctor import ask_plugins
 NO_CORE = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nimport os, signal\n"
 SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
 CRASHES = {
-    SEGFAULT: "ended the process by SIGSEGV",
-    "os.abort()": "ended the process by SIGABRT, in File",
-    "os.kill(os.getpid(), signal.SIGKILL)": "ended the process by SIGKILL",
-    "os._exit(3)": "ended the process with exit code 3",
-    "os._exit(0)": "ended the process with exit code 0",
+    SEGFAULT: "the process was ended by SIGSEGV",
+    "os.abort()": "the process was ended by SIGABRT, in File",
+    "os.kill(os.getpid(), signal.SIGKILL)": "the process was ended by SIGKILL",
+    "os._exit(3)": "the process ended with exit code 3",
+    "os._exit(0)": "the process ended with exit code 0",
 }
 PROBE = """
 from accelcore import hookimpl
@@ -88,7 +88,7 @@ def test_an_extension_that_ends_its_process_is_named(machine):
     assert code == 1
     assert report["broken"] == ["extension faster", "extension odd"]
     faster = named(report["extensions"], "faster")
-    assert faster["reason"] == "loading it ended the process with exit code 3; every select() loads it"
+    assert faster["reason"] == "while it was loaded, the process ended with exit code 3; every select() loads it"
     assert faster["remedy"] == "repair or uninstall faster-plugin 1.0"
     assert "LICENSE_FILE" in named(report["extensions"], "odd")["reason"]
     assert "exit code 3" in report["selection"]["error"]["why"]
@@ -102,7 +102,10 @@ def test_a_plugin_that_blocks_the_interpreter_is_killed(machine, monkeypatch):
     machine.fakes.install(BLOCKED, backends=["rotten"])
     answers = ask_plugins.ask_plugins()
     (rotten,) = (candidate for candidate in answers.candidates if candidate.name == "rotten")
-    assert rotten.probe.reason == "loading or probing it blocked the process, which was killed after 2.5 seconds"
+    assert (
+        rotten.probe.reason
+        == "while it was loaded or probed, the process did not end within 2.5 seconds, and was killed"
+    )
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(
         ("?", "--emulate '?': no installed package"),
         ("broken", "the emulator of 'broken' (fake-plugin-"),
         ("broken", "a part is missing"),
-        ("twice", "two distributions emulate 'twice'"),
+        ("twice", "two distributions offer an emulation of 'twice'"),
         ("silent", "does not answer accelcore_emulate"),
     ],
 )

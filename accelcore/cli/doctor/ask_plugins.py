@@ -79,7 +79,7 @@ def ask_plugins() -> Answers:
         if found is None:
             culprit = ended
             labels = " and ".join(entry.label for entry in backends if entry.name == name)
-            reason = _fate(ended, "loading or probing it")
+            reason = f"while it was loaded or probed, the process {ended.fate}"
             remedy = f"repair or uninstall {labels}; until then name another backend in ACCEL_DEVICE or in select()"
             probe = Probe(name, available=False, reason=reason, remedy=remedy)
             candidates.append(Candidate(name, labels, probe, error=PluginError(reason)))
@@ -89,7 +89,7 @@ def ask_plugins() -> Answers:
         ended, found = _ask(limit, "extension", str(position))
         if found is None:
             culprit = ended
-            reason = f"{_fate(ended, 'loading it')}; every select() loads it"
+            reason = f"while it was loaded, the process {ended.fate}; every select() loads it"
             extensions.append(Extension(entry.name, entry.label, reason))
         else:
             extensions += found.extensions
@@ -172,20 +172,12 @@ def _ask(limit: float, *question: str) -> tuple[Ended, Answers | None]:
     return ended, Answers.from_json(ended.stdout)
 
 
-def _fate(ended: Ended, cause: str) -> str:
-    if ended.status is None:
-        return f"{cause} blocked the process, which was killed after {ended.limit:g} seconds"
-    if ended.signal:
-        return f"{cause} ended the process by {ended.signal}{ended.where}"
-    return f"{cause} ended the process with exit code {ended.status}"
-
-
 def _no_choice(ended: Ended) -> Selection:
     request, source = _asked()
     error = {
         "type": "",
         "what": "select() would take the script down",
-        "why": _fate(ended, "loading the plugins for it"),
+        "why": f"while the plugins for it were loaded, the process {ended.fate}",
         "available": "",
         "remedy": "repair or uninstall what is broken; if ACCEL_DEVICE or select() names another backend, a broken "
         "plugin is not loaded",

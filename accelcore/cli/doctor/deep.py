@@ -103,14 +103,13 @@ def _try(name: str, environ: Mapping[str, str], timeout: float, *arguments: str)
         notes = [json.loads(line.removeprefix(_NOTES)) for line in written if line.startswith(_NOTES)]
         return Trial(name, "works", seconds=seconds, notes=tuple(notes[-1]) if notes else ())
     if ended.status is None:
-        reason = f"it did not end within {ended.limit:g} seconds, and was killed"
         remedy = "give it longer with --timeout, or see what its driver says"
-        return Trial(name, "hung", reason, remedy, seconds, stderr)
+        return Trial(name, "hung", f"it {ended.fate}", remedy, seconds, stderr)
     if ended.signal:
         remedy = "install versions that fit together; the last lines it wrote are in --json"
         if ended.signal == "SIGKILL":
             remedy = "see whether the machine ran out of memory"
-        return Trial(name, "crashed", f"{ended.signal} ended it{ended.where}", remedy, seconds, stderr)
+        return Trial(name, "crashed", f"it {ended.fate}", remedy, seconds, stderr)
     last = (said or [line for line in written if line.strip()])[-1:]
     reason = last[0].strip()[:_LONGEST] if last else f"it exited with {ended.status} and wrote nothing"
     remedies = (remedy for part, remedy in _REMEDIES.items() if part in reason)
