@@ -26,6 +26,7 @@ from accelcore.util.text import did_you_mean
 __all__ = ["Engine", "Factory", "Memory", "Request"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
+_GROUPS_AT_ONCE = 64
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
@@ -125,7 +126,7 @@ class Route:
             PluginError: the factory returned something else.
         """
         try:
-            made = self.factory(groups, **request.options)
+            made = self._made(request, groups)
         except (TypeError, ValueError, KeyError) as error:
             known = _options(self.factory)
             unknown = [name for name in request.options if known and name not in known]
@@ -143,6 +144,31 @@ class Route:
                 why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
                 remedy="tell its author, or choose another route",
             )
+        return made
+
+    def _made(self, request: Request, groups: Sequence[dict[str, Any]]) -> Optimizer:
+        """Call the factory with few groups at a time: torch compares each new group with all groups before it.
+
+        Equal groups are one for the factory. The first group is in each call and stays apart: groups with names do not
+        mix with others, and a class that takes only one group still refuses a second one.
+        """
+        members = [id(_unnamed(member)) for group in groups for member in group["params"]]
+        if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
+            return self.factory(groups, **request.options)
+        others, firsts = groups[1:], equal_groups(groups[1:])
+        unequal = merged(others)
+        made = self.factory([groups[0], *unequal[:_GROUPS_AT_ONCE]], **request.options)
+        found = [options_of(group) for group in made.param_groups[1:]]
+        for start in range(_GROUPS_AT_ONCE, len(unequal), _GROUPS_AT_ONCE):
+            first = {**groups[0], "params": groups[0]["params"][:1]}
+            more = self.factory([first, *unequal[start : start + _GROUPS_AT_ONCE]], **request.options)
+            found += [options_of(group) for group in more.param_groups[1:]]
+            for parameter, entry in more.state.items():  # Adagrad's has state from the start
+                made.state.setdefault(parameter, entry)
+        options = dict(zip(dict.fromkeys(firsts), found, strict=True))
+        made.param_groups[1:] = [
+            {**group, **options[first], **_params(group)} for first, group in zip(firsts, others, strict=True)
+        ]
         return made
 
 
@@ -237,6 +263,16 @@ def _options(factory: Factory) -> list[str]:
         if options and len(named) == len(options):
             return list(names)
     return []
+
+
+def _params(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a group as torch writes them: named ones are pairs."""
+    names = [member[0] for member in group["params"] if isinstance(member, tuple)]
+    return {"params": [_unnamed(member) for member in group["params"]]} | ({"param_names": names} if names else {})
+
+
+def _unnamed(member: Any) -> Any:
+    return member[1] if isinstance(member, tuple) else member
 
 
 def _in_place_of(name: str, known: list[str]) -> str:

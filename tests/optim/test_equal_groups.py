@@ -108,6 +108,38 @@ def test_a_trainer_and_a_state_of_another_division(accel):
         torch.testing.assert_close(parameter, expected)
 
 
+@pytest.mark.parametrize("decay", [lambda number: number % 2 / 10, lambda number: number / 1000], ids=["2", "200"])
+@pytest.mark.parametrize(("name", "route"), [("adamw", "auto"), ("lamb", "formula"), ("adagrad", "loop")])
+def test_torch_compares_few_of_many_groups_and_each_group_is_as_torch_makes_it(monkeypatch, name, route, decay):
+    """torch compares each new group with all groups before it, which takes minutes for ten thousand."""
+    compared, add = [], torch.optim.Optimizer.add_param_group
+
+    def counted(self, group):
+        compared.append(len(self.param_groups))
+        add(self, group)
+
+    def groups(count):
+        return [
+            {"params": [(f"{number}", parameter)], "weight_decay": decay(number), "initial_lr": float(number)}
+            for number, parameter in enumerate(parameters[:count])
+        ]
+
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(200)]
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", counted)
+    optimizers = accelcore.select("cpu").optimizers
+    optimizer = optimizers.create(name, groups(200), route=route, lr=0.5)
+    assert sum(compared) < 200 * 199 / 2 / 2
+    # Two groups are made by torch one by one.
+    small = optimizers.create(name, groups(2), route=route, lr=0.5)
+    [template, _] = small.param_groups
+    assert len(optimizer.param_groups) == 200
+    for number, group in enumerate(optimizer.param_groups):
+        assert group["params"][0] is parameters[number]
+        own = {"weight_decay": decay(number), "initial_lr": float(number), "param_names": [f"{number}"]}
+        assert group == template | own | {"params": group["params"]}
+        assert optimizer.state[parameters[number]].keys() == small.state[parameters[0]].keys()
+
+
 def test_a_class_of_one_group_refuses_more_and_duplicates_are_refused():
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     optimizers = accelcore.select("cpu").optimizers
