@@ -24,7 +24,7 @@ from accelcore.cli.options import (
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of, only_one
 from accelcore.devices.request import parse, requested_device
-from accelcore.devices.select import check_installed, rank_count
+from accelcore.devices.select import check_device, rank_count
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
 from accelcore.util.text import shown
 
@@ -102,7 +102,8 @@ def run(
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
     if device:  # an empty one counts as unset, as in ACCEL_DEVICE and select()
-        check_installed(device, "--device")  # else each rank would fail, with an error about ACCEL_DEVICE
+        # Otherwise each rank would fail, with an error about ACCEL_DEVICE.
+        check_device(device, "--device", emulated=emulate is not None)
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
         parse(asked, "ACCEL_DEVICE")

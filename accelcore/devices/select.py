@@ -103,10 +103,17 @@ def select(device: str | torch.device | None = None, *, local_rank: int | None =
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
-def check_installed(text: str, source: str) -> None:
-    """Raise if a request is invalid, or names one backend that no installed plugin offers; load no plugin."""
-    choices, names = parse(text, source), {entry.name for entry in declared(plugins.BACKENDS)}
-    if choices is not None and len(choices) == 1 and choices[0].name not in names:
+def check_device(text: str, source: str, *, emulated: bool) -> None:
+    """Raise if a request is invalid, or names one device that does not work here.
+
+    An emulated device does not exist yet: only its backend must be installed.
+    """
+    choices = parse(text, source)
+    if choices is None or len(choices) > 1:
+        return
+    if not emulated:
+        decide(text, source, lambda found: found, local_rank=0)
+    elif choices[0].name not in {entry.name for entry in declared(plugins.BACKENDS)}:
         raise _unknown(choices[0], f"{source}={shown(text)}")
 
 
