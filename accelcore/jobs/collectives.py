@@ -48,6 +48,7 @@ class Collectives(ABC):
     Attributes:
         steps: step and micro-batch of each trainer of this process, from 1, for messages about a missing rank. Trainers
             write to it.
+        calls: number of calls of `Job` that this process has begun, each of which all ranks must make.
         ahead: returns as text where the ranks are that have gone further than this one, or "". The job sets it.
         waits_for_lost_ranks: whether collectives on the device wait for a lost rank without an error. If a rank fails,
             the others then abort their collectives and raise an error.
@@ -57,6 +58,7 @@ class Collectives(ABC):
 
     def __init__(self) -> None:
         self.steps: dict[int, tuple[int, int]] = {}
+        self.calls = 0
         self.ahead: Callable[[], str] = str
 
     @property

@@ -40,6 +40,7 @@ _LOST = re.compile(
 )
 """Messages of collectives that lost a rank, for which torch has no class of error."""
 _ALONE = "a call that all ranks must make may be under `if job.is_main:`"
+_ALIKE = f"let all ranks take as many steps: read data through trainer.batches(loader); {_ALONE}"
 _FAILED = "failed"  # key under which a rank that failed writes its number
 _BETWEEN = "\n       "  # of the ranks in a message, one a line, below each other
 _NAMED = 4  # number of ranks whose places a message tells
@@ -57,8 +58,8 @@ class MissingRanks:
 
     def __init__(self, collectives: Collectives, timeout: timedelta) -> None:
         self._rank, self._world_size, self.timeout = collectives.rank, collectives.world_size, timeout
-        self._waits, self._steps = collectives.waits_for_lost_ranks, collectives.steps
-        self._steps.clear()
+        self._waits, self._collectives = collectives.waits_for_lost_ranks, collectives
+        collectives.steps.clear()
         # Keys of several jobs of a process differ by the prefix.
         self._store = job_store(f"rank notes {next(_jobs)}")
         self._explained, self._done, self._failed, self._follows = False, False, "", False
@@ -71,7 +72,7 @@ class MissingRanks:
         self._thread.start()
 
     def leave(self) -> None:
-        """Wait until all ranks are done; raise if one has failed, is in a step that this rank never began, or late."""
+        """Wait until all ranks are done; raise if one has failed, is late, or is where this rank never came."""
         store, keys = self._store, {rank: f"done {rank}" for rank in range(self._world_size)}
         self._done = True
         self._write()
@@ -90,9 +91,9 @@ class MissingRanks:
             ahead = [rank for rank, note in notes.items() if note.progress > notes[self._rank].progress]
             if ahead:
                 raise DistributedError(
-                    f"rank {self._rank} has ended its loop, and {ranks(ahead)} of its job did not",
+                    f"rank {self._rank} has ended its part of the job, and {ranks(ahead)} did not",
                     why=_places([self._rank, *ahead], notes),
-                    remedy="let all ranks take as many steps: read data through trainer.batches(loader)",
+                    remedy=_ALIKE,
                 )
             late = [rank for rank, key in keys.items() if not store.check([key])]
             if late and time.monotonic() - begin > self.timeout.total_seconds():
@@ -119,7 +120,7 @@ class MissingRanks:
         self._explained, explained = True, None
         self._line = _script_line(reversed(list(walk_tb(error.__traceback__))))
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
-        lost = next(filter(_is_loss, _causes(error)), None) if isinstance(error, Exception) else None
+        lost = next(filter(self._is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
             said = first_line(lost).partition(" This is typically caused by a remote worker")[0]  # a guess of gloo
             explained = self._name_missing(said, getattr(lost, "remedy", ""))
@@ -131,6 +132,18 @@ class MissingRanks:
                 self._store.set(_FAILED, str(self._rank))
         return explained
 
+    def _is_loss(self, error: BaseException) -> bool:
+        """Return whether a collective raised an error because a rank was lost."""
+        if not isinstance(error, RuntimeError):
+            return False
+        if isinstance(error, DistError) or _LOST.search(str(error)):
+            return True
+        # Libraries have words of their own, which mean this if another rank has failed before.
+        modules = (frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__))
+        with suppress(RuntimeError):  # the store has gone
+            return dist.distributed_c10d.__name__ in modules and self._store.check([_FAILED])
+        return False
+
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
@@ -140,8 +153,18 @@ class MissingRanks:
         self._beats += 1
         number, collective = _last_collective() if self._reads_record else (0, "")
         line = self._line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
-        steps = list(self._steps.values())  # a copy, because the training thread may add one
-        note = _Note(self._beats, steps, number, collective, line, self._done, self._failed, self._follows)
+        steps = list(self._collectives.steps.values())  # a copy, because the training thread may add one
+        note = _Note(
+            self._beats,
+            steps,
+            self._collectives.calls,
+            number,
+            collective,
+            line,
+            self._done,
+            self._failed,
+            self._follows,
+        )
         self._store.set(f"rank {self._rank}", json.dumps(asdict(note)))
 
     def _read(self) -> dict[int, _Note]:
@@ -151,17 +174,19 @@ class MissingRanks:
         return {rank: _Note(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
     def _write_each_second(self) -> None:
-        """Write notes. Rank 0 also logs a failed rank, for which collectives on a device may wait without an error."""
-        failed: list[int] = []
+        """Write notes. If a failed rank has raised no error here after a second, rank 0 also logs it."""
+        beats = 0  # since a rank has failed
         while not self._stop.wait(_BEAT):
             try:
                 self._write()
-                if not failed and self._store.check([_FAILED]):
-                    failed = [int(self._store.get(_FAILED))]
-                    if self._rank == 0:
-                        logger.error("a rank of this job failed: %s", _places(failed, self._read()))
-                    if self._waits and not self._done and not self._explained:
-                        self._stop_waiting()
+                beats += beats > 0 or self._store.check([_FAILED])
+                if self._explained:
+                    continue
+                if beats == 1 and self._waits and not self._done:
+                    self._stop_waiting()
+                elif beats == 2 and self._rank == 0:
+                    failed = int(self._store.get(_FAILED))
+                    logger.error("a rank of this job failed: %s", _places([failed], self._read()))
             except RuntimeError:
                 return  # the store has gone, and the job with it
 
@@ -190,18 +215,18 @@ class MissingRanks:
         if culprits := _select(others, lambda note: note.is_culprit):
             return self._others_failed(culprits, notes)
         furthest = max(note.place for note in notes.values())
-        for missing, what in (
-            (_select(others, lambda note: note.done), "left the job, which others have not"),
-            (silent, "does not answer: its process has ended, or is stopped"),
-            (_select(notes, lambda note: note.place < furthest), "did not join a collective that others wait in"),
+        late = f"see what delays it or has ended it; {_ALONE}; if it only needs more time, raise "
+        late += "accel.distributed(timeout=...)"
+        for missing, what, otherwise in (
+            (_select(others, lambda note: note.done), "left the job, which others have not", _ALIKE),
+            (silent, "does not answer: its process has ended, or is stopped", late),
+            (_select(notes, lambda note: note.place < furthest), "did not join a collective that others wait in", late),
         ):
             if missing:
                 return DistributedError(
                     f"{ranks(missing)} of this job {what}",
                     why=_BETWEEN.join(filter(None, [_places([*missing[:_NAMED], self._rank], notes), why])),
-                    remedy=remedy
-                    or f"see what delays it or has ended it; {_ALONE}; if it only needs more time, raise "
-                    "accel.distributed(timeout=...)",
+                    remedy=remedy or otherwise,
                 )
         if failed := _select(others, lambda note: bool(note.failed)):
             return self._others_failed(failed, notes, why, remedy)
@@ -246,6 +271,7 @@ class _Note:
 
     beat: int  # the number of this note
     steps: Sequence[Sequence[int]] = ()  # step and micro-batch of each trainer
+    calls: int = 0  # calls of `Job` that it has begun
     number: int = 0  # the number of the last collective
     collective: str = ""  # its name
     line: str = ""
@@ -255,15 +281,15 @@ class _Note:
 
     @property
     def is_culprit(self) -> bool:
-        return bool(self.failed) and not self.follows
+        return bool(self.failed) and not self.follows and not self.done
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Steps and micro-batches that the rank has begun, to compare with other ranks."""
-        return sum(step for step, _ in self.steps), sum(micro for _, micro in self.steps)
+    def progress(self) -> tuple[int, int, int]:
+        """Steps, micro-batches and calls that the rank has begun, to compare with other ranks."""
+        return sum(step for step, _ in self.steps), sum(micro for _, micro in self.steps), self.calls
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int, int]:
         """Progress of the rank, and its last collective."""
         return *self.progress, self.number
 
@@ -303,10 +329,6 @@ def _script_line(frames: Iterable[tuple[FrameType, int]]) -> str:
             source = linecache.getline(path, line).strip()[:_WIDTH]
             return f"{Path(path).name}:{line} in {frame.f_code.co_name}" + (f" ({source})" if source else "")
     return ""
-
-
-def _is_loss(error: BaseException) -> bool:
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -79,6 +79,8 @@ def train() -> None:
             try:
                 trainer(rows)
             except RuntimeError as error:
+                if sys.argv[1].endswith("in other words"):
+                    raise RuntimeError("HcclAllreduce, error code is 9").with_traceback(error.__traceback__) from None
                 if sys.argv[1] == "waits, and is asked again":
                     break
                 if sys.argv[1] == "fails, and that is wrapped":
