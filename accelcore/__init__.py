@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from accelcore.known_faults import KnownFault
-    from accelcore.layerwise.logprobs import compare_logprobs
+    from accelcore.layerwise import compare_logprobs
     from accelcore.parity.record import Record
     from accelcore.parity.replay import Replay
     from accelcore.precision.policy import Policy
@@ -90,7 +90,7 @@ _HOMES = {
     "devices.hookspecs": ("API", "Probe", "hookimpl"),
     "devices.select": ("installed", "select"),
     "known_faults": ("KnownFault",),
-    "layerwise.logprobs": ("compare_logprobs",),
+    "layerwise": ("compare_logprobs",),
     "parity.record": ("Record",),
     "parity.replay": ("Replay",),
     "precision.policy": ("Policy",),

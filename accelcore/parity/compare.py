@@ -14,12 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
-from accelcore.parity.cause import BEFORE, begins_at, odd_ranks
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.result import Result
 from accelcore.parity.settings import arithmetic, differences
-from accelcore.parity.tolerance import WITHOUT_TOLERANCE, Pairs, Parted, Tolerance, first_unequal, hides
+from accelcore.parity.tolerance import (
+    BEFORE,
+    WITHOUT_TOLERANCE,
+    Pairs,
+    Parted,
+    Tolerance,
+    begins_at,
+    first_unequal,
+    hides,
+    odd_ranks,
+)
 from accelcore.util.rounding import unit_of
 
 _AT_THE_END = frozenset(kind for kinds in BEFORE.values() for kind in kinds)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, RecordingError, logger
-from accelcore.layerwise.layers import ROUNDING, LayerDifference, compare_batch_sizes
+from accelcore.layerwise import ROUNDING, LayerDifference, compare_batch_sizes
 from accelcore.parity.collector import Watched
 from accelcore.parity.compare import compare
 from accelcore.parity.record import Record, rank_and_size

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 import accelcore
-from accelcore.parity.cause import odd_ranks
 from accelcore.parity.events import Event, Row, Step, elements
+from accelcore.parity.tolerance import odd_ranks
 
 
 def nothing(step, net, optimizer):

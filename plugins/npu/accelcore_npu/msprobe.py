@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
-from accelcore.layerwise.layers import keep_layers
+from accelcore.layerwise import keep_layers
 from accelcore.util.rounding import unit_of
 from accelcore.util.text import is_number, is_whole, shown
 
