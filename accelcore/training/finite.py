@@ -82,11 +82,12 @@ class FiniteCheck:
 
     def _first_bad_loss(self) -> str:
         # The script may have changed a loss in place.
+        which = "on this rank " if self._plan.backend.collectives.world_size > 1 else ""
         kept = [(step, float(loss)) for step, loss, version in self.losses if loss._version == version]
         bad = next(((step, loss) for step, loss in kept if not math.isfinite(loss)), None)
         if bad is not None:
-            return f"the first loss that was not finite is that of step {bad[0]}: {bad[1]}"
-        return f"the losses of the last {len(kept)} micro-batches were finite" if kept else ""
+            return f"the first loss {which}that was not finite is that of step {bad[0]}: {bad[1]}"
+        return f"the losses {which}of the last {len(kept)} micro-batches were finite" if kept else ""
 
 
 def first_not_finite(gradients: Gradients, tensors: Sequence[Tensor | None]) -> str | None:

@@ -25,9 +25,13 @@ def check_loss(loss: Any, model: nn.Module) -> None:
             f"loss={name} does not take a model and a batch",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
-    if not _takes(loss.forward if isinstance(loss, nn.Module) else loss, model, None):
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    bound = _bound(function, model, None)
+    is_swapped = bound is not None and [*bound.signature.parameters][1:2] == ["model"]
+    if is_swapped or bound is None:
         raise ConfigurationError(
-            f"loss={getattr(loss, '__name__', kind_of(loss))} does not take two arguments",
+            f"loss={getattr(loss, '__name__', kind_of(loss))} "
+            + ("takes the model second" if is_swapped else "does not take two arguments"),
             why="it is called as loss(model, batch)",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
@@ -45,7 +49,7 @@ class LossOfModel:
         try:
             returned = model(*listed, **named)
         except TypeError as error:
-            if _takes(self._forward, *listed, **named):
+            if _bound(self._forward, *listed, **named) is not None:
                 raise
             raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
         if isinstance(returned, Tensor) and returned.numel() != 1:
@@ -128,15 +132,14 @@ def second_backward(step: int) -> TrainingError:
     )
 
 
-def _takes(function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
-    """Return whether a function can be called with these arguments, as far as its signature says."""
+def _bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:
+    """Bind arguments to the parameters of a function; return None if it cannot be called with them."""
     try:
-        inspect.signature(function).bind(*arguments, **named)
+        return inspect.signature(function).bind(*arguments, **named)
     except TypeError:
-        return False
-    except ValueError:  # of a builtin, which has none
-        return True
-    return True
+        return None
+    except ValueError:  # a builtin has no signature
+        return inspect.signature(lambda *_, **__: None).bind(*arguments, **named)
 
 
 def _is_torchs(loss: Any) -> bool:
@@ -145,8 +148,10 @@ def _is_torchs(loss: Any) -> bool:
     return str(getattr(home, "__module__", "")).partition(".")[0] == "torch"
 
 
-def hint_of(error: BaseException, model: object, loss: object) -> str:
-    """Return how the script's loss is called, if the error is about the model's class, as if it were the batch."""
-    is_about_model = f"'{type(model).__name__}' object" in str(error)
-    is_likely = isinstance(error, TypeError | AttributeError) and not isinstance(loss, LossOfModel)
-    return "; loss is called as loss(model, batch)" if is_likely and is_about_model else ""
+def hint_of(error: BaseException, model: object, loss: object, batch: object) -> str:
+    """Return how the script's loss is called, if an error takes model and batch for each other; or what arrays need."""
+    said = str(error).replace("'", "") if isinstance(error, TypeError | AttributeError) else ""
+    if "numpy.ndarray" in said:
+        return "; torch takes tensors: torch.from_numpy(array), or a DataLoader, which converts arrays"
+    is_swapped = f"{type(model).__name__} object" in said or f"{type(batch).__name__} object is not callable" in said
+    return "; loss is called as loss(model, batch)" if is_swapped and not isinstance(loss, LossOfModel) else ""

@@ -111,7 +111,7 @@ class Step:
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
-            self._window.note(error, batch, hint_of(error, self._forward, self._loss))
+            self._window.note(error, batch, hint_of(error, self._forward, self._loss, batch))
             self.drop(error)
             raise
         loss = loss.detach().clone() if self._overwrites else loss.detach()
@@ -211,18 +211,18 @@ class Step:
         """
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
-            raise TrainingError(
-                "an epoch has ended, and trainer.update() was not called in it: the trainer has changed no weight",
-                why="trainer.backward(loss) only adds gradients up",
-                remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update "
-                "once an epoch, make the trainer with accumulate=len(loader) as well",
-            )
+            raise _no_update("an epoch has ended")
         if self.is_open and self._job.rank == 0:
             logger.warning(
                 "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
                 "instead of optimizer.step(), and once more after the last batch"
             )
         self.finite.check(self._window.steps)
+
+    def check_saved(self) -> None:
+        """Raise TrainingError if there is nothing to save but gradients that no update has used."""
+        if self.is_open and self._window.steps == self._window.micro == 0:
+            raise _no_update("trainer.save() was called")
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
@@ -388,6 +388,15 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
+
+
+def _no_update(when: str) -> TrainingError:
+    return TrainingError(
+        f"{when}, and trainer.update() was not called before: the trainer has changed no weight",
+        why="trainer.backward(loss) only adds gradients up",
+        remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
+        "epoch, make the trainer with accumulate=len(loader) as well",
+    )
 
 
 def _tell(listeners: Iterable[Callable[..., None]], value: object) -> None:

@@ -229,13 +229,27 @@ def test_a_loader_in_place_of_a_batch_is_refused_and_the_next_step_is_right(acce
     assert trainer.steps == 1
 
 
-def test_a_loss_whose_arguments_are_swapped_gets_a_note(accel):
+@pytest.mark.parametrize(
+    ("loss", "batch", "note"),
+    [
+        (lambda rows, net: net(rows[0]).sum(), [torch.ones(2, 4)], "loss is called as loss(model, batch)"),
+        (lambda rows, net: net(rows).sum(), torch.ones(2, 4), "loss is called as loss(model, batch)"),
+        (lambda model, batch: model(batch).sum(), torch.ones(2, 4).numpy(), "torch.from_numpy(array)"),
+    ],
+)
+def test_swapped_arguments_of_a_loss_and_arrays_get_a_note(accel, loss, batch, note):
     model = net()
-    trainer = accel.trainer(model, sgd(model), loss=lambda batch, model: model(batch[0]).sum())
+    trainer = accel.trainer(model, sgd(model), loss=loss)
     with pytest.raises(TypeError) as found:
-        trainer([torch.ones(2, 4)])
+        trainer(batch)
     if sys.version_info >= (3, 11):
-        assert any("loss is called as loss(model, batch)" in note for note in found.value.__notes__)
+        assert any(note in each for each in found.value.__notes__), found.value.__notes__
+
+
+def test_a_loss_that_names_the_model_second_is_refused_when_the_trainer_is_made(accel):
+    model = net()
+    with pytest.raises(ConfigurationError, match=r"takes the model second(.|\n)*loss\(model, batch\)"):
+        accel.trainer(model, sgd(model), loss=lambda batch, model: model(batch[0]).sum())
 
 
 def test_an_offload_of_a_model_without_parts_says_what_to_do(accel):

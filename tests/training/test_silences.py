@@ -62,6 +62,18 @@ def test_a_whole_epoch_without_update_is_an_error_and_drops_its_gradients(accel,
     assert all(map(torch.equal, trainer.model.parameters(), other.model.parameters()))
 
 
+def test_a_checkpoint_of_gradients_without_any_update_is_refused(accel, tmp_path):
+    trainer, batches = make(accel), data(3)
+    trainer.save(tmp_path)
+    for _ in range(2):
+        for batch in batches:
+            trainer.backward(loss_of(trainer.forward, batch))
+        with pytest.raises(accelcore.TrainingError, match=r"save\(\)(.|\n)*no weight(.|\n)*call trainer\.update\(\)"):
+            trainer.save(tmp_path)
+    trainer.update()
+    assert trainer.save(tmp_path).name.endswith("1")
+
+
 def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off(accel):
     trainer = make(accel)
     batches = list(data(3))

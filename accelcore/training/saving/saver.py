@@ -258,6 +258,7 @@ class Saver:
         """
         self.step.check_model()
         if writes:
+            self.step.check_saved()
             self._schedule.check()
             if self.steps:
                 self._stream.warn_if_unused()
