@@ -59,13 +59,9 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
                 f"{path.lstrip('.')[:80]} {problem}, which a checkpoint cannot hold", remedy="do not save it"
             )
         above = (*above, id(value))
-        if isinstance(value, list):
-            return [walk(entry, f"{path}.{number}", above) for number, entry in enumerate(value)]
-        if isinstance(value, tuple):
-            return {
-                _TAG: "tuple",
-                "items": [walk(entry, f"{path}.{number}", above) for number, entry in enumerate(value)],
-            }
+        if isinstance(value, list | tuple):
+            items = [walk(entry, f"{path}.{number}", above) for number, entry in enumerate(value)]
+            return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
         if isinstance(value, dict):
             if type(value) is not Counter and all(isinstance(key, str) and key != _TAG for key in value):
                 return {key: walk(entry, f"{path}.{key}", above) for key, entry in value.items()}

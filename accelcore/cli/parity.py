@@ -28,7 +28,7 @@ from accelcore.devices.plugins import AUTOLOAD
 from accelcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from accelcore.parity.result import Result
+    from accelcore.parity.compare import Result
 
 _RUNNER = Path(__file__).parents[1] / "parity" / "script.py"  # not imported: it imports torch
 _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from accelcore.parity.compare import Result
 from accelcore.parity.events import PHASE_OF, Step
 from accelcore.parity.recording import Reader, ranks_of
-from accelcore.parity.result import Result
 from accelcore.util.html import plot, table
 from accelcore.util.html import write_page as write_html
 from accelcore.util.rounding import distance, unit_of

@@ -15,10 +15,9 @@ from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, RecordingError, logger
 from accelcore.layerwise import ROUNDING, LayerDifference, compare_batch_sizes
 from accelcore.parity.collector import Watched
-from accelcore.parity.compare import compare
+from accelcore.parity.compare import Result, compare
 from accelcore.parity.record import Record, rank_and_size
 from accelcore.parity.recording import Reader, ranks_of
-from accelcore.parity.result import Result
 from accelcore.roles.runtime import set_host_rng_state
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import tensors, with_tensors

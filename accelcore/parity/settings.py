@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 
@@ -16,7 +17,6 @@ from accelcore.devices.plugins import find
 from accelcore.known_faults import TORCH_FAULTS, KnownFault
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.parity.collector import Watched
-from accelcore.parity.result import Difference
 from accelcore.training.trainer import Trainer
 from accelcore.util.text import repr_of
 
@@ -30,6 +30,20 @@ _ARITHMETIC = (
 """Settings under which equal inputs give equal bits on a deterministic device."""
 _KERNELS = (" fused", " foreach", " route")  # how the names of settings end that choose an optimizer's kernel
 _BY_CLASS = ("observers", "loss", "weight", "clip", "scheduler")  # the user's objects, whose texts say nothing
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that differs between the recording and the replay.
+
+    Attributes:
+        name: of the setting, such as `"torch"` or `"module blocks.0.norm"`.
+        recorded, replayed: its values.
+    """
+
+    name: str
+    recorded: str
+    replayed: str
 
 
 def gather(
