@@ -46,11 +46,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
             remedy=f"write {target.with_suffix('.safetensors')}",
         )
     if found is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}",
-            available=store.beneath(folder),
-            remedy="give the folder that trainer.save(folder) was given",
-        )
+        raise store.no_checkpoint(folder, "give the folder that trainer.save(folder) was given")
     names = list(found.manifest["trainers"])
     if (trainer or "") not in names:
         raise CheckpointError(

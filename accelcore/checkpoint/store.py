@@ -48,7 +48,7 @@ from accelcore.checkpoint.manifest import (
     verify,
 )
 from accelcore.errors import CheckpointError, ConfigurationError
-from accelcore.util.text import is_number, remedy_of_writing
+from accelcore.util.text import is_number, nearest, remedy_of_writing
 
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _INCOMPLETE, _FACTS = ".incomplete", ".facts"
@@ -92,6 +92,18 @@ def beneath(folder: Path) -> str:
     inside = [*folder.glob("*/"), *folder.glob("*/*/")]
     found = sorted(path for path in inside if path.is_dir() and checkpoints(path))
     return ", ".join(map(str, found[:5]))
+
+
+def no_checkpoint(folder: Path, remedy: str) -> CheckpointError:
+    """Return the error for a folder without a checkpoint; it names folders that may be meant."""
+    is_there = folder.exists()
+    near = None if is_there else nearest(folder.name, (path.name for path in folder.parent.glob("*/")))
+    return CheckpointError(
+        f"there is no checkpoint in {folder}",
+        why="" if is_there else "there is no such folder",
+        available=beneath(folder),
+        remedy=(f"did you mean {folder.with_name(near)}? Else " if near else "") + remedy,
+    )
 
 
 def _order_of(path: Path) -> tuple[int, int]:

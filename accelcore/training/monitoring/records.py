@@ -86,8 +86,8 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
             raise ConfigurationError(
                 f"a plot cannot be written to {path}",
                 why="it is a folder" if path.is_dir() else "the name of the file tells the format",
-                available=", ".join(_FORMATS),
-                remedy="name a file in it" if path.is_dir() else "",
+                available="" if path.is_dir() else ", ".join(_FORMATS),
+                remedy=f"name a file in it, such as {path / _PLOT}" if path.is_dir() else "",
             )
     of_runs = {run: _columns(records) for run, records in runs.items()}
     figures = list(dict.fromkeys(name for found in of_runs.values() for name in found))

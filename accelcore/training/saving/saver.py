@@ -203,14 +203,10 @@ class Checkpoints(ABC):
                 self._spared = checkpoint.path
             return checkpoint.path
         if must_exist:
-            raise CheckpointError(
-                f"there is no checkpoint in {folder}",
-                available=store.beneath(folder),
-                remedy="give the folder of an earlier save, or remove must_exist",
-            )
+            raise store.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
         if rank == 0:
             hint = f" (did you mean one of these? {below})" if (below := store.beneath(folder)) else ""
-            logger.warning("there is no checkpoint in %s: training starts at the beginning%s", folder.absolute(), hint)
+            logger.warning("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
         return None
 
 

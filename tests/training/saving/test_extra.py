@@ -107,7 +107,7 @@ def test_a_folder_of_folders_names_those_with_checkpoints(accel, tmp_path, caplo
         ):
             attempt()
     trainer.resume(tmp_path)
-    assert f"starts at the beginning (did you mean one of these? {tmp_path / place})" in caplog.text
+    assert f"starts at step 0 (did you mean one of these? {tmp_path / place})" in caplog.text
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -121,8 +121,10 @@ def test_the_command_exports_too(saved, tmp_path, capsys):
     assert main(["export", str(saved[0] / "ours"), str(tmp_path / "model.safetensors")]) == 0
     assert str(find(saved[0] / "ours").path) in capsys.readouterr().out
     assert "embedding.weight" in load_file(tmp_path / "model.safetensors")
-    assert main(["export", str(tmp_path / "none"), str(tmp_path / "model.safetensors")]) != 0
-    assert "there is no checkpoint" in capsys.readouterr().err
+    assert main(["export", str(saved[0] / "our"), str(tmp_path / "model.safetensors")]) != 0
+    said = capsys.readouterr().err
+    assert "there is no checkpoint" in said
+    assert f"why: there is no such folder\n  what to do: did you mean {saved[0] / 'ours'}? Else give" in said
 
 
 def test_there_has_to_be_something_to_export(tmp_path):
