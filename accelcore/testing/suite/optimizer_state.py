@@ -15,6 +15,8 @@ from accelcore.testing.support.declared import declared
 from accelcore.testing.support.options import EVERY, LR, NINE, ORACLES, STEPS, gradients, oracle, parameters, step
 from accelcore.testing.support.oracles import eps, error, weights
 
+_UPDATES = 4099  # neither bf16 nor fp16 has the next whole number
+
 
 def with_rate(options: dict[str, Any]) -> dict[str, Any]:
     """Return options with the suite's learning rate."""
@@ -62,21 +64,51 @@ class StateOfOptimizers:
 
     @pytest.mark.parametrize("name", EVERY)
     def test_state_round_trip(self, accel: Backend, name: str) -> None:
-        """An optimizer restored from a saved state goes on as if nothing had happened, hyperparameters included."""
+        """An optimizer restored from a saved state resumes there, hyperparameters included: a new one, and the same."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            options = with_rate(ORACLES[name][1][-1])
-            through = parameters(accel.device)
-            optimizer = accel.optimizers.create(name, through, **options)
-            for number in range(2):
-                step(optimizer, through, number)
-            saved = copy.deepcopy(optimizer.state_dict())
-            restored = [nn.Parameter(parameter.detach().clone()) for parameter in through]
-            twin = accel.optimizers.create(name, restored, lr=LR / 4)
-            twin.load_state_dict(saved)
-            for number in range(2, 4):
-                step(optimizer, through, number)
-                step(twin, restored, number)
-            assert all(error(a, b) < 1e-6 for a, b in zip(restored, through, strict=True)), "the state was not restored"
+            options = ORACLES[name][1][-1]
+            for route, optimizer, members in routes_of(accel, name, options):
+                passed = []
+                for number in range(4):
+                    passed.append((weights(members), copy.deepcopy(optimizer.state_dict())))
+                    step(optimizer, members, number)
+                last = weights(members)
+                restored = [nn.Parameter(torch.empty_like(parameter)) for parameter in members]
+                twin = accel.optimizers.create(name, restored, route=route, lr=LR / 4)
+                back = ((2, twin, restored), (2, optimizer, members), (0, optimizer, members), (3, optimizer, members))
+                for begin, loaded, own in back:
+                    with torch.no_grad():
+                        for parameter, value in zip(own, passed[begin][0], strict=True):
+                            parameter.copy_(value)
+                    loaded.load_state_dict(copy.deepcopy(passed[begin][1]))
+                    for number in range(begin, 4):
+                        step(loaded, own, number)
+                    kind = "a new optimizer" if loaded is twin else "the same optimizer"
+                    same = all(error(one, other) < 1e-6 for one, other in zip(own, last, strict=True))
+                    assert same, f"route {route}: the state after {begin} steps was not restored in {kind}"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_count_of_updates(self, accel: Backend, name: str) -> None:
+        """Updates are counted one by one in every dtype of parameters, also after some thousands."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            for dtype in accel.capabilities.model_dtypes:
+                members = parameters(accel.device, getattr(torch, dtype))
+                try:
+                    optimizer = accel.optimizers.create(name, members, lr=LR)
+                except UnsupportedError:
+                    continue  # eps is 0 in this dtype
+                step(optimizer, members, 0)
+                saved = copy.deepcopy(optimizer.state_dict())
+                for entry in saved["state"].values():
+                    if isinstance(count := entry.get("step"), Tensor):
+                        entry["step"] = torch.full_like(count, _UPDATES)
+                    elif count is not None:
+                        entry["step"] = _UPDATES
+                optimizer.load_state_dict(saved)
+                for number in (1, 2):
+                    step(optimizer, members, number)
+                counts = {float(e["step"]) for e in optimizer.state_dict()["state"].values() if "step" in e}
+                assert counts <= {_UPDATES + 2.0}, f"the count of {dtype} parameters is {counts}, not {_UPDATES + 2}"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_state_layout(self, accel: Backend, name: str) -> None:

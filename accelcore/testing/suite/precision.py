@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, cross_entropy, linear
+from torch.nn.functional import conv1d, conv2d, conv_transpose1d, cross_entropy, linear
 
 from accelcore import Backend, UnsupportedError
 from accelcore.testing.suite.contexts import ContextTests
@@ -40,18 +40,33 @@ def _in_backward_of_convolution(a: Tensor, b: Tensor) -> Tensor:
     return torch.autograd.grad(conv2d(leaf, b[:, :, None, None]), leaf, a.t()[None, :, None, :])[0][0, :, 0, :].t()
 
 
+def _in_recurrence(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two matrices of a product without negative elements as a recurrent layer."""
+    zeros = torch.zeros(1, a.shape[0], b.shape[1], device=a.device)
+    options = False, 1, 0.0, False, False, False  # no biases, one layer, no dropout, evaluation, one way, time first
+    found: Tensor = torch.rnn_relu(a[None], zeros, [b.t().contiguous(), zeros[0, : b.shape[1]]], *options)[0][0]
+    return found
+
+
 _PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a product": torch.mm,
+    "a product with a vector": lambda a, b: torch.mv(a, b[:, 0])[:, None].expand(-1, b.shape[1]),
+    "a product that is added": lambda a, b: torch.addmm(torch.zeros_like(b), a, b),
     "a convolution": _convolve,
+    "a convolution of rows": lambda a, b: conv1d(a.t()[None], b.t()[:, :, None])[0].t(),
+    "a transposed convolution": lambda a, b: conv_transpose1d(a.t()[None], b[:, :, None])[0].t(),
     "a batched product": lambda a, b: torch.bmm(a[None], b[None])[0],
+    "a batched product that is added": lambda a, b: torch.baddbmm(torch.zeros_like(b), a[None], b[None])[0],
     "a linear layer": lambda a, b: linear(a, b.t()),
+    "a recurrent layer": _in_recurrence,
     "backward of a product": _in_backward,
     "backward of a convolution": _in_backward_of_convolution,
 }
+_ALL_BITS = dict.fromkeys(_PRODUCTS, MOST_BITS)
 
 
-def _bits_kept(device: torch.device, multiply: Callable[[Tensor, Tensor], Tensor]) -> int:
-    """Return how many fraction bits of its fp32 factors a product keeps, up to `MOST_BITS`.
+def _bits_kept(device: torch.device) -> dict[str, int]:
+    """Return how many fraction bits of its fp32 factors each kind of product keeps, up to `MOST_BITS`.
 
     Row k is 1 + 2**-k and 1 in turn, and is multiplied by 1 and -1 in turn: the result is 32 * 2**-k, or 0 if
     the format has fewer than k bits. Whichever way the device adds it up, fp32 holds every sum exactly.
@@ -60,9 +75,16 @@ def _bits_kept(device: torch.device, multiply: Callable[[Tensor, Tensor], Tensor
     rows = torch.ones(64, 64)
     rows[:, ::2] += (2.0**-exponents)[:, None]
     signs = torch.tensor([1.0, -1.0]).repeat(32)[:, None].expand(64, 64).contiguous()
-    found = multiply(rows.to(device), signs.to(device)).cpu()
-    kept = (found == (32 * 2.0**-exponents)[:, None]).all(1)[:MOST_BITS].tolist()
-    return (*kept, False).index(False)
+    right, bits = (32 * 2.0**-exponents)[:, None], {}
+    for name, multiply in _PRODUCTS.items():
+        kept = (multiply(rows.to(device), signs.to(device)).cpu() == right).all(1)[:MOST_BITS].tolist()
+        bits[name] = (*kept, False).index(False)
+    return bits
+
+
+def _which_differ(bits: dict[str, int], right: dict[str, int]) -> str:
+    differ = (f"{name} kept {kept} bits, not {right[name]}" for name, kept in bits.items() if kept != right[name])
+    return ", ".join(differ)
 
 
 @contextmanager
@@ -194,11 +216,9 @@ class TestPrecision(OpTables, ContextTests, DeviceTests):
 
     def test_ieee_fp32(self, accel: Backend) -> None:
         """Under `fp32="ieee"` products of every kind, also in backward, keep all bits, whatever was set outside."""
-        with _torchs_setting("medium"):
-            with accel.precision.fp32("ieee"):
-                bits = {name: _bits_kept(accel.device, multiply) for name, multiply in _PRODUCTS.items()}
-            fewer = [f"{name} kept {kept} bits" for name, kept in bits.items() if kept != MOST_BITS]
-            assert not fewer, ", ".join(fewer)
+        with _torchs_setting("medium"), accel.precision.fp32("ieee"):
+            bits = _bits_kept(accel.device)
+        assert not (fewer := _which_differ(bits, _ALL_BITS)), fewer
 
     def test_fp32_is_accurate(self, accel: Backend) -> None:
         """Large fp32 products are as exact as fp32 allows, also in `fp32="fast"` if that is declared exact."""
@@ -215,32 +235,42 @@ class TestPrecision(OpTables, ContextTests, DeviceTests):
         """Under `fp32="fast"` the factors of a product keep as many bits as the declared format has."""
         declared_format = accel.capabilities.fast_fp32
         with declared(declared_format is not None, "fp32='fast'"), accel.precision.fp32("fast"):
-            bits = _bits_kept(accel.device, torch.mm)
+            every = _bits_kept(accel.device)
         assert declared_format is not None
+        bits = every["a product"]
         if accel.emulated and bits == MOST_BITS:
             pytest.skip(f"an emulated device multiplies as its host does: only a real one shows {declared_format}")
         least, most = FAST_FP32[declared_format]
         assert least <= bits <= most, f"{declared_format} keeps {least} to {most} bits, and a product kept {bits}"
+        fewer = [f"{name} kept {kept}" for name, kept in every.items() if kept < least]
+        assert not fewer, f"{declared_format} keeps {least} bits or more, and {', '.join(fewer)}"
 
     def test_fp32_modes_nest(self, accel: Backend) -> None:
-        """Leaving a mode, also by an error, restores the outer one."""
+        """Leaving a mode, also by an error, restores the outer one for products of every kind."""
         with declared(accel.capabilities.fast_fp32 is not None, "fp32='fast'"):
-            outside = _bits_kept(accel.device, torch.mm)
+            outside = _bits_kept(accel.device)
             with accel.precision.fp32("fast"):
-                fast = _bits_kept(accel.device, torch.mm)
+                fast = _bits_kept(accel.device)
                 with accel.precision.fp32("ieee"):
-                    exact = _bits_kept(accel.device, torch.mm)
+                    exact = _bits_kept(accel.device)
+                again = _bits_kept(accel.device)
                 with pytest.raises(ZeroDivisionError), accel.precision.fp32("ieee"):
                     raise ZeroDivisionError
-                again = _bits_kept(accel.device, torch.mm)
+                after = _bits_kept(accel.device)
+            behind = _bits_kept(accel.device)
             with pytest.raises(ZeroDivisionError), accel.precision.fp32("fast"):
                 raise ZeroDivisionError
-            behind = _bits_kept(accel.device, torch.mm)
+            last = _bits_kept(accel.device)
         if accel.emulated and fast == exact:
             pytest.skip("an emulated device multiplies as its host does in every mode")
-        assert exact == MOST_BITS, "within fast fp32, ieee is not exact"
-        assert again == fast, "the setting was not put back after an error in ieee"
-        assert behind == outside, "the setting was not put back after an error in fast"
+        for where, bits, right in (
+            ("within fast fp32, ieee is not exact", exact, _ALL_BITS),
+            ("the setting was not put back after ieee", again, fast),
+            ("the setting was not put back after an error in ieee", after, fast),
+            ("the setting was not put back after fast", behind, outside),
+            ("the setting was not put back after an error in fast", last, outside),
+        ):
+            assert not (differ := _which_differ(bits, right)), f"{where}: {differ}"
 
     @pytest.mark.parametrize("before", ["medium", "highest"])
     def test_fp32_is_put_back(self, accel: Backend, before: str) -> None:

@@ -154,6 +154,25 @@ class _CountsAnew(torch.optim.AdamW):
                 self.state[parameter]["step"] = torch.tensor(0.0)
 
 
+class _OwnMoments(torch.optim.RMSprop):
+    """A kernel that keeps its moments by parameter, whatever is loaded later."""
+
+    def step(self, closure=None):
+        own = self.__dict__.setdefault("_own", {})
+        for parameter, kept in own.items():
+            self.state[parameter]["square_avg"].copy_(kept)
+        super().step(closure)
+        for parameter, entry in self.state.items():
+            own[parameter] = entry["square_avg"].clone()
+
+
+class _CountsInBf16(torch.optim.AdamW):
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter, entry in self.state.items():
+            entry["step"].copy_(entry["step"].to(parameter.dtype))
+
+
 def without_lamb(backend):
     class Lying(Optimizers):
         def names(self):
@@ -204,6 +223,10 @@ for _name, _tell, _test, _says, _arguments in (
     ("state_that_only_it_can_go_on_from", registry(adamw=_StateForShow), "test_state_between_routes",
      "after lying -> fused the parameters are off", {"name": "adamw"}),
     ("count_that_is_lost", making("adamw", _CountsAnew), "test_state_layout", "do not go on alike", {"name": "adamw"}),
+    ("state_that_the_same_optimizer_ignores", making("rmsprop", _OwnMoments), "test_state_round_trip",
+     "the state after 2 steps was not restored in the same optimizer", {"name": "rmsprop"}),
+    ("count_in_bf16", making("adamw", _CountsInBf16), "test_count_of_updates",
+     "the count of bfloat16 parameters is {4096.0}", {"name": "adamw"}),
     ("moments_in_bf16", registry(adamw=torch.optim.AdamW), "test_low_precision_state",
      "of a bfloat16 parameter is kept in torch.bfloat16", {"name": "adamw", "dtype": "bfloat16"}),
     ("moments_in_fp16", registry(adamw=torch.optim.AdamW), "test_low_precision_state",
