@@ -24,7 +24,7 @@ from accelcore.cli.options import (
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of, only_one
 from accelcore.devices.request import parse, requested_device
-from accelcore.devices.select import check_device, rank_count
+from accelcore.devices.select import check_installed, rank_count
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
 from accelcore.util.text import shown
 
@@ -102,8 +102,6 @@ def run(
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
     if device:  # an empty one counts as unset, as in ACCEL_DEVICE and select()
-        # Otherwise each rank would fail, with an error about ACCEL_DEVICE.
-        check_device(device, "--device", emulated=emulate is not None)
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
         parse(asked, "ACCEL_DEVICE")
@@ -148,10 +146,12 @@ def run(
 def _number_of_ranks(nproc: int, device: str | None, *, emulated: bool) -> int:
     """Return how many ranks to start here, 0 being auto; raise if the devices asked for do not suffice."""
     if emulated:
+        if device:
+            check_installed(device, "--device")  # else each rank would fail, with an error about ACCEL_DEVICE
         if nproc == 0:
             raise ConfigurationError("--nproc auto counts devices, and --emulate makes them", remedy="give --nproc 2")
         return nproc
-    if nproc == 1:
+    if nproc == 1 and not device:
         return 1
     source = "--device" if device else "ACCEL_DEVICE"
     return rank_count(device or requested_device() or "auto", source, nproc or None)

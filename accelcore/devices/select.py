@@ -103,17 +103,10 @@ def select(device: str | torch.device | None = None, *, local_rank: int | None =
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
-def check_device(text: str, source: str, *, emulated: bool) -> None:
-    """Raise if a request is invalid, or names one device that does not work here.
-
-    An emulated device does not exist yet: only its backend must be installed.
-    """
-    choices = parse(text, source)
-    if choices is None or len(choices) > 1:
-        return
-    if not emulated:
-        decide(text, source, lambda found: found, local_rank=0)
-    elif choices[0].name not in {entry.name for entry in declared(plugins.BACKENDS)}:
+def check_installed(text: str, source: str) -> None:
+    """Raise if a request is invalid, or names one backend that no installed plugin offers; load no plugin."""
+    choices, names = parse(text, source), {entry.name for entry in declared(plugins.BACKENDS)}
+    if choices is not None and len(choices) == 1 and choices[0].name not in names:
         raise _unknown(choices[0], f"{source}={shown(text)}")
 
 
@@ -213,14 +206,17 @@ def _limited_by(probe: Probe) -> str:
 
 
 def rank_count(text: str, source: str, wanted: int | None = None) -> int:
-    """Return how many ranks a job on this host has: `wanted`, or as many as a request's device has room for."""
+    """Return how many ranks a job on this host has: `wanted`, or as many as a request's device has room for.
+
+    Raise if the request names one device, and this does not work.
+    """
     choices = parse(text, source)
-    if wanted is not None and (choices is None or len(choices) > 1 or choices[0].index is not None):
+    if wanted is not None and (choices is None or len(choices) > 1):
         return wanted  # each rank may use another device than the first that works
     probe, _ = decide(text, source, lambda found: found.candidate.probe, local_rank=0)
     if wanted is None:
         return probe.ranks
-    if probe.exclusive and probe.count < wanted:
+    if choices and choices[0].index is None and probe.exclusive and probe.count < wanted:
         schedulers = {"SLURM": probe.slurm, "Kubernetes": probe.kubernetes, "Ray": probe.ray}
         granted = ", ".join(f"{name} under {scheduler}" for scheduler, name in schedulers.items() if name)
         raise BackendUnavailableError(
