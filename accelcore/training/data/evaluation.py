@@ -42,8 +42,9 @@ class Evaluation(Batches):
         Every rank must call this. The host waits for the device once, after the last batch.
 
         Args:
-            function: returns a tensor of values, such as one for each row, of which all count alike; or a scalar, the
-                mean over the rows of the batch; or a dict of these, by name.
+            function: returns a tensor of values, which all count alike: one for each row, or another number of them,
+                such as one for each token; or a scalar, the mean over the rows of the batch; or a dict of these, by
+                name.
 
         Returns:
             A float, or a dict of floats.
