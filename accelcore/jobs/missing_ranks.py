@@ -60,6 +60,7 @@ class MissingRanks:
         self._rank, self._world_size, self.timeout = collectives.rank, collectives.world_size, timeout
         self._waits, self._collectives = collectives.waits_for_lost_ranks, collectives
         collectives.steps.clear()
+        collectives.calls = 0
         # Keys of several jobs of a process differ by the prefix.
         self._store = job_store(f"rank notes {next(_jobs)}")
         self._explained, self._done, self._failed, self._follows = False, False, "", False
