@@ -77,6 +77,7 @@ class Decisions(cst.CSTVisitor):
         self._left_lines: list[tuple[cst.CSTNode, set[str]]] = []
         self._scopes: set[cst.CSTNode] = set()
         self._unset: set[str] = set()
+        self._kept_in: set[cst.CSTNode] = set()
         self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
         self.rewrites: dict[cst.CSTNode, Rewrite] = {}
         self.comments: dict[cst.CSTNode, list[str]] = defaultdict(list)
@@ -160,8 +161,12 @@ class Decisions(cst.CSTVisitor):
                 self._guarded.append((self._scope_of(original_node), text_of(test), closed, whole))
                 if self._is_foreign(test, body_of(cast("Guard", original_node))):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
-        for name, rule, node, decision in self._named.pop(original_node, ()):
+        # What asserts that there is a device stays if another question in its function does: they are asked last.
+        for name, rule, node, decision in sorted(
+            self._named.pop(original_node, ()), key=lambda each: self._asserts(each[2])
+        ):
             is_open = self._opens(name, original_node, some=decision.some)
+            is_open = is_open and not (self._asserts(node) and self._scope_of(node) in self._kept_in)
             is_open = is_open and self._shut.isdisjoint(self._facts.parents(node))
             if is_open and isinstance(original_node, cst.ClassDef):
                 is_open = self._unset.isdisjoint(self._members_in(node))
@@ -169,6 +174,9 @@ class Decisions(cst.CSTVisitor):
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
+
+    def _asserts(self, node: cst.CSTNode) -> bool:
+        return any(isinstance(outer, cst.Assert) for outer in self._facts.parents(node))
 
     def _members_in(self, node: cst.CSTNode) -> set[str]:
         """Return the attributes, as `self.peak`, that the method around a node uses."""
@@ -280,6 +288,8 @@ class Decisions(cst.CSTVisitor):
 
     def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
         self._facts.place.forget(node)
+        if rule.name == "device check":
+            self._kept_in.add(self._scope_of(node))
         if (guard := self._guard_of(node)) is not None:
             self._shut.add(body_of(guard))
         note = Note(self._facts.line(node), rule.name, decision.reason)

@@ -165,9 +165,10 @@ class Place:
 
     def _use(self, site: cst.CSTNode) -> None:
         function = self._scope(site)
-        tree, forked = self._tree, self._torch_level and self._tree.forks
-        late = self._hides(site) or (self._torch_level and tree.is_library)
-        late = forked or (late and not tree.spawns)
+        tree = self._tree
+        late = self._hides(site) and not tree.spawns
+        if self._torch_level:
+            late = late or tree.is_library or tree.forks or tree.known.forks
         if function is not None and late and isinstance(function.body, cst.IndentedBlock):
             self._local[self._running(site, function), f"{self.name} = {self._value}"].append(site)
         else:

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accelcore_lint.port.files import find_scripts
@@ -18,8 +18,8 @@ from accelcore_lint.port.own_classes import (
     takes_arguments,
     torch_modules,
 )
-from accelcore_lint.port.uses import drives_apex, functions_with, uses_in
-from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.uses import FORKS, drives_apex, flags_of_moves, functions_with, kept_questions, uses_in
+from accelcore_lint.port.vendors import DEVICES, imports_torch
 
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
 OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
@@ -80,6 +80,10 @@ class Known:
         hiders: functions and methods of the project that hide devices by an environment variable.
         hiding: attributes under which a file hides devices; the device that it then names stays.
         steered: whether a file that this one imports, also through others, may make a device current or hide some.
+        forks: whether such a file starts processes that may be forks.
+        meets_torch: whether the file, or one that it imports, also through others, imports torch.
+        keeps_questions: the reason why its questions for a device stay, such as a library that it imports.
+        asked: flags above a vendor's lines in files that are not ported and belong to one program with it.
         uses: what the project needs of the original's objects; the words are those of `uses_in`.
     """
 
@@ -99,6 +103,10 @@ class Known:
     hiders: frozenset[str] = frozenset()
     hiding: frozenset[str] = frozenset()
     steered: bool = False
+    forks: bool = False
+    meets_torch: bool = False
+    keeps_questions: str = ""
+    asked: Mapping[str, str] = field(default_factory=dict)
     uses: frozenset[str] = frozenset()
 
 
@@ -107,25 +115,16 @@ class Project:
     """Files that are ported, and those beside them.
 
     Attributes:
-        taken: the files that another one imports, with the names that those may take from it.
-        steered: the files that import one that may choose the device.
-        movers: the files with a class that has a `cuda` of its own, and those that import one.
-        tests: the files that a runner of tests imports.
+        files: what the project says about each file that is ported.
         all: what is the same for all files.
     """
 
-    taken: Mapping[Path, frozenset[str]]
-    steered: frozenset[Path]
-    movers: frozenset[Path]
-    tests: frozenset[Path]
+    files: Mapping[Path, Known]
     all: Known
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
-        path = path.resolve()
-        known = replace(self.all, steered=path in self.steered, meets_movers=path in self.movers)
-        names = self.taken.get(path, frozenset() if path in self.tests else None)
-        return known if names is None else replace(known, imported=True, taken=names)
+        return self.files.get(path.resolve(), self.all)
 
 
 def read_project(paths: Iterable[Path]) -> Project:
@@ -140,11 +139,6 @@ def read_project(paths: Iterable[Path]) -> Project:
         reached = reached | new
         texts |= {path: _text(path) for path in new - set(texts)}
         imports |= {path: list(_imported(path, texts[path], None)) for path in new - given}
-    taken: dict[Path, set[str]] = defaultdict(set)
-    for user, all_ in imports.items():
-        for path, name in all_:
-            if path in given - {user} and not _TEST.fullmatch(user.name):
-                taken[path] |= _taken(name, texts[user])
     own = {path: found for path, text in texts.items() if (found := movers(text))}
     modules = {part for path in files for part in (path.stem, path.parent.name)}
     known = Known(
@@ -167,26 +161,56 @@ def read_project(paths: Iterable[Path]) -> Project:
         uses=frozenset(word for text in texts.values() for word in uses_in(text))
         | ({"apex"} if any(drives_apex(text, modules) for text in texts.values()) else set()),
     )
-    return Project(
-        {path: frozenset(names) for path, names in taken.items()},
-        _users({path for path, text in texts.items() if _CHOOSES.search(text)}, imports),
-        _by_name(set(own), texts),
-        frozenset(path for path in given if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])),
-        known,
-    )
+    return Project(_known_of_each(given, texts, imports, known, set(own)), known)
 
 
-def _users(files: set[Path], imports: Mapping[Path, Sequence[tuple[Path, str]]]) -> frozenset[Path]:
-    """Return what imports one of some files, also through others."""
-    users: dict[Path, set[Path]] = defaultdict(set)
-    for user, found in imports.items():
-        for path, _ in found:
-            users[path].add(user)
-    reached: set[Path] = set()
-    new = set(files)
-    while new := {user for path in new for user in users[path] if user != path} - reached:
+def _known_of_each(
+    given: set[Path],
+    texts: Mapping[Path, str],
+    imports: Mapping[Path, Sequence[tuple[Path, str]]],
+    known: Known,
+    own: set[Path],
+) -> dict[Path, Known]:
+    """Return what is known of each file: by whom it is imported, and what is in the files that it imports."""
+    below, above, taken = defaultdict[Path, set[Path]](set), defaultdict[Path, set[Path]](set), dict[Path, set[str]]()
+    for user, all_ in imports.items():
+        for path, name in all_:
+            below[user].add(path)
+            above[path].add(user)
+            if path in given - {user} and not _TEST.fullmatch(user.name):
+                taken.setdefault(path, set()).update(_taken(name, texts[user]))
+    taken |= {path: set() for path in given - set(taken) if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])}
+    choosing = {path for path, text in texts.items() if _CHOOSES.search(text)}
+    forking = {path for path, text in texts.items() if FORKS.search(text)}
+    with_torch = {path for path, text in texts.items() if imports_torch(text.encode("utf-8", "replace"))}
+    kept = {path: reason for path, text in texts.items() if (reason := kept_questions(text))}
+    flags = {
+        path: flags_of_moves(text) for path, text in texts.items() if not (path in given or _TEST.fullmatch(path.name))
+    }
+    meeting = _by_name(own, texts)
+    found = {}
+    for path in given:
+        files, users = _reached(path, below), _reached(path, above)
+        found[path] = replace(
+            known,
+            imported=path in taken,
+            taken=frozenset(taken.get(path, ())),
+            steered=not choosing.isdisjoint(files),
+            meets_movers=path in meeting,
+            forks=not forking.isdisjoint(files),
+            meets_torch=not with_torch.isdisjoint({path, *files}),
+            keeps_questions=next((kept[each] for each in (path, *sorted(files)) if each in kept), ""),
+            asked={name: each.name for each in sorted((files | users) - given) for name in flags.get(each, ())},
+        )
+    return found
+
+
+def _reached(path: Path, edges: Mapping[Path, set[Path]]) -> set[Path]:
+    """Return the files to which edges lead from a file, also through others."""
+    new, reached = {path}, set[Path]()
+    while new := {found for each in new for found in edges.get(each, ())} - {*reached, path}:
         reached |= new
-    return frozenset(reached)
+    return reached
 
 
 def _by_name(files: set[Path], texts: Mapping[Path, str]) -> frozenset[Path]:

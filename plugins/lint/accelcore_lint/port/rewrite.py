@@ -68,7 +68,8 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
         libcst.ParserSyntaxError: it is not Python of a version that libcst reads.
         UnfaithfulError: libcst does not reproduce this source to the last byte.
     """
-    if not may_concern(source.encode("utf-8", "surrogatepass")):
+    known = known or Known()
+    if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=known.meets_torch):
         engine = engine_in(source)
         return Outcome(source, harmless=[engine_note(*engine)] if engine else [])
     module = cst.parse_module(source)
@@ -78,7 +79,7 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     if line := builds_extensions(source):
         return Outcome(source, left=[Note(line, "build", _BUILDS)] if before else [], before=before, after=before)
     wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
-    facts = Facts(wrapper, level, known or Known())
+    facts = Facts(wrapper, level, known)
     decisions = Decisions(facts)
     module.visit(decisions)
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=before)

@@ -81,7 +81,7 @@ class Tree(Survey):
         self.module.visit(self)
         self.indexes = set(self.numbered.values())
         self.imports_torch = self.imports_torch or (
-            self._has_star and not any(_OF_TORCH.match(text_of(node)) for node in self.imports)
+            (self._has_star or known.meets_torch) and not any(_OF_TORCH.match(text_of(node)) for node in self.imports)
         )
         self.hidden_by += self.others(known.hiders)
 
@@ -210,7 +210,8 @@ class Tree(Survey):
     @cached_property
     def forks(self) -> bool:
         """Return whether the script starts processes that may be forks, in which CUDA fails once its parent used it."""
-        return bool(self.forking) or self.submits or _USES_DEVICE.search(self.reached(self._started)[1]) is not None
+        named = FORKS.search(self.code) is not None or self.submits
+        return bool(self.forking) or named or _USES_DEVICE.search(self.reached(self._started)[1]) is not None
 
     @cached_property
     def forking(self) -> list[cst.Call]:
@@ -289,10 +290,10 @@ class Tree(Survey):
 
         It does so if another file imports it, or if it certainly does not train, evaluate or take options itself.
         """
+        if self.known.imported and (self.level is Level.TORCH or not (self.spawns or self.backends)):
+            return True
         if self.spawns or self.backends:
             return False
-        if self.known.imported:
-            return True
         if self.has_guard:
             return not _TRAINS.search(self._run)
         own = set(self._defined)

@@ -9,8 +9,11 @@ from collections.abc import Collection, Iterator
 from accelcore_lint.port.vendors import DEVICES
 
 _DEVICES = "|".join(DEVICES)
-FORKS = re.compile(r"(?:(?<!Settings\()start_method *= *|get_context\(|set_start_method\()[\"']fork[\"']|\bos\.fork\(")
-"""Lines that fork processes, or choose to; apart from wandb's settings."""
+FORKS = re.compile(
+    r"(?:(?<!Settings\()start_method *= *|get_context\(|set_start_method\()[\"']fork[\"']|\bos\.fork\("
+    r"|\bclass \w+\((?:\w+\.)*Process\)"
+)
+"""Lines that fork processes, or choose to, and classes of processes; apart from wandb's settings."""
 
 _USES = {
     "scaler": re.compile(
@@ -55,7 +58,44 @@ _APEX = re.compile(r"(?m)^[ \t]*(?:from|import)[ \t]+apex\b")
 STOPS = re.compile(r"\b(raise|exit|_exit|abort)\b")
 """Words of statements that end a program."""
 
+_VENDOR = re.compile(rf"\.({_DEVICES})[(.]|[\"']({_DEVICES})\b")
+_TEST = re.compile(r"[ \t]*(?:el)?if\b(.+?):([^:]*)$")
+_CHOICE = re.compile(r"\bif (.+?) else\b")
+_ASKED = re.compile(r"(\w+) *= *[^\n]*\bis_available\(")
+_WORD = re.compile(r"\w+")
 _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
+
+
+_CPU_OR_CUDA = re.compile(r"(?m)^(?:import|from)[ \t]+(horovod|byteps)(?:\.torch\b|[ \t]+import[ \t]+torch\b|[ \t]*$)")
+"""Libraries that exchange tensors of the CPU and of CUDA only, if a file cannot do without them."""
+
+_BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*rank")
+
+
+def kept_questions(text: str) -> str:
+    """Return the reason why questions for a device stay in a program with a file of this text; "" if there is none."""
+    if library := _CPU_OR_CUDA.search(text):
+        return f"{library[1]} knows tensors of CUDA and of the CPU only: other devices need torch.distributed"
+    if _BY_RANK.search(text):
+        return (
+            "CUDA_VISIBLE_DEVICES gives each rank its device, and other devices do not read it: "
+            "make one current by torch.accelerator.set_device_index(rank) instead"
+        )
+    return ""
+
+
+def flags_of_moves(text: str) -> set[str]:
+    """Return the words of conditions above a vendor's lines, apart from names that the file itself sets by asking."""
+    found: set[str] = set()
+    lines = [line for line in text.splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if (test := _TEST.match(line)) is not None:
+            after = itertools.takewhile(lambda each: _depth(each) > _depth(line), lines[number + 1 :])  # noqa: B023  # used at once
+            if any(map(_VENDOR.search, (test[2], *after))):
+                found.update(_WORD.findall(test[1]))
+        elif _VENDOR.search(line):
+            found.update(word for test in _CHOICE.findall(line) for word in _WORD.findall(test))
+    return found - set(_ASKED.findall(text))
 
 
 def uses_in(text: str) -> Iterator[str]:

@@ -33,6 +33,7 @@ _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%[dsi]|\{{.*\}}|\{{\}}|))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
+_MOVES = re.compile(rb"\.(cuda|npu)\(")
 _NAMED = re.compile(rb"cuda|cudnn|accelcore|device_ids|(?<![a-zA-Z])npu|Npu|nccl|hccl|apex")
 _BUILDS = re.compile(
     r"(?m)^[ \t]*((?:from|import)[ \t]+(?:torch\.utils\.cpp_extension|setuptools|distutils\.core|skbuild)\b"
@@ -69,12 +70,20 @@ def type_text(text: str) -> bool:
     return _TYPE.fullmatch(text) is not None
 
 
-def may_concern(source: bytes) -> bool:
-    """Return whether a file imports what may have to be ported, and has a vendor's word, without parsing it."""
+def may_concern(source: bytes, *, meets_torch: bool = False) -> bool:
+    """Return whether a file imports what may have to be ported, and has a vendor's word, without parsing it.
+
+    If files that it imports bring torch (`meets_torch`), a move such as `x.cuda()` concerns torch, too.
+    """
     if _NAMED.search(source) is None:
         return False
     brings = b"torch." in source and STAR_IMPORT.search(source.decode("utf-8", "replace"))
-    return _IMPORTS.search(source) is not None or bool(brings)
+    return imports_torch(source) or bool(brings) or (meets_torch and _MOVES.search(source) is not None)
+
+
+def imports_torch(source: bytes) -> bool:
+    """Return whether a file imports torch, or what is made for it, without parsing it."""
+    return _IMPORTS.search(source) is not None
 
 
 def builds_extensions(source: str) -> int:

@@ -195,3 +195,29 @@ def test_a_default_stays_if_a_line_that_fails_elsewhere_depends_on_it(line, kept
 def test_a_condition_over_a_device_that_is_made_current_and_left_stays(more, kept):
     source = f"import torch\nif torch.cuda.is_available():\n    torch.cuda.set_device(0){more}\n    net.cuda()\n"
     assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(
+    ("below", "kept"),
+    [
+        ("gpu = device and torch.cuda.is_available()\n    return torch.cuda.get_device_name(0) if gpu else ''", True),
+        ("gpu = device and torch.cuda.is_available()\n    return torch.ones(2).cuda() if gpu else None", False),
+        ("return torch.ones(2).cuda()", False),
+    ],
+)
+def test_an_assertion_stays_beside_a_question_that_does(below, kept):
+    source = f"import torch\n\n\ndef f(device):\n    assert torch.cuda.is_available()\n    {below}\n\n\nf('')\n"
+    assert ("assert torch.cuda.is_available()" in port_source(source, Level.TORCH).source) is kept
+
+
+def test_a_number_of_devices_in_a_text_is_shown_as_it_is():
+    source = 'import torch\nshown = "%d GPUs" % torch.cuda.device_count()\nshare = 4 // torch.cuda.device_count()\n'
+    module = imported(port_source(source, Level.TORCH).source)
+    assert (module.shown, module.share) == ("0 GPUs", 4)
+
+
+@pytest.mark.parametrize("made", ["partial(torch.autocast, device_type='cuda')", "dict(device_type='cuda')"])
+def test_an_autocast_that_is_called_elsewhere_does_not_begin_to_work_on_the_cpu(made):
+    outcome = port_source(f"from functools import partial\nimport torch\nautocast = {made}\n", Level.ROLES)
+    assert "device_type='cuda'" in outcome.source
+    assert [note.line for note in outcome.left] == [3]

@@ -20,6 +20,7 @@ _LEFT = "a condition on one vendor's device: what it guards is left"
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
 _HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
+_ASKED = "{} asks {} above lines for one vendor, and this run does not port that file: port them together"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
 _HIDDEN = "a file of the project hides all devices of CUDA, so that this is false: other devices stay visible"
@@ -39,6 +40,8 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         return _decide_name(node, facts)
     if name is None or node.args:
         return None
+    if facts.keeps_questions and (name == AVAILABLE or name.endswith(".device_count")):
+        return Left(facts.keeps_questions, node.children)
     if name == AVAILABLE:
         return _decide_available(node, facts)
     if name == "torch.cuda.is_bf16_supported" and facts.level is not Level.TORCH:
@@ -75,7 +78,8 @@ def _divides(node: cst.Call, facts: Facts) -> bool:
     holder = facts.parent(node)
     if not isinstance(holder, cst.BinaryOperation) or holder.right is not node:
         return False
-    return isinstance(holder.operator, (cst.Modulo, cst.Divide, cst.FloorDivide))
+    is_text = isinstance(holder.left, (cst.SimpleString, cst.ConcatenatedString))  # `"%d GPUs" % n`
+    return isinstance(holder.operator, (cst.Modulo, cst.Divide, cst.FloorDivide)) and not is_text
 
 
 def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
@@ -107,7 +111,11 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     if not all(map(facts.guards, facts.contexts)):
         return Left(_CONTEXT, node.children)
     assign = next((outer for outer in facts.parents(node) if isinstance(outer, (cst.Assign, cst.BaseStatement))), None)
-    flag = text_of(assign.targets[0].target).split(".")[-1] if isinstance(assign, cst.Assign) else ""
+    around = list(facts.parents(node))
+    flag = next((name for name, call in facts.options.items() if call in around), "")
+    flag = text_of(assign.targets[0].target).split(".")[-1] if isinstance(assign, cst.Assign) else flag
+    if flag in facts.known.asked:
+        return Left(_ASKED.format(facts.known.asked[flag], flag), node.children)
     if flag in facts.known.hiding and "_VISIBLE_DEVICES" not in facts.code:
         return Left(_HIDES, node.children)
     if _is_given_away(whole_test, facts):

@@ -152,6 +152,8 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in _branches(choice)]
     if any(made):
         return _of_devices(facts, node, names) if all(made) and choice is node else None
+    if facts.keeps_questions and len(_branches(choice)) > 1:
+        return Left(facts.keeps_questions, node.children)
     index = index_of(names[0])[1]
     if len(names) != 1 or _has_others(choice, facts):
         return None
@@ -286,6 +288,8 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     first = call.args[0] is arg
     name = facts.name(call.func) or ""
     method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+    if keyword == "device_type" and text_of(call.func).split(".")[-1] in ("partial", "dict"):
+        return Left("autocast of one device, which does nothing on the CPU: write enabled= with the device's type")
     if (
         name == "torch.device"
         or (keyword == "device_type" and (name.startswith("torch.") or isinstance(call.func, cst.Name)))

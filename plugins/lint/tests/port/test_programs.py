@@ -1,0 +1,123 @@
+"""Files of one program: questions that stay because a line in another file, or a library, knows CUDA only."""
+
+from unittest import mock
+
+import pytest
+import torch
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import read_project
+from port_sources import imported, written
+
+LEVELS = pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+BY_RANK = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{comm.Get_rank() % 8}'\n"
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("tools", "kept"),
+    [
+        ("import horovod.torch as hvd\n", True),
+        ("from horovod import torch as hvd\n", True),
+        ("try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = None\n", False),
+        ("import horovod.tensorflow as hvd\n", False),
+        (BY_RANK, True),
+        (BY_RANK.replace("comm.Get_rank()", "args.gpu"), False),
+    ],
+)
+def test_all_questions_stay_in_a_program_whose_tensors_another_device_cannot_exchange(tmp_path, level, tools, kept):
+    lines = (
+        "import torch\n\n\ndef dev():\n    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n\n\n"
+        "def build(model, wanted):\n    use = wanted and torch.cuda.is_available()\n"
+        "    count = torch.cuda.device_count()\n    if use:\n        model = model.cuda()\n    return model, count\n"
+    )
+    files = {"train.py": f"import helpers\nfrom jobs import start\n{lines}", "jobs.py": "from tools import start\n"}
+    paths = written(
+        tmp_path, files | {"tools.py": f"import torch\n{tools}\n\ndef start():\n    pass\n", "helpers.py": ""}
+    )
+    outcome = port_source(files["train.py"], level, read_project(paths).known(paths[0]))
+    assert len(outcome.left) == (3 if kept else 0)
+    assert outcome.source.count("torch.cuda.") == outcome.source.count("TODO") == (3 if kept else 0)
+    assert "model.cuda()" not in outcome.source
+    alone = port_source(tools + lines, level)
+    assert (len(alone.left) >= 3) is kept
+
+
+ENGINE = (
+    "import torch\n\n\nclass Engine:\n    def __init__(self, use_gpu=True):\n"
+    "        self.use_gpu = torch.cuda.is_available() and use_gpu\n"
+)
+SOFTMAX = (
+    "from engine import Engine\n\n\nclass Softmax(Engine):\n    def step(self, x):\n        {}\n        return x\n"
+)
+ABOVE = "if self.use_gpu:\n            print(x)\n            x = x.cuda()"
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        (ABOVE, True),
+        ("x = x.cuda() if self.use_gpu else x", True),
+        (ABOVE.replace("use_gpu", "on_gpu"), False),
+        (ABOVE.replace("x.cuda()", "x.half()"), False),
+        (f"self.use_gpu = torch.cuda.is_available()\n        {ABOVE}", False),
+    ],
+)
+def test_a_flag_stays_that_a_file_of_the_program_asks_and_that_is_not_ported(tmp_path, level, line, kept):
+    files = {"engine.py": ENGINE, "softmax.py": SOFTMAX.format(line), "run.py": "import softmax\n"}
+    paths = written(tmp_path, files)
+    outcome = port_source(ENGINE, level, read_project(paths[:1]).known(paths[0]))
+    assert ("self.use_gpu = torch.cuda.is_available()" in outcome.source) is kept
+    assert [note.text.split()[0] for note in outcome.left] == (["softmax.py"] if kept else [])
+    assert not port_source(ENGINE, level, read_project(paths).known(paths[0])).left
+    options = "import argparse\nimport engine\nimport torch\nparser = argparse.ArgumentParser()\n"
+    options += "parser.add_argument('--use_gpu', default=torch.cuda.is_available())\nargs = parser.parse_args()\n"
+    (tmp_path / "run.py").write_text(f"import softmax\n{options}")
+    outcome = port_source(options, level, read_project(paths[2:]).known(paths[2]))
+    assert ("default=torch.cuda.is_available()" in outcome.source) is kept
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("engine", "moved"), [(ENGINE, True), ("from torch import nn\n", True), ("import numpy as np\n", False)]
+)
+def test_moves_are_ported_in_a_file_whose_torch_only_another_file_imports(tmp_path, level, engine, moved):
+    source = SOFTMAX.format(ABOVE)
+    paths = written(tmp_path, {"softmax.py": source, "engine.py": engine, "run.py": "import softmax\n"})
+    ported = port_source(source, level, read_project(paths[:1]).known(paths[0])).source
+    assert port_source(source, level).source == source
+    assert (ported == source) is not moved
+    if moved:
+        with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")):
+            made = imported(ported, engine=mock.Mock(Engine=object)).Softmax()
+            made.use_gpu = True
+            assert made.step(torch.ones(2)).device.type == "meta"
+
+
+@pytest.mark.parametrize("starts", ["torch.multiprocessing.spawn(work, nprocs=2)", "print(work)"])
+def test_a_file_that_another_one_imports_asks_for_no_device_on_import(tmp_path, starts):
+    source = (
+        f"import torch\n\n\ndef work(x):\n    return x.cuda()\n\n\ndef launch():\n    {starts}\n\n\n"
+        "def loss(x):\n    return x.cuda(non_blocking=True)\n"
+    )
+    paths = written(tmp_path, {"misc.py": source, "train.py": "import misc\nimport torch\nmisc.launch()\n"})
+    ported = port_source(source, Level.TORCH, read_project(paths).known(paths[0])).source
+    with mock.patch.object(torch.accelerator, "current_accelerator") as asked:
+        imported(ported)
+    assert "cuda" not in ported
+    assert not asked.called
+
+
+@pytest.mark.parametrize(
+    ("made", "forks"),
+    [("class Worker(mp.Process):\n", True), ("class Worker(Process):\n", True), ("class Worker(Thread):\n", False)],
+)
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_script_with_a_class_of_processes_asks_for_a_device_in_functions_only(tmp_path, made, forks, apart):
+    workers = f"import multiprocessing as mp\n\n\n{made}    def run(self):\n        work()\n\n\n"
+    source = "import sys\nimport torch\n{}\n\n\ndef loss(x):\n    return x.cuda()\n\n\nprint(loss(sys.argv), loss(1))\n"
+    script = source.format("import workers" if apart else workers)
+    paths = written(tmp_path, {"train.py": script, "workers.py": workers})
+    ported = port_source(script, Level.TORCH, read_project(paths).known(paths[0])).source
+    assert ("\ndevice = torch.accelerator" in ported) is not forks
+    assert ("\n    device = torch.accelerator" in ported) is forks
