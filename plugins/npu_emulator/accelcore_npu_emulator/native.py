@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 _LIBRARY = "libascendcl.so"
 _MARK = "accelcore_emulated_devices"  # a function that the vendor's library does not have
-_OperatorHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
+_OperatorHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
 _GraphHandler = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
 
 
@@ -37,12 +37,12 @@ def read_counters(library: ctypes.CDLL) -> dict[str, Counter[str]]:
 
 def set_handlers(
     library: ctypes.CDLL,
-    operator: Callable[[bytes, bytes, bytes, bytes], int],
+    operator: Callable[[bytes, bytes, bytes], int],
     graph: Callable[[int, int, int, int], int],
 ) -> None:
     """Set the functions that execute one operator, and that record and replay graphs.
 
-    The first one gets (name, inputs, outputs, attributes), the last three in JSON.
+    The first one gets (name, inputs, outputs), the last two in JSON.
     """
     # The native side holds bare pointers: the handlers must live as long as the process.
     _handlers.extend((_OperatorHandler(operator), _GraphHandler(graph)))

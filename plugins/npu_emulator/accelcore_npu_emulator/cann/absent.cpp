@@ -46,6 +46,19 @@ REFUSED(aclnnSilentCheckGetWorkspaceSize, "npu operator aclnnSilentCheck is")
 REFUSED(aclnnInplaceCopy, "npu operator aclnnInplaceCopy is")
 REFUSED(aclnnInplaceCopyGetWorkspaceSize, "npu operator aclnnInplaceCopy is")
 
+// Attributes of operators of the legacy interface (single_ops.cpp).
+IDLE(aclopCreateAttr)
+IDLE(aclopDestroyAttr)
+IDLE(aclopSetAttrBool)
+IDLE(aclopSetAttrDataType)
+IDLE(aclopSetAttrInt)
+IDLE(aclopSetAttrFloat)
+IDLE(aclopSetAttrString)
+IDLE(aclopSetAttrListBool)
+IDLE(aclopSetAttrListInt)
+IDLE(aclopSetAttrListFloat)
+IDLE(aclopSetAttrListListInt)
+
 // torch_npu gives its caller a number alone.
 EXPORT int aclrtDeviceTaskAbort() {
   const char *why = "stopping a device is not emulated: what runs on it goes on";

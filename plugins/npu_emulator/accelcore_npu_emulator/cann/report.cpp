@@ -10,8 +10,6 @@
 #include <mutex>
 #include <unistd.h>
 
-#include "json.h"
-
 namespace emulator {
 namespace {
 
@@ -101,14 +99,14 @@ EXPORT const char *aclGetRecentErrMsg() {
   return emulator::last_failure.empty() ? nullptr : emulator::last_failure.c_str();
 }
 
-// All counters as JSON. Returns the length that is needed; writes no more than `capacity` bytes.
+// All counters as JSON; the names of operators and directions need no escapes. Returns the length that is needed;
+// writes no more than `capacity` bytes.
 EXPORT size_t emulator_counters(char *out, size_t capacity) {
-  using emulator::json::quoted;
   auto &all = emulator::counters();
   std::lock_guard<std::mutex> lock(all.mutex);
   auto object = [](const std::map<std::string, uint64_t> &map) {
     std::string text;
-    for (const auto &[name, n] : map) text += (text.empty() ? "" : ",") + quoted(name) + ":" + std::to_string(n);
+    for (const auto &[name, n] : map) text += (text.empty() ? "\"" : ",\"") + name + "\":" + std::to_string(n);
     return "{" + text + "}";
   };
   std::string text = "{\"launches\":" + object(all.launches) + ",\"synchronizations\":" +

@@ -1,15 +1,10 @@
-// The legacy interface that executes one operator: tensors and attributes are described in JSON to a handler in
-// Python. torch_npu takes this way below its dispatcher.
+// The legacy interface that executes one operator: its tensors are described in JSON to a handler in Python. torch_npu
+// takes this way below its dispatcher for few operators, whose attributes do not matter here.
 #include "emulator.h"
 
 #include <atomic>
-#include <map>
 
 #include <acl/acl_op_compiler.h>
-
-#include "json.h"
-
-namespace json = emulator::json;
 
 struct aclTensorDesc {
   aclDataType type;
@@ -21,10 +16,6 @@ struct aclTensorDesc {
 struct aclDataBuffer {
   void *data;
   size_t bytes;
-};
-
-struct aclopAttr {
-  std::map<std::string, std::string> values;  // name to JSON
 };
 
 EXPORT aclTensorDesc *aclCreateTensorDesc(aclDataType type, int count, const int64_t *dims, aclFormat format) {
@@ -66,96 +57,32 @@ EXPORT aclError aclDestroyDataBuffer(const aclDataBuffer *buffer) {
   return ACL_SUCCESS;
 }
 
-EXPORT aclopAttr *aclopCreateAttr() { return new aclopAttr; }
-EXPORT void aclopDestroyAttr(const aclopAttr *attributes) { delete attributes; }
-
-namespace {
-
-aclError set(aclopAttr *attributes, const char *name, std::string value) {
-  attributes->values[name] = std::move(value);
-  return ACL_SUCCESS;
-}
-
-const char *boolean(uint8_t value) { return value ? "true" : "false"; }
-std::string integer(int64_t value) { return json::number(value); }
-std::string real(float value) { return json::number(value); }
-
-}  // namespace
-
-EXPORT aclError aclopSetAttrBool(aclopAttr *attributes, const char *name, uint8_t value) {
-  return set(attributes, name, boolean(value));
-}
-
-EXPORT aclError aclopSetAttrDataType(aclopAttr *attributes, const char *name, aclDataType value) {
-  return set(attributes, name, integer(value));
-}
-
-EXPORT aclError aclopSetAttrInt(aclopAttr *attributes, const char *name, int64_t value) {
-  return set(attributes, name, integer(value));
-}
-
-EXPORT aclError aclopSetAttrFloat(aclopAttr *attributes, const char *name, float value) {
-  return set(attributes, name, real(value));
-}
-
-EXPORT aclError aclopSetAttrString(aclopAttr *attributes, const char *name, const char *value) {
-  return set(attributes, name, json::quoted(value));
-}
-
-EXPORT aclError aclopSetAttrListBool(aclopAttr *attributes, const char *name, int count, const uint8_t *values) {
-  return set(attributes, name, json::list(size_t(count), values, boolean));
-}
-
-EXPORT aclError aclopSetAttrListInt(aclopAttr *attributes, const char *name, int count, const int64_t *values) {
-  return set(attributes, name, json::list(size_t(count), values, integer));
-}
-
-EXPORT aclError aclopSetAttrListFloat(aclopAttr *attributes, const char *name, int count, const float *values) {
-  return set(attributes, name, json::list(size_t(count), values, real));
-}
-
-EXPORT aclError aclopSetAttrListListInt(aclopAttr *attributes, const char *name, int count, const int *lengths,
-                                        const int64_t *const values[]) {
-  std::vector<std::string> lists;
-  for (int i = 0; i < count; i++) lists.push_back(json::list(size_t(lengths[i]), values[i], integer));
-  return set(attributes, name, json::list(lists.size(), lists.data(), [](const std::string &text) { return text; }));
-}
-
 namespace {
 
 // Answers 0: done, 1: the operator is unknown, 2: it raised.
-using Handler = int (*)(const char *op, const char *inputs, const char *outputs, const char *attributes);
+using Handler = int (*)(const char *op, const char *inputs, const char *outputs);
 std::atomic<Handler> handler{nullptr};
 
-std::string described(const aclTensorDesc *desc, const aclDataBuffer *buffer) {
-  if (!desc) return "[-1,[],0,0,false]";
-  return "[" + integer(desc->type) + "," + json::list(desc->dims.size(), desc->dims.data(), integer) + "," +
-         std::to_string(buffer ? uintptr_t(buffer->data) : 0) + "," + std::to_string(buffer ? buffer->bytes : 0) + "," + boolean(desc->on_host) + "]";
-}
-
 std::string described(int count, const aclTensorDesc *const descs[], const aclDataBuffer *const buffers[]) {
-  std::vector<std::string> tensors;
-  for (int i = 0; i < count; i++) tensors.push_back(described(descs[i], buffers[i]));
-  return json::list(tensors.size(), tensors.data(), [](const std::string &text) { return text; });
-}
-
-std::string described(const aclopAttr *attributes) {
   std::string text;
-  if (attributes) {
-    for (const auto &[name, value] : attributes->values) {
-      text += (text.empty() ? "" : ",") + json::quoted(name) + ":" + value;
-    }
+  for (int i = 0; i < count; i++) {
+    static const aclTensorDesc absent{aclDataType(-1), ACL_FORMAT_ND, {}, false};
+    const aclTensorDesc &desc = descs[i] ? *descs[i] : absent;
+    const aclDataBuffer buffer = descs[i] && buffers[i] ? *buffers[i] : aclDataBuffer{nullptr, 0};
+    std::string dims;
+    for (int64_t size : desc.dims) dims += (dims.empty() ? "" : ",") + std::to_string(size);
+    text += (i ? ",[" : "[") + std::to_string(desc.type) + ",[" + dims + "]," + std::to_string(uintptr_t(buffer.data)) +
+            "," + std::to_string(buffer.bytes) + "," + (desc.on_host ? "true" : "false") + "]";
   }
-  return "{" + text + "}";
+  return "[" + text + "]";
 }
 
-aclError execute(const char *op, const std::string &inputs, const std::string &outputs, const aclopAttr *attributes) {
+aclError execute(const char *op, const std::string &inputs, const std::string &outputs) {
   if (emulator::forked()) return emulator::refuse_forked();
-  std::string options = described(attributes);
-  emulator::trace("single operator %s %s -> %s %s", op, inputs.c_str(), outputs.c_str(), options.c_str());
+  emulator::trace("single operator %s %s -> %s", op, inputs.c_str(), outputs.c_str());
   emulator::count_launch(op);
   Handler call = handler;
-  switch (call ? call(op, inputs.c_str(), outputs.c_str(), options.c_str()) : 1) {
+  switch (call ? call(op, inputs.c_str(), outputs.c_str()) : 1) {
     case 0: return ACL_SUCCESS;
     case 1: return emulator::failure(ACL_ERROR_OP_NOT_FOUND, "npu operator %s is not emulated", op);
     default: return emulator::failure(ACL_ERROR_FAILURE, "npu operator %s raised (its traceback is on stderr)", op);
@@ -171,18 +98,16 @@ EXPORT void emulator_set_operator_handler(Handler function) { handler = function
 EXPORT aclError aclopCompileAndExecute(const char *op, int input_count, const aclTensorDesc *const inputs[],
                                        const aclDataBuffer *const input_data[], int output_count,
                                        const aclTensorDesc *const outputs[], aclDataBuffer *const output_data[],
-                                       const aclopAttr *attributes, aclopEngineType, aclopCompileType, const char *,
+                                       const aclopAttr *, aclopEngineType, aclopCompileType, const char *,
                                        aclrtStream) {
-  return execute(op, described(input_count, inputs, input_data), described(output_count, outputs, output_data),
-                 attributes);
+  return execute(op, described(input_count, inputs, input_data), described(output_count, outputs, output_data));
 }
 
 EXPORT aclError aclopCompileAndExecuteV2(const char *op, int input_count, aclTensorDesc *inputs[],
                                          aclDataBuffer *input_data[], int output_count, aclTensorDesc *outputs[],
-                                         aclDataBuffer *output_data[], aclopAttr *attributes, aclopEngineType,
+                                         aclDataBuffer *output_data[], aclopAttr *, aclopEngineType,
                                          aclopCompileType, const char *, aclrtStream) {
-  return execute(op, described(input_count, inputs, input_data), described(output_count, outputs, output_data),
-                 attributes);
+  return execute(op, described(input_count, inputs, input_data), described(output_count, outputs, output_data));
 }
 
 EXPORT aclError aclSetCompileopt(aclCompileOpt option, const char *value) {

@@ -27,17 +27,16 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes, bytes], int]:
-    """Return the native half's handler: (operator, inputs, outputs, attributes), the last three in JSON."""
+def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes], int]:
+    """Return the native half's handler: (operator, inputs, outputs), the last two in JSON."""
 
-    def handle(operator: bytes, inputs: bytes, outputs: bytes, attributes: bytes) -> int:
+    def handle(operator: bytes, inputs: bytes, outputs: bytes) -> int:
         name = operator.decode()
         if name != "Identity" and name not in _OPERATORS:
             return _UNKNOWN
-        described = json.loads(inputs), json.loads(outputs), json.loads(attributes or b"{}")
         try:
             with torch.no_grad(), torch.inference_mode(False):
-                machine.recorder.run(_prepared(name, *described))
+                machine.recorder.run(_prepared(name, json.loads(inputs), json.loads(outputs)))
         except Exception:  # noqa: BLE001  the caller is C code: it gets a status, the reader the traceback
             traceback.print_exc()
             return _FAILED
@@ -46,18 +45,13 @@ def single_operator_handler(machine: Machine) -> Callable[[bytes, bytes, bytes, 
     return handle
 
 
-def _prepared(name: str, inputs: list[Any], outputs: list[Any], attributes: dict[str, Any]) -> Callable[[], object]:
+def _prepared(name: str, inputs: list[Any], outputs: list[Any]) -> Callable[[], object]:
     if name == "Identity":  # copies the bytes, whatever the shapes say
         (_, _, source, available, _), (_, _, target, room, _) = inputs[0], outputs[0]
         return lambda: ctypes.memmove(target, source, min(available, room))
-    given, targets = [_tensor(described) for described in inputs], [_tensor(described) for described in outputs]
-
-    def execute() -> None:
-        for target, result in zip(targets, _OPERATORS[name](given, attributes), strict=False):
-            if target is not None:
-                target.copy_(result)
-
-    return execute
+    given, target = [_tensor(described) for described in inputs], _tensor(outputs[0])
+    assert target is not None, "each of these operators has a result"
+    return lambda: target.copy_(_OPERATORS[name](given))
 
 
 def _tensor(described: list[Any]) -> Tensor | None:
@@ -75,33 +69,13 @@ def _tensor(described: list[Any]) -> Tensor | None:
     return tensor.clone() if on_host else tensor
 
 
-def _pad(inputs: list[Any], attributes: dict[str, Any]) -> list[Tensor]:
+def _pad(inputs: list[Any]) -> Tensor:
     sides = [side for pair in reversed(inputs[1].reshape(-1, 2).tolist()) for side in pair]
     value = inputs[2].item() if len(inputs) > 2 and inputs[2] is not None else 0
-    return [functional.pad(inputs[0], sides, value=value)]
+    return functional.pad(inputs[0], sides, value=value)
 
 
-def _slice(inputs: list[Any], attributes: dict[str, Any]) -> list[Tensor]:
-    part = inputs[0]
-    for dim, (begin, length) in enumerate(zip(inputs[1].tolist(), inputs[2].tolist(), strict=True)):
-        part = part.narrow(dim, begin, length)
-    return [part]
-
-
-_OPERATORS: dict[str, Callable[[list[Any], dict[str, Any]], list[Tensor]]] = {
-    "Add": lambda inputs, attributes: [inputs[0] + inputs[1]],
-    "Adds": lambda inputs, attributes: [inputs[0] + attributes["value"]],
-    "BroadcastTo": lambda inputs, attributes: [inputs[0].expand(inputs[1].tolist())],
-    "Cast": lambda inputs, attributes: inputs[:1],
-    "ConcatD": lambda inputs, attributes: [torch.cat(inputs, attributes["concat_dim"])],
-    "Fill": lambda inputs, attributes: [inputs[1].expand(inputs[0].tolist())],
-    "Mul": lambda inputs, attributes: [inputs[0] * inputs[1]],
-    "Muls": lambda inputs, attributes: [inputs[0] * attributes["value"]],
-    "OnesLike": lambda inputs, attributes: [torch.ones_like(inputs[0])],
+_OPERATORS: dict[str, Callable[[list[Any]], Tensor]] = {
+    "Fill": lambda inputs: inputs[1].expand(inputs[0].tolist()),
     "PadV3": _pad,
-    "RealDiv": lambda inputs, attributes: [inputs[0] / inputs[1]],
-    "Slice": _slice,
-    "Sub": lambda inputs, attributes: [inputs[0] - inputs[1]],
-    "TensorMove": lambda inputs, attributes: inputs[:1],
-    "ZerosLike": lambda inputs, attributes: [torch.zeros_like(inputs[0])],
 }
