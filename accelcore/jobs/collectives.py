@@ -48,7 +48,7 @@ class Collectives(ABC):
     Attributes:
         steps: step and micro-batch of each trainer of this process, from 1, for messages about a missing rank. Trainers
             write to it.
-        calls: number of calls of `Job` that this process has begun, each of which all ranks must make.
+        calls: how many calls this process has begun that all ranks must make, and the name of the last one.
         ahead: returns as text where the ranks are that have gone further than this one, or "". The job sets it.
         waits_for_lost_ranks: whether collectives on the device wait for a lost rank without an error. If a rank fails,
             the others then abort their collectives and raise an error.
@@ -58,8 +58,12 @@ class Collectives(ABC):
 
     def __init__(self) -> None:
         self.steps: dict[int, tuple[int, int]] = {}
-        self.calls = 0
+        self.calls = (0, "")
         self.ahead: Callable[[], str] = str
+
+    def count(self, call: str) -> None:
+        """Note that this process begins a call that all ranks must make, for messages about a missing rank."""
+        self.calls = (self.calls[0] + 1, call)  # one assignment, because another thread reads it
 
     @property
     @abstractmethod
@@ -208,6 +212,7 @@ class TorchCollectives(Collectives):
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         _check_reduction(tensor, op)
         if dist.is_initialized():
+            self.count("all_reduce")
             sent = _dense(tensor)
             least = torch.finfo(torch.float32).smallest_normal
             early = op == "avg" and torch.finfo(sent.dtype).smallest_normal > least
@@ -222,6 +227,7 @@ class TorchCollectives(Collectives):
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         _check_source(src, self.world_size)
         if dist.is_initialized():
+            self.count("broadcast")
             sent = _dense(tensor)
             dist.broadcast(sent, src)
             _store(tensor, sent)
@@ -229,6 +235,7 @@ class TorchCollectives(Collectives):
 
     def barrier(self) -> None:
         if dist.is_initialized():
+            self.count("barrier")
             dist.barrier()
 
     def cpu_group(self) -> dist.ProcessGroup | None:

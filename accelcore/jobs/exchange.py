@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,13 @@ from torch import Tensor
 
 from accelcore.errors import CheckpointError, ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
+from accelcore.torch_internals import job_store
 from accelcore.util.containers import bytes_of
 from accelcore.util.text import first_line, kind_of, ranks
 
 _LETTER = 512  # bytes in which a rank describes its call to the others: enough for a tensor of torch's 64 dimensions
+
+_LOOKS = 4  # seconds that ranks wait for each other in the job's store
 
 
 def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:
@@ -78,13 +82,14 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
     group = collectives.cpu_group()
     if group is None:
         return [details]
-    collectives.calls += 1
+    called = call if call.endswith(")") else f"job.{call.split()[0]}()"
+    collectives.count("a call of the job")  # calls of different names are compared below
+    meet(collectives, "exchange", called)
     own = torch.frombuffer(bytearray(json.dumps([call, details]).encode().ljust(_LETTER)), dtype=torch.uint8)
     letters = [torch.empty_like(own) for _ in range(collectives.world_size)]
     try:
         dist.all_gather(letters, own, group=group)
     except RuntimeError as error:
-        called = call if call.endswith(")") else f"job.{call.split()[0]}()"
         raise not_all_came(called, first_line(error)) from error
     calls, told = zip(*(json.loads(letter.numpy().tobytes()) for letter in letters), strict=True)
     if len(set(calls)) > 1:
@@ -97,6 +102,28 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
             remedy="make the same calls on all ranks, with tensors of the same shape, dtype and type of device",
         )
     return list(told)
+
+
+def meet(collectives: Collectives, key: str, call: str) -> None:
+    """Wait a few seconds for all ranks in the job's store; raise an error if a rank will not come to `call`.
+
+    A collective could also wait, but leaves a thread in it. When the other ranks end, this thread would write lines of
+    torch's to stderr and abort the process. Only a collective notices ranks that were killed.
+    """
+    store, ahead = job_store("meetings"), ""
+    came = store.add(key, 1)
+    goal = came + -came % collectives.world_size
+    for _ in range(_LOOKS):
+        end, pause = time.monotonic() + 1.0, 0.0001
+        while came < goal and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            came = store.add(key, 0)
+        if came >= goal:
+            return
+        if ahead:
+            raise not_all_came(call, ahead)
+        ahead = collectives.ahead()
 
 
 def not_all_came(call: str, why: str) -> DistributedError:

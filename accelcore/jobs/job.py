@@ -114,6 +114,7 @@ class Job(Suggests):
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
+        exchange(self._collectives, "barrier")
         self._collectives.barrier()
 
     def cpu_group(self) -> dist.ProcessGroup | None:

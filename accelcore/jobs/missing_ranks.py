@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -60,7 +61,7 @@ class MissingRanks:
         self._rank, self._world_size, self.timeout = collectives.rank, collectives.world_size, timeout
         self._waits, self._collectives = collectives.waits_for_lost_ranks, collectives
         collectives.steps.clear()
-        collectives.calls = 0
+        collectives.calls = (0, "")
         # Keys of several jobs of a process differ by the prefix.
         self._store = job_store(f"rank notes {next(_jobs)}")
         self._explained, self._done, self._failed, self._follows = False, False, "", False
@@ -108,10 +109,18 @@ class MissingRanks:
             look = time.monotonic() + interval
 
     def ahead(self) -> str:
-        """Return as text where the ranks are that have gone further than this one, and this one; "" if none has."""
+        """Return as text where the ranks are that will not come to this one's call, and this one; "" if none is.
+
+        Raises:
+            DistributedError: a rank has failed.
+        """
         self._write()
         notes = self._read()
-        gone = _select(notes, lambda note: note.done or note.progress > notes[self._rank].progress)
+        if _select(notes, lambda note: note.is_culprit):
+            self._follows = True
+            raise self._name_missing("")
+        own = notes[self._rank]
+        gone = _select(notes, lambda note: note.done or note.progress > own.progress or note.at_another_call(own))
         return _places([*gone[:_NAMED], self._rank], notes) if gone else ""
 
     def explain(self, error: BaseException) -> DistributedError | None:
@@ -272,7 +281,7 @@ class _Note:
 
     beat: int  # the number of this note
     steps: Sequence[Sequence[int]] = ()  # step and micro-batch of each trainer
-    calls: int = 0  # calls of `Job` that it has begun
+    calls: Sequence[Any] = (0, "")  # number and last name of the calls that it has begun and all ranks must make
     number: int = 0  # the number of the last collective
     collective: str = ""  # its name
     line: str = ""
@@ -287,7 +296,11 @@ class _Note:
     @property
     def progress(self) -> tuple[int, int, int]:
         """Steps, micro-batches and calls that the rank has begun, to compare with other ranks."""
-        return sum(step for step, _ in self.steps), sum(micro for _, micro in self.steps), self.calls
+        return sum(step for step, _ in self.steps), sum(micro for _, micro in self.steps), self.calls[0]
+
+    def at_another_call(self, other: _Note) -> bool:
+        """Return whether the rank's last call has the number of the other's, and another name."""
+        return self.progress == other.progress and self.calls[1] != other.calls[1]
 
     @property
     def place(self) -> tuple[int, int, int, int]:

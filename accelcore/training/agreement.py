@@ -6,7 +6,6 @@ import hashlib
 import json
 import platform
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -20,15 +19,13 @@ from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.exchange import gather_objects, not_all_came
-from accelcore.torch_internals import job_store
+from accelcore.jobs.exchange import gather_objects, meet, not_all_came
 from accelcore.training.plan import Plan
 from accelcore.util.text import first_line, ranks, repr_of
 
 _NOT_COMPARED = ("observers",)
 _COMPARED_BY_CLASS = ("loss", "weight", "clip", "scheduler")  # the repr of the user's objects says nothing
 _SHOWN = 5
-_LOOKS = 4  # seconds that ranks wait in the job's store
 
 
 class Agreement:
@@ -42,7 +39,8 @@ class Agreement:
         group = self._collectives.cpu_group()
         if group is None:
             return
-        self._meet(what)
+        self._collectives.count(what)
+        meet(self._collectives, what, what)
         barrier, ahead, interval = _started(partial(dist.monitored_barrier, group, wait_all_ranks=True)), "", 1.0
         while not wait([barrier], interval).done:
             # A rank that has only just met this one may be ahead, too. Two waits: this process may be stopped in one.
@@ -56,26 +54,6 @@ class Agreement:
             self._collectives.barrier()
         except RuntimeError as error:
             raise not_all_came(what, first_line(error)) from error
-
-    def _meet(self, what: str) -> None:
-        """Wait a few seconds for all ranks in the job's store; raise an error if a rank has passed the call `what`.
-
-        The group's barrier can also tell, but leaves a thread in it. When the other ranks end, this thread would write
-        lines of torch's to stderr and abort the process. Only that barrier notices ranks that have ended.
-        """
-        store, ahead = job_store("meetings"), ""
-        came = store.add(what, 1)
-        goal = came + -came % self._collectives.world_size
-        for _ in range(_LOOKS):
-            end, pause = time.monotonic() + 1.0, 0.001
-            while time.monotonic() < end:
-                if store.add(what, 0) >= goal:
-                    return
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            if ahead:
-                raise not_all_came(what, ahead)
-            ahead = self._collectives.ahead()
 
     def train_alike(self, description: Mapping[str, str]) -> None:
         """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import accelcore
 
@@ -104,6 +105,18 @@ def train() -> None:
             job.gather(torch.ones(1))
         if sys.argv[1] == "gathers before a barrier":
             job.barrier()
+        if sys.argv[1].startswith("means, while others train") and job.rank == 0:
+            job.mean(1.0)
+        if sys.argv[1].startswith("means, while others train"):
+            trainer(torch.ones(2, 3))
+        if sys.argv[1].startswith("resumes, while others read") and job.rank == 0:
+            trainer.resume(sys.argv[2])
+        if sys.argv[1].startswith("resumes, while others read"):
+            next(iter(trainer.batches(DataLoader(torch.ones(8, 3), shuffle=True))))
+        if sys.argv[1].startswith("stands alone at a barrier") and job.rank == 0:
+            job.barrier()
+        if sys.argv[1].startswith("reduces alone") and job.rank == 0:
+            accel.collectives.all_reduce(torch.ones(1))
         if sys.argv[1] == "another collective":
             tensor = torch.ones(3)
             accel.collectives.broadcast(tensor) if job.rank else accel.collectives.all_reduce(tensor)

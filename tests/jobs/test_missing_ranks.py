@@ -16,10 +16,11 @@ SCRIPT = Path(__file__).with_name("lost_ranks.py")
 
 # Ranks that wait take seconds and no processor: what one of a row is wanted for, all of the row begin.
 TOGETHER = (
-    ("waits", "waits, and is asked again", "gathers alone", "gathers before a barrier"),
+    ("waits", "waits, and is asked again", "gathers alone"),
     ("is killed, and rank 2 notices first", "fails, and rank 2 notices first", "is killed"),
     ("saves early, within a window", "saves alone", "evaluates alone"),
     ("saves alone, joined", "evaluates alone, joined", "exits, joined", "gathers alone, joined"),
+    ("means, while others train", "resumes, while others read", "stands alone at a barrier", "reduces alone, joined"),
 )
 
 
@@ -193,7 +194,9 @@ def test_ranks_that_failed_because_another_did_are_not_named_beside_it(run, way,
         ("saves alone, joined", "trainer.save("),
         ("gathers alone", "job.gather("),
         ("gathers alone, joined", "job.gather("),
-        ("gathers before a barrier", "job.gather("),
+        ("means, while others train", "job.mean("),
+        ("resumes, while others read", "trainer.resume("),
+        ("stands alone at a barrier", "job.barrier("),
         ("evaluates alone", "trainer.evaluate("),
         ("evaluates alone, joined", "trainer.evaluate("),
     ],
@@ -204,10 +207,25 @@ def test_a_call_on_the_main_rank_only_is_named_with_its_line_and_what_to_do(run,
     assert f"not every rank of the job came to {call})" in first
     assert re.search(rf"\(.*{re.escape(call)}", final(first))
     assert f"call {call}) on all ranks" in final(first)
-    if way != "gathers before a barrier":
-        assert "5000ms" not in first, "it was noticed at the timeout only"
-        # It would abort the process when the other ranks have ended.
-        assert "a thread is left in a barrier" not in first
+    assert "5000ms" not in first, "it was noticed at the timeout only"
+    # It would abort the process when the other ranks have ended.
+    assert "a thread is left in a barrier" not in first
+
+
+def test_a_collective_on_the_main_rank_only_is_named_before_the_timeout(run):
+    (first, second), codes = run("reduces alone, joined")
+    assert codes[0] == 1
+    assert "rank 1 has ended its part of the job, and rank 0 did not\n" in second
+    assert "accel.collectives.all_reduce(torch.ones(1))" in second
+    assert "5000ms" not in first, "it was noticed at the timeout only"
+
+
+def test_a_job_compares_a_barrier_with_its_other_calls(run):
+    said, codes = run("gathers before a barrier")
+    assert codes == [1, 1]
+    for one in said:
+        assert final(one).startswith("rank 1 of this job made another call than the others\n")
+        assert "rank 0: gather; rank 1: barrier" in one
 
 
 @pytest.mark.parametrize("way", ["another collective", "another shape"])
