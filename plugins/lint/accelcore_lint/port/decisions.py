@@ -32,7 +32,7 @@ _FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?(?:\s+[\w.]+ 
 
 _PARTS = (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)
 _FOREIGN = re.compile(
-    r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|(?i:tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
+    r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
     r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b"
 )
 """Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
@@ -141,8 +141,9 @@ class Decisions(cst.CSTVisitor):
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
             holder = next((each for each in self._facts.parents(guard) if isinstance(each, cst.ClassDef)), None)
-            if opens and decision.some and holder is not None:
-                self._named[holder].append(("", rule, node, decision))  # other methods may set what this one reads
+            if opens and decision.some and (holder is not None or self._asserts(node)):
+                # Other methods may set what this one reads, and questions below this one may stay.
+                self._named[holder or self._scope_of(node)].append(("", rule, node, decision))
             elif opens and decision.retry is not None:
                 self._rewrite(rule, node, decision.retry)
             else:
@@ -176,7 +177,11 @@ class Decisions(cst.CSTVisitor):
                 self._leave(rule, node, decision)
 
     def _asserts(self, node: cst.CSTNode) -> bool:
-        return any(isinstance(outer, cst.Assert) for outer in self._facts.parents(node))
+        """Return whether a program stops if the answer to a question is no."""
+        guard = self._guard_of(node)
+        lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
+        stops = bool(lines) and STOPS.search(text_of(lines[-1])) is not None
+        return stops or any(isinstance(outer, cst.Assert) for outer in self._facts.parents(node))
 
     def _members_in(self, node: cst.CSTNode) -> set[str]:
         """Return the attributes, as `self.peak`, that the method around a node uses."""

@@ -47,6 +47,7 @@ _IMPOSTOR = "transfer_to_npu"
 _EXTENSION = re.compile(rf"(^|_)({'|'.join(DEVICES)})(_|$)")
 """Names of a vendor's functions and compiled modules."""
 
+_VENDORS_ONLY = ("bitsandbytes", "cupy", "flash_attn", "nvidia", "pycuda", "pynvml", "tensorrt", "triton")
 _CUDNN = "torch.backends.cudnn"
 
 
@@ -66,7 +67,8 @@ def imports_torch(tree: Tree, node: cst.CSTNode) -> bool:
 def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> frozenset[str]:
     """Return the names of a vendor's functions that imports bring from compiled modules, such as `nms_cuda`.
 
-    These are modules that are no files of the project, and whose names begin with `_` or have a vendor's word.
+    These are modules that are no files of the project, and whose names begin with `_` or have a vendor's word; and
+    packages such as cupy or nvidia.dali.
     `own`: the project's modules.
     """
     found: set[str] = set()
@@ -78,7 +80,7 @@ def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> froze
             last = module.split(".")[-1]
             bound = text_of(each.asname.name) if each.asname else dotted(each.name)
             compiled = (last.startswith("_") or _EXTENSION.search(last)) and last not in {*own, *MODULES}
-            if compiled and _EXTENSION.search(bound):
+            if (compiled and _EXTENSION.search(bound)) or module.split(".")[0] in _VENDORS_ONLY:
                 found.add(bound)
     return frozenset(found)
 

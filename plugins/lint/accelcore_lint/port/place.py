@@ -198,7 +198,8 @@ class Place:
         function = self._scope(site)
         is_apart = not self._torch_level and self.is_apart(site)
         if not self._is_placed(site) or (not is_apart and self._is_repeated(function) and self._hides(site)):
-            return "an environment variable may hide devices below this line: choose the device by ACCEL_DEVICE instead"
+            remedy = "set it where the script is started" if self._torch_level else "choose the device by ACCEL_DEVICE"
+            return f"an environment variable may hide devices below this line: {remedy} instead"
         if is_apart:
             return "the script chooses the device of this process itself: pass the backend to this function"
         if self._existing:

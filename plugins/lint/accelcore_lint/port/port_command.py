@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from accelcore_lint.port.report import Ported, as_json, diff, show
 from accelcore_lint.port.rewrite import UnfaithfulError, port_source
 from accelcore_lint.port.rule import Level
 
+_ASYNC = re.compile(r"[(,]\s*async *=")
 _SCRIPT = "accelcore_lint.port.arguments"
 
 
@@ -137,7 +139,7 @@ def _ported(
         if within is not None and outcome.source != script.source:
             write_script(script, outcome.source, within)
     except cst.ParserSyntaxError as error:
-        return Ported(path, error=_unreadable(error))
+        return Ported(path, error=_unreadable(error, script.source))
     except cst.CSTValidationError as error:
         return Ported(path, error=f"cannot be rewritten: {error}")
     except (FileError, UnfaithfulError) as error:
@@ -145,11 +147,14 @@ def _ported(
     return Ported(path, script.source, outcome)
 
 
-def _unreadable(error: cst.ParserSyntaxError) -> str:
+def _unreadable(error: cst.ParserSyntaxError, source: str) -> str:
     """Return what is wrong with a file. Python itself reads some mixtures of tabs and spaces; the parser does not."""
     if "dedent" in error.message or "indent" in error.message:
         remedy = "if Python runs this file, it mixes tabs and spaces: indent all lines by spaces"
         return f"indentation that cannot be read ({error.message}); {remedy}"
+    if old := _ASYNC.search(source):
+        line = source.count("\n", 0, old.end()) + 1
+        return f"line {line} names an argument async, which Python 3.7 made a keyword: write non_blocking"
     return f"line {error.raw_line} is not Python that can be read: {error.message.split(': ', 2)[-1]}"
 
 

@@ -62,7 +62,8 @@ _VENDOR = re.compile(rf"\.({_DEVICES})[(.]|[\"']({_DEVICES})\b")
 _TEST = re.compile(r"[ \t]*(?:el)?if\b(.+?):([^:]*)$")
 _CHOICE = re.compile(r"\bif (.+?) else\b")
 _ASKED = re.compile(r"(\w+) *= *[^\n]*\bis_available\(")
-_WORD = re.compile(r"\w+")
+_FLAG = re.compile(r"(\.|(?<![.\w]))\b(\w+)\b(?![.(\"'])")
+_SET = re.compile(r"(?m)^[ \t]*(\w+) *=(?!=)")
 _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 
 
@@ -85,17 +86,19 @@ def kept_questions(text: str) -> str:
 
 
 def flags_of_moves(text: str) -> set[str]:
-    """Return the words of conditions above a vendor's lines, apart from names that the file itself sets by asking."""
-    found: set[str] = set()
+    """Return the attributes and parameters in conditions above a vendor's lines that the file does not set itself."""
+    tests: list[str] = []
     lines = [line for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if (test := _TEST.match(line)) is not None:
-            after = itertools.takewhile(lambda each: _depth(each) > _depth(line), lines[number + 1 :])  # noqa: B023  # used at once
-            if any(map(_VENDOR.search, (test[2], *after))):
-                found.update(_WORD.findall(test[1]))
+            depth = _depth(line)
+            after = itertools.takewhile(lambda each: _depth(each) > depth, lines[number + 1 :])  # noqa: B023  # used at once
+            tests += [test[1]] if any(map(_VENDOR.search, (test[2], *after))) else []
         elif _VENDOR.search(line):
-            found.update(word for test in _CHOICE.findall(line) for word in _WORD.findall(test))
-    return found - set(_ASKED.findall(text))
+            tests += _CHOICE.findall(line)
+    found = {(member, name) for test in tests for member, name in _FLAG.findall(test)}
+    own = {name for member, name in found if not member} & set(_SET.findall(text))
+    return {name for _, name in found} - own - set(_ASKED.findall(text))
 
 
 def uses_in(text: str) -> Iterator[str]:

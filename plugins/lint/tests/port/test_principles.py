@@ -204,12 +204,19 @@ def test_another_packages_functions_for_one_vendor_are_reported():
     assert [note.line for note in outcome.left] == [5]
 
 
-def test_tabs_and_spaces_that_python_reads_are_an_error_that_says_what_to_do(tmp_path):
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import torch\ndef f(x):\n    with x:\n\t    y = x.cuda()\n\t    z = 1\n    return x\n", "tabs and spaces"),
+        ("import torch\nx = x.cuda(\n    0, async=True)\n", "line 3 names an argument async, which"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path, source, said):
     script = tmp_path / "train.py"
-    script.write_text("import torch\ndef f(x):\n    with x:\n\t    y = x.cuda()\n\t    z = 1\n    return x\n")
+    script.write_text(source)
     result = CliRunner().invoke(port, [str(script)], standalone_mode=False)
     assert result.return_value == 2
-    assert "tabs and spaces" in result.output
+    assert said in result.output
 
 
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])

@@ -61,6 +61,8 @@ ABOVE = "if self.use_gpu:\n            print(x)\n            x = x.cuda()"
         (ABOVE.replace("use_gpu", "on_gpu"), False),
         (ABOVE.replace("x.cuda()", "x.half()"), False),
         (f"self.use_gpu = torch.cuda.is_available()\n        {ABOVE}", False),
+        (f"use_gpu = x.dim() > 1\n        {ABOVE.replace('self.', '')}", False),
+        (ABOVE.replace("self.use_gpu", "use_gpu.cuda.is_available()"), False),
     ],
 )
 def test_a_flag_stays_that_a_file_of_the_program_asks_and_that_is_not_ported(tmp_path, level, line, kept):

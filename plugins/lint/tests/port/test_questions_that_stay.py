@@ -205,9 +205,27 @@ def test_a_condition_over_a_device_that_is_made_current_and_left_stays(more, kep
         ("return torch.ones(2).cuda()", False),
     ],
 )
-def test_an_assertion_stays_beside_a_question_that_does(below, kept):
-    source = f"import torch\n\n\ndef f(device):\n    assert torch.cuda.is_available()\n    {below}\n\n\nf('')\n"
-    assert ("assert torch.cuda.is_available()" in port_source(source, Level.TORCH).source) is kept
+@pytest.mark.parametrize(
+    "line", ["assert torch.cuda.is_available()", "if not torch.cuda.is_available():\n        raise OSError"]
+)
+def test_an_assertion_stays_beside_a_question_that_does(line, below, kept):
+    source = f"import torch\n\n\ndef f(device):\n    {line}\n    {below}\n\n\nf('')\n"
+    assert (line.split(":")[0] in port_source(source, Level.TORCH).source) is kept
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("bitsandbytes.optim", "AdamW8bit"),
+        ("nvidia.dali.plugin.pytorch", "DALIClassificationIterator"),
+        ("faiss", "faiss.StandardGpuResources"),
+        ("torch.optim", "AdamW"),
+    ],
+)
+def test_a_question_for_another_tool_of_one_vendor_stays(package, name):
+    start = f"import {package}" if "." in name else f"from {package} import {name}"
+    source = f"import torch\n{start}\nmade = None\nif torch.cuda.is_available():\n    made = {name}()\nrun(made)\n"
+    assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is (package != "torch.optim")
 
 
 def test_a_number_of_devices_in_a_text_is_shown_as_it_is():

@@ -23,7 +23,9 @@ _OTHER = "a condition on one vendor's device and on another accelerator, which t
 _ASKED = "{} asks {} above lines for one vendor, and this run does not port that file: port them together"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
-_HIDDEN = "a file of the project hides all devices of CUDA, so that this is false: other devices stay visible"
+_HIDDEN = (
+    "a file of the project hides all devices by CUDA_VISIBLE_DEVICES, which others do not read: ask an option instead"
+)
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(")
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
@@ -50,9 +52,12 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         if not facts.guards(node):  # CUDA's function is false on the CPU, which has bfloat16
             source = f'{backend}.device.type != "cpu" and {source}'
         return _as_operand(node, facts, source)
-    if name == "torch.cuda.get_rng_state" and facts.guards(node):
+    if name == "torch.cuda.get_rng_state":
         of = "" if facts.level is Level.TORCH else facts.place.device(node)
-        return whole(node, f"{facts.torch}.get_device_module({of}).get_rng_state()", facts.needs_torch)
+        source = f"{facts.torch}.get_device_module({of}).get_rng_state()"
+        if not facts.guards(node):  # the CPU's module has none
+            source = f"{source} if {_available(facts, node)} else None"
+        return _as_operand(node, facts, source)
     if name not in _SAME:
         return None
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"

@@ -16,8 +16,8 @@ from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, type_text
 
 _REASONS = {
-    "Stream": "streams are each device's own; accel.runtime.side_stream() is for simple cases",
-    "stream": "streams are each device's own; accel.runtime.side_stream() is for simple cases",
+    "Stream": "streams are each device's own; torch.Stream(device) where the device has them",
+    "stream": "streams are each device's own; torch.Stream(device) where the device has them",
     "current_stream": "streams are each device's own; torch.accelerator.current_stream() returns the current one",
     "Event": "events are each device's own; torch.Event(device) where the device has them",
     "CUDAGraph": "graphs are each device's own; a trainer has graph=True where the backend declares them",
@@ -32,7 +32,11 @@ _REASONS = {
     "memory_summary": "a table of one vendor's allocator: torch.accelerator.memory_stats() has figures",
     "manual_seed": "seeds of one vendor's devices: torch.manual_seed(n) seeds those of all",
     "manual_seed_all": "seeds of one vendor's devices: torch.manual_seed(n) seeds those of all",
-    "amp": "mixed precision of one vendor, in a form that is not known",
+    "get_rng_state": "random numbers of one vendor's device: torch.get_device_module() has the state of each device's",
+    "amp": "mixed precision of one vendor: torch.autocast and torch.amp.GradScaler take the device's type",
+    "DistributedDataParallel": "apex's own: torch.nn.parallel.DistributedDataParallel is for all devices",
+    "convert_syncbn_model": "apex's own: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) is for all devices",
+    "FusedAdam": "apex's own: torch.optim.AdamW(..., fused=True) is for all devices",
 }
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
@@ -83,7 +87,9 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
     if parts[0] in OTHERS and set(DEVICES) & set(parts):
         return Left(f"{parts[0]} computes on one vendor's devices", node.children)
     if parts[0] in MODULES or (parts[0] == "torch" and len(parts) > 2 and parts[1] == "cuda"):
-        asked = parts[-1].endswith("Tensor") and any(map(_asks_class, facts.parents(node)))
+        asked = parts[-1].endswith("Tensor") and any(
+            _asks_class(outer) or isinstance(outer, cst.Comparison) for outer in facts.parents(node)
+        )
         return Left(_QUESTION if asked else _reason(parts), node.children)
     return None
 

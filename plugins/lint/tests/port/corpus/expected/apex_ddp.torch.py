@@ -33,7 +33,7 @@ if args.sync_bn:
 model = model.to(device)
 # TODO(accelcore): one vendor's function, without a generic one
 optimizer = FusedAdam(model.parameters(), lr=1e-2)
-# TODO(accelcore): mixed precision of one vendor, in a form that is not known
+# TODO(accelcore): mixed precision of one vendor: torch.autocast and torch.amp.GradScaler take the device's type
 model, optimizer = amp.initialize(model, optimizer, opt_level="O0")
 if args.distributed:
     # TODO(accelcore): one vendor's function, without a generic one
@@ -43,7 +43,7 @@ for _ in range(3):
     x = torch.randn(8, 4, device=device)
     loss = model(x).pow(2).mean()
     optimizer.zero_grad()
-    # TODO(accelcore): mixed precision of one vendor, in a form that is not known
+    # TODO(accelcore): mixed precision of one vendor: torch.autocast and torch.amp.GradScaler take the device's type
     with amp.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     optimizer.step()

@@ -26,5 +26,5 @@ print("peak", peak >= 0)
 if peak > 1e9:
     # TODO(accelcore): events are each device's own; torch.Event(device) where the device has them
     start_event = torch.cuda.Event(enable_timing=True)
-    # TODO(accelcore): streams are each device's own; accel.runtime.side_stream() is for simple cases
+    # TODO(accelcore): streams are each device's own; torch.Stream(device) where the device has them
     stream = torch.cuda.Stream()
