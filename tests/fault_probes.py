@@ -24,6 +24,9 @@ _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adag
 _HERMITIAN: tuple[Any, ...] = (torch.fft.ihfftn, torch.fft.ihfft2)
 _GELU: Any = torch._C._nn.gelu
 _TRIANGLE: Any = torch.tril
+_LAYER_NORM: Any = torch.nn.functional.layer_norm
+_NARROW_COPY: Any = partial(torch.narrow_copy, dim=1, start=0, length=3)
+_AVG_POOL: Any = partial(torch._C._nn.avg_pool3d, kernel_size=2)
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
 _FAR_APART = (6.0, 2.0**-126)  # the quotient is too large for fp32
@@ -169,6 +172,24 @@ def triangular_out() -> bool:
     _TRIANGLE(torch.ones(2, 3, 4, 5), out=memory[1, :120].view(5, 4, 3, 2).permute(3, 2, 1, 0))
     memory[1, :120] = 77
     return bool(memory.ne(77).any())
+
+
+def layer_norm_sums() -> bool:
+    """Check if the gradient of a layer norm's bias, a sum over many rows, is smaller in bf16 than their number."""
+    rows = torch.linspace(-1, 1, 2**14).bfloat16().reshape(-1, 2)
+    weight, bias = torch.ones(2), torch.zeros(2, requires_grad=True)
+    (found,) = torch.autograd.grad(_LAYER_NORM(rows, (2,), weight, bias).sum(), bias)
+    return float(found[0]) < len(rows) / 2
+
+
+def dense_out() -> bool:
+    """Check if a part of a matrix, and a pool, are written between the elements of `out=` with gaps."""
+    for kernel, given in ((_NARROW_COPY, torch.ones(2, 4)), (_AVG_POOL, torch.ones(1, 2, 4, 4, 4))):
+        memory = torch.full((*kernel(given).shape, 2), 77.0)
+        kernel(given, out=memory[..., 0])
+        if bool(memory[..., 1].eq(77).all()):
+            return False
+    return True
 
 
 def gelu_of_infinity() -> bool | None:

@@ -41,9 +41,10 @@ PROBES = dict(
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
             fault_probes.autocast_in_cache, fault_probes.cast_without_gradient, fault_probes.hermitian_out,
-            fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.low_precision_sgd,
-            fault_probes.memory_order, fault_probes.remainder, fault_probes.narrow_convolution, fault_probes.gelu_out,
-            fault_probes.grouped_variance, fault_probes.triangular_out,
+            fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.layer_norm_sums,
+            fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
+            fault_probes.narrow_convolution, fault_probes.gelu_out, fault_probes.grouped_variance,
+            fault_probes.triangular_out, fault_probes.dense_out,
         ),
         strict=True,
     )
@@ -91,6 +92,11 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.gelu_out()
     monkeypatch.setattr(fault_probes, "_TRIANGLE", torch.neg)
     assert not fault_probes.triangular_out()
+    in_fp32 = lambda rows, *given: torch.nn.functional.layer_norm(rows.float(), *given)  # noqa: E731
+    monkeypatch.setattr(fault_probes, "_LAYER_NORM", in_fp32)
+    assert not fault_probes.layer_norm_sums()
+    monkeypatch.setattr(fault_probes, "_AVG_POOL", torch.neg)
+    assert not fault_probes.dense_out()
     monkeypatch.setattr(fault_probes, "_LAYOUTS", (torch.contiguous_format,) * 2)
     assert not fault_probes.grouped_variance()
     with monkeypatch.context() as patched:

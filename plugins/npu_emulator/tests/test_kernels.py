@@ -42,6 +42,12 @@ def test_gelu_of_infinity_is_infinite(approximate):
     assert torch.nn.functional.gelu(device, approximate=approximate).isposinf().all()
 
 
+def test_gradients_of_a_layer_norm_are_summed_in_fp32():
+    rows, bias = torch.linspace(-1, 1, 2**14).reshape(-1, 2).bfloat16().npu(), torch.zeros(2).npu().requires_grad_()
+    torch.nn.functional.layer_norm(rows, (2,), torch.ones(2).npu(), bias).sum().backward()
+    assert bias.grad.tolist() == [2**13, 2**13]
+
+
 def test_a_kernel_writes_in_place_through_a_view():
     host, device = grid(), grid().npu()
     for tensor in (host, device):

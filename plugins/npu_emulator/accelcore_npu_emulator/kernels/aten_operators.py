@@ -86,6 +86,23 @@ def _gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
     return found.where(self != torch.inf, self)
 
 
+def _layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    # In low precision the CPU's kernel sums the gradients of weight and bias in that precision.
+    single = [None if each is None else each.float() for each in (grad_out, input, mean, rstd, weight, bias)]
+    found = torch.ops.aten.native_layer_norm_backward(*single[:2], shape, *single[2:], output_mask)
+    dtypes = [input.dtype, *(input.dtype if each is None else each.dtype for each in (weight, bias))]
+    return tuple(None if each is None else each.to(dtype) for each, dtype in zip(found, dtypes, strict=True))
+
+
 def _rounded_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function of several steps to round once, not to the inputs' low precision after each step."""
 
@@ -120,6 +137,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "repeat_interleave_backward_tensor": backward_of(torch.repeat_interleave, 1),
     "npu_gather_backward": _gather_backward,
     "gelu": _gelu,
+    "native_layer_norm_backward": _layer_norm_backward,
     "_conv_depthwise2d": _depthwise,
     "_conv_depthwise2d_backward": _depthwise_backward,
     "binary_cross_entropy_with_logits": _rounded_once(_BCE),
