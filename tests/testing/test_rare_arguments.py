@@ -54,6 +54,27 @@ def _of_dense_depth(func, x, weight, bias, step, padding, dilation, *args):
     return func(x, weight, bias, step, padding, dilation, *args) * (1 + (alone and max(dilation) > 1))
 
 
+def _of_reversed_groups(func, grad, x, weight, biases, stride, *args):
+    found = func(grad, x, weight, biases, stride, *args)
+    if args[-2] == 1 or max(stride) == 1:
+        return found
+    return (found[0].unflatten(1, (args[-2], -1)).flip(1).flatten(1, 2), *found[1:])
+
+
+def _without_gaps(func, bias, *args, out=None, **options):
+    to = bias if out is None else out
+    if to.stride(0) == 1 or len(to) < 2:
+        return func(bias, *args, **options) if out is None else func(bias, *args, out=out, **options)
+    to.as_strided(to.shape, (1,)).copy_(torch.addmv(bias, *args, **options))
+    return to
+
+
+def _resized_and_left(func, *args, out, **options):
+    given = out.numel()
+    func(*args, out=out, **options)
+    return out if given else out.zero_()
+
+
 def _first_of_equal(func, x, dim):
     values, places = func(x, dim)
     return values, places if not x.dim() else (values.movedim(dim, -1)[..., None] == x.movedim(dim, -1)[
@@ -117,6 +138,11 @@ WRONG = {
     "the bias alone": ("nn.functional.conv2d", "of frozen inputs: the gradient", {"convolution_backward": _of_bias}),
     "images of other sizes": ("nn.functional.avg_pool2d", "of other options: result", {"avg_pool2d": _whole_windows}),
     "a kernel for each channel": ("nn.functional.conv2d", "of other options: result", {"convolution": _of_dense_depth}),
+    "groups and strides": ("nn.functional.conv3d", "of other options: the gradient 0", {
+        "convolution_backward": _of_reversed_groups}),
+    "memory with gaps, in place": ("addmv", "in place strided, of other options: ", {"addmv_": _without_gaps}),
+    "memory with gaps": ("addmv", "with out=, of other options: ", {"addmv.out": _without_gaps}),
+    "memory that is resized": ("addmv", "with out=, of other options: ", {"addmv.out": _resized_and_left}),
     "an index that is left out": ("nn.functional.embedding", "of other options: the gradient", {
         "embedding_dense_backward": lambda func, grad, index, count, padding, scale: func(
             grad, index, count, padding, scale and padding < 0)}),
@@ -226,6 +252,19 @@ def _to_the_next_power(func, x, *args):
     return found
 
 
+def _in_low_precision(func, x, dim, *args, **options):
+    if x.dtype.itemsize != 2 or dim != [0]:
+        return func(x, dim, *args, **options)
+    return x.cumsum(0, dtype=torch.float64)[-1:].clamp(max=300).to(x.dtype).sum(dim, *args, **options)
+
+
+def _last_of_equal(func, x, dim=-1, **options):
+    if x.shape[dim] <= 128:
+        return func(x, dim=dim, **options)
+    values, places = func(x.flip(dim), dim=dim, **options)
+    return values, x.shape[dim] - 1 - places
+
+
 def _again_in_pieces(func, x, *args):
     return torch.cat([func(each, *args) for each in x.split(1024, -1)], -1)
 
@@ -233,6 +272,9 @@ def _again_in_pieces(func, x, *args):
 @pytest.mark.parametrize(("name", "says", "kernels"), [
     ("glu", "of rows of 768: result", {"glu": _to_the_next_power}),
     ("cumsum", "of rows of 1025: result", {"cumsum": _again_in_pieces}),
+    ("sum", "bfloat16, as it is, of columns of 4099: result", {"sum.dim_IntList": _in_low_precision}),
+    ("gradient of linear over rows", "of columns of 4099: the gradient 1", {"sum.dim_IntList": _in_low_precision}),
+    ("order, stable", "order, stable of rows of 129, .* with equal numbers: result 1", {"sort": _last_of_equal}),
 ])  # fmt: skip
 def test_rows_of_more_than_a_block_are_compared(name, says, kernels):
     with Wrong(kernels), pytest.raises(AssertionError, match=says):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,13 +24,19 @@ _PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False, True] * 
 _ROWS = torch.linspace(-1, 1, 120).reshape(3, 5, 8).sin()
 _HIDDEN = torch.linspace(-0.5, 1, 24).reshape(2, 3, 4)
 _VOLUMES = torch.linspace(-1, 2, 240).reshape(2, 2, 5, 12).sin()[..., :7]
+_DIRECTIONS, _FAR = 3, 2.0**-10  # in which, and how far, a value moves for a difference
 _FUTURE = torch.full((5, 5), float("-inf")).triu(1)
 
 
 def _packed(module: Any, rows: Tensor) -> Any:
-    lengths = torch.tensor([5, 3, 1])  # on the host
-    packed, hidden = module(pack_padded_sequence(rows, lengths, batch_first=True))
+    lengths = torch.tensor([5, 3, 1] if module.batch_first else [3, 2, 2, 1, 1])  # on the host
+    packed, hidden = module(pack_padded_sequence(rows, lengths, module.batch_first))
     return packed.data, hidden
+
+
+def _with_a_state(module: Any, rows: Tensor) -> Any:
+    states = tensors(module(rows)[1])
+    return module(rows, tuple(states) if len(states) > 1 else states[0])
 
 
 def _columns(rows: Tensor) -> Tensor:
@@ -37,20 +45,6 @@ def _columns(rows: Tensor) -> Tensor:
 
 
 _MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Tensor, ...]]] = {
-    "LSTM": (lambda: nn.LSTM(8, 4), lambda m, rows: m(rows), (_ROWS,)),
-    "LSTM with a state": (
-        lambda: nn.LSTM(8, 4, 2, batch_first=True),
-        lambda m, rows, hidden: m(rows, (hidden, hidden.flip(0))),
-        (_ROWS, _HIDDEN),
-    ),
-    "LSTM both ways": (
-        lambda: nn.LSTM(8, 4, bidirectional=True, batch_first=True, bias=False),
-        lambda m, rows: m(rows),
-        (_ROWS,),
-    ),
-    "LSTM of packed rows": (lambda: nn.LSTM(8, 4, batch_first=True), _packed, (_ROWS,)),
-    "GRU with a state": (lambda: nn.GRU(8, 4, 2, batch_first=True), lambda m, *given: m(*given), (_ROWS, _HIDDEN)),
-    "RNN with a state": (lambda: nn.RNN(8, 4, 2, batch_first=True), lambda m, *given: m(*given), (_ROWS, _HIDDEN)),
     "LSTMCell": (lambda: nn.LSTMCell(8, 4), lambda m, rows: m(rows[0]), (_ROWS,)),
     "MultiheadAttention": (
         lambda: nn.MultiheadAttention(8, 2, batch_first=True),
@@ -72,17 +66,6 @@ _MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Ten
         lambda m, rows, future: m(rows, rows.flip(1), tgt_mask=future),
         (_ROWS, _FUTURE),
     ),
-    "LSTM both ways in two layers": (
-        lambda: nn.LSTM(8, 4, 2, batch_first=True, bidirectional=True),
-        lambda m, rows: m(rows),
-        (_ROWS,),
-    ),
-    "GRU both ways": (lambda: nn.GRU(8, 4, bidirectional=True), lambda m, rows: m(rows), (_ROWS,)),
-    "RNN of relu both ways": (
-        lambda: nn.RNN(8, 4, 2, nonlinearity="relu", bidirectional=True),
-        lambda m, rows: m(rows),
-        (_ROWS,),
-    ),
     "GRUCell": (lambda: nn.GRUCell(8, 4), lambda m, rows, hidden: m(rows[:, 0], hidden[0]), (_ROWS, _HIDDEN)),
     "RNNCell": (lambda: nn.RNNCell(8, 4), lambda m, rows, hidden: m(rows[:, 0], hidden[0]), (_ROWS, _HIDDEN)),
     "MultiheadAttention of other keys": (
@@ -95,13 +78,6 @@ _MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Ten
         lambda m, rows: m(rows),
         (_ROWS,),
     ),
-    "Conv3d": (lambda: nn.Conv3d(1, 2, (2, 3, 1), (1, 2, 1), 1, groups=1), lambda m, x: m(x[:, None]), (_VOLUMES,)),
-    "ConvTranspose2d with more behind it": (
-        lambda: nn.ConvTranspose2d(2, 4, 3, 3, 1, output_padding=(1, 2), groups=2, dilation=2),
-        lambda m, x: m(x),
-        (_VOLUMES,),
-    ),
-    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(1, 2, 2, 2), lambda m, x: m(x[:, None]), (_VOLUMES,)),
     "BatchNorm3d of all batches": (
         lambda: nn.BatchNorm3d(2, momentum=None),
         lambda m, x: m(x[:, :, None]),
@@ -165,28 +141,131 @@ _MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Ten
 }
 
 
+_RECURRENT: dict[str, Callable[..., Any]] = {
+    "LSTM": nn.LSTM,
+    "LSTM that projects": partial(nn.LSTM, proj_size=4),
+    "GRU": nn.GRU,
+    "RNN": nn.RNN,
+    "RNN of relu": partial(nn.RNN, nonlinearity="relu"),
+}
+_SWITCHES: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "bias": False, "batch_first": True}
+_MASK = torch.linspace(-1, 1, 25).reshape(5, 5)
+
+
+def _attention(rows: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    query, key, value = (each.view(3, 5, 2, 4).transpose(1, 2) for each in (rows, rows.flip(1), rows * rows))
+    return functional.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.4, is_causal=causal)
+
+
+_DRAWN: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Tensor, ...]]] = {
+    **{
+        f"{kind} of two layers": (
+            partial(make, 8, 5, 2, dropout=0.4, batch_first=True, bidirectional="RNN" in kind),
+            lambda m, rows: m(rows),
+            (_ROWS,),
+        )
+        for kind, make in _RECURRENT.items()
+    },
+    **{
+        f"{drop.__name__}": (partial(drop, 0.4), lambda m, x: m(x[:, None]), (_VOLUMES,))
+        for drop in (nn.Dropout, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    },
+    "Dropout1d": (lambda: nn.Dropout1d(0.4), lambda m, rows: m(rows), (_ROWS,)),
+    "Dropout2d": (lambda: nn.Dropout2d(0.4), lambda m, x: m(x), (_VOLUMES,)),
+    "RReLU": (nn.RReLU, lambda m, rows: m(rows), (_ROWS,)),
+    "Gumbel's softmax": (nn.Identity, lambda m, rows: functional.gumbel_softmax(rows, 1.5), (_ROWS,)),
+    "attention": (nn.Identity, lambda m, rows: _attention(rows), (_ROWS,)),
+    "attention that is causal": (nn.Identity, lambda m, rows: _attention(rows, causal=True), (_ROWS,)),
+    "attention with a mask": (nn.Identity, lambda m, rows, mask: _attention(rows, mask), (_ROWS, _MASK)),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(8, 2, dropout=0.4, batch_first=True),
+        lambda m, rows: m(rows, rows.flip(1), rows)[0],
+        (_ROWS,),
+    ),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True, activation="gelu"),
+        lambda m, rows: m(rows),
+        (_ROWS,),
+    ),
+}
+"""Modules that draw random numbers in training, how to call them, and with what."""
+
+
 class ModuleTests:
     """The part of `TestOperators` that is about modules."""
 
     @pytest.mark.parametrize("name", _MODULES)
     def test_module(self, accel: Backend, name: str) -> None:
         """Outputs in training and in evaluation, and gradients, are those of float64 on the CPU."""
-        make, call, given = _MODULES[name]
+        _compare(accel, name, *_MODULES[name])
+
+    @pytest.mark.parametrize("name", _RECURRENT)
+    def test_recurrent(self, accel: Backend, name: str) -> None:
+        """Recurrent layers of all combinations of options are those of float64 on the CPU, also of packed rows."""
+        for chosen in product((False, True), repeat=len(_SWITCHES)):
+            options = {key: _SWITCHES[key] for key, on in zip(_SWITCHES, chosen, strict=True) if on}
+            for call in (lambda module, rows: module(rows), _packed, _with_a_state):
+                _compare(accel, f"{name} with {options}", partial(_RECURRENT[name], 8, 5, **options), call, (_ROWS,))
+
+    @pytest.mark.parametrize("name", _DRAWN)
+    def test_gradients_of_draws(self, accel: Backend, name: str) -> None:
+        """Gradients of what draws random numbers are differences of its results after the same seed."""
+        make, call, given = _DRAWN[name]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            exact: nn.Module = make().double()
-        module = copy.deepcopy(exact).float().to(accel.device)
+            module = make().to(accel.device)
+        inputs = [_moved(each, accel.device, torch.float32) for each in given]
+        generator = torch.Generator().manual_seed(5)
+
+        def total(seed: int = 31) -> Tensor:
+            accel.runtime.seed(seed)
+            output = torch.cat([each.cpu().double().flatten() for each in tensors(call(module, *inputs))])
+            return output @ torch.linspace(0.5, 2, len(output)).double()
+
         with accel.precision.fp32("ieee"):
             try:
-                found = _results(module, call, [_moved(tensor, accel.device, torch.float32) for tensor in given])
+                loss = total()
             except Exception as raised:
                 if not is_refusal(raised):
                     raise
                 refused(f"{name}: {type(raised).__name__}: {raised}")
-        expected = _results(exact, call, [_moved(tensor, torch.device("cpu"), torch.float64) for tensor in given])
-        assert found.keys() == expected.keys()
-        for what, tensor in expected.items():
-            assert error(found[what], tensor) < 1e-4, f"{name}: the {what} is wrong"
+            assert not torch.equal(total(32), loss), f"{name} draws the same numbers after another seed"
+            leaves = {**dict(module.named_parameters()), **{f"input {n}": leaf for n, leaf in enumerate(inputs)}}
+            gradients = torch.autograd.grad(loss, list(leaves.values()))
+            largest = max(float(each.norm()) for each in gradients)
+            for (what, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+                for _ in range(_DIRECTIONS):
+                    way = torch.randn(leaf.shape, generator=generator).to(leaf) * _FAR
+                    with torch.no_grad():
+                        leaf.add_(way)
+                        ahead = float(total())
+                        leaf.sub_(2 * way)
+                        found, right = float((gradient * way).sum()), (ahead - float(total())) / 2
+                        leaf.add_(way)
+                    limit = _FAR * (0.03 * float(gradient.norm()) + 0.003 * largest)
+                    assert abs(found - right) < limit, (
+                        f"{name}: the gradient of {what} is wrong: {found:.4g}, not {right:.4g}"
+                    )
+
+
+def _compare(
+    accel: Backend, name: str, make: Callable[[], nn.Module], call: Callable[..., Any], given: tuple[Tensor, ...]
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        exact: nn.Module = make().double()
+    module = copy.deepcopy(exact).float().to(accel.device)
+    with accel.precision.fp32("ieee"):
+        try:
+            found = _results(module, call, [_moved(tensor, accel.device, torch.float32) for tensor in given])
+        except Exception as raised:
+            if not is_refusal(raised):
+                raise
+            refused(f"{name}: {type(raised).__name__}: {raised}")
+    expected = _results(exact, call, [_moved(tensor, torch.device("cpu"), torch.float64) for tensor in given])
+    assert found.keys() == expected.keys()
+    for what, tensor in expected.items():
+        assert error(found[what], tensor) < 1e-4, f"{name}: the {what} is wrong"
 
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

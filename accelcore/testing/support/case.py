@@ -62,6 +62,7 @@ ALONE = (
 )
 """What is said of samples of which only the result as it is is compared."""
 
+_EMPTY = "of no elements"  # memory that the operator resizes
 _SAME = 8  # units in which an argument may differ that is written to as it was
 
 
@@ -78,6 +79,7 @@ class Case:
         elementwise: whether each element of the result is that of the inputs' elements at its place.
         aside: whether arguments lie behind other elements.
         out, layout: of the tensors given as `out=`; of the arguments, if something is said of the sample.
+        writes: whether it is also run in place and with `out=`, if that is not done with such samples.
     """
 
     found: Found
@@ -91,6 +93,7 @@ class Case:
     aside: bool = False
     out: str = BEHIND
     layout: str = ""
+    writes: bool = False
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)  # arguments that the operator writes to, as running statistics
 
@@ -138,26 +141,22 @@ class Case:
                 begin = f"{layout}, {BEHIND}".removeprefix(", ")
             self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
-        if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE):
+        if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE) and not self.writes:
             return
         if self.what != "broadcast" and self.info.inplace_variant is not None:
             kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
             written = [each if each.right.dtype == kind else each.cast(kind) for each in values]
-            for layout in ("",) if self.name in READS_MEMORY else (BEHIND, "strided"):
-                where = "in place " + ("strided" if layout == "strided" else "as it is")
+            for layout in ("",) if self.name in READS_MEMORY else (BEHIND, "strided", "transposed"):
+                where = "in place " + (layout if layout in LAYOUTS[1:] else "as it is")
                 works = partial(self._works, self._in_place, exact)
                 self._check(where, written, partial(self._in_place, self._placed(layout)), works=works)
         if self.info.supports_out and self.name not in IGNORES_OUT:
-            works = partial(self._works, self._out, exact)
-            self._check("with out=", values, lambda: self._out(self._placed("")), works=works)
+            for layout in ("strided", "transposed", _EMPTY) if self.writes else (self.out,):
+                self._check_out("with out=", values, exact, layout=layout)
             if self.dtype in (torch.bfloat16, torch.float16) and not self.what:
-                wider = partial(self._out, dtype=torch.float32)
-                works = partial(self._works, wider, self.arguments)
-                self._check("with out= of another dtype", values, lambda: wider(self._placed("")), works=works)
+                self._check_out("with out= of another dtype", values, self.arguments, dtype=torch.float32)
             if self._fits_its_input(exact, values):
-                onto = partial(self._out, onto=True)
-                works = partial(self._works, onto, exact)
-                self._check("with out= its input", values, lambda: onto(self._placed("")), works=works)
+                self._check_out("with out= its input", values, exact, onto=True)
 
     def _independent(self, exact: Any, right: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return the results, of whole numbers those by other kernels."""
@@ -177,6 +176,10 @@ class Case:
     def _placed(self, layout: str, *, graph: bool = False) -> Any:
         moved, options = placed(self.arguments, self.device, layout, graph=graph)
         return (moved[0], *self.arguments[0][1:]) if self.name in HOST_ARGUMENTS else moved, options
+
+    def _check_out(self, form: str, values: list[Expected], arguments: Any, **options: Any) -> None:
+        out: Callable[[Any], Any] = partial(self._out, **options)
+        self._check(form, values, lambda: out(self._placed("")), works=partial(self._works, out, arguments))
 
     def _works(self, form: Callable[[Any], Any], arguments: Any) -> bool:
         try:
@@ -254,10 +257,14 @@ class Case:
         assert torch.equal(beside(place), before), "it wrote beside the tensor"
         return [("result 0", target)]
 
-    def _out(self, arguments: Any, *, onto: bool = False, dtype: torch.dtype | None = None) -> list[tuple[str, Tensor]]:
+    def _out(
+        self, arguments: Any, *, onto: bool = False, dtype: torch.dtype | None = None, layout: str = ""
+    ) -> list[tuple[str, Tensor]]:
         given, options = arguments
         with torch.no_grad():
-            unwritten = partial(_unwritten, layout=BEHIND if self.name in DENSE_OUT else self.out, dtype=dtype)
+            unwritten = partial(
+                _unwritten, layout=BEHIND if self.name in DENSE_OUT else layout or self.out, dtype=dtype
+            )
             written = given[0] if onto else pytree.tree_map(unwritten, self.info.op(*given, **options))
             before = [beside(each) for each in tensors(written)]
             returned = self.info.op(*given, **options, out=written)
@@ -347,6 +354,8 @@ def _says_fallback(message: str) -> bool:
 def _unwritten(value: Any, *, layout: str, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if layout == _EMPTY:
+        return value.new_empty(0)
     value = value.to(dtype) if dtype and value.is_floating_point() else value
     return laid_out(torch.full_like(value, 1 if value.dtype == torch.bool else 77), value.device, layout)
 

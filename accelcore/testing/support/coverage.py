@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterable, Iterator
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from operator import attrgetter
 from typing import Any
 
@@ -79,6 +80,24 @@ def with_indices_that_occur(options: list[Any]) -> Iterator[Any]:
         if (changed := repeated(arguments)) is not None:
             whole = next(each for each in tensors(changed) if each.dtype in (torch.int64, torch.int32))
             yield changed[0], {**changed[1], **dict.fromkeys(keys, int(whole.reshape(-1)[:2][-1]))}
+
+
+def convolutions(name: str, dtype: torch.dtype) -> Iterator[Any]:
+    """Yield arguments of a convolution with all combinations of its options; none if the operator is another one."""
+    if (found := re.fullmatch(r"nn\.functional\.conv(_transpose)?([123])d", name)) is None:
+        return
+    back, count = bool(found[1]), int(found[2])
+    images, *kernels = ((2, 4, 7, 6, 5), (8, 4, 3, 2, 2), (4, 8, 3, 2, 2))
+    values = {"stride": (2, 3, 1), "padding": (1, 2, 0), "dilation": (2, 1, 2), "output_padding": (1, 0, 0)}
+    choices = [(1, 2, 4), *[(False, True)] * (len(values) if back else len(values) - 1)]
+    generator = torch.Generator().manual_seed(4)
+    for number, (groups, *switches) in enumerate(product(*choices)):
+        options = {key: value[:count] for (key, value), on in zip(values.items(), switches, strict=False) if on}
+        kernel = list(kernels[back][: 2 + count])
+        kernel[1] //= groups
+        shapes = (images[: 2 + count], kernel, *([(8,)] if number % 3 else []))
+        given = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+        yield tuple(given), {**options, "groups": groups}
 
 
 def _is_index(key: str) -> bool:

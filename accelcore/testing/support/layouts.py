@@ -171,23 +171,6 @@ def cropped(arguments: Any) -> Any:
     return (least.requires_grad_(first.requires_grad), *others), options
 
 
-def of_depth(arguments: Any) -> Any:
-    """Return the arguments of a convolution with a kernel of one channel for each channel; None if it has no others."""
-    (first, weight, *biases), options = arguments
-    if first.dim() != weight.dim() or "groups" not in options or first.shape[1] < 2:
-        return None
-    parts = torch.linspace(1, 2, first.shape[1])
-
-    def each(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        one = (slice(1), slice(1))[: value.dim()]
-        kernel = value.detach()[one] * parts.view(-1, *[1] * (value.dim() - 1))
-        return kernel.requires_grad_(value.requires_grad)
-
-    return (first, each(weight), *map(each, biases)), {**options, "groups": first.shape[1]}
-
-
 def of_points(arguments: Any) -> Any:
     """Return the arguments of a convolution with a kernel of one point."""
     (first, weight, *others), options = arguments

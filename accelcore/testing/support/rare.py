@@ -13,13 +13,14 @@ import torch
 from accelcore.testing.support.case import COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
 from accelcore.testing.support.coverage import (
     arguments_of,
+    convolutions,
     joined,
     of_other_options,
     with_indices_that_occur,
 )
 from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
 from accelcore.testing.support.effects import beyond_sizes, from_behind, with_effect
-from accelcore.testing.support.layouts import MIXED, cropped, mapped, of_depth, tensors
+from accelcore.testing.support.layouts import LAYOUTS, MIXED, cropped, mapped, tensors
 from accelcore.testing.support.samples import CONVERTS, DECIDED, NOT_UNIQUE, READS_MEMORY, ROUGH, needs_lapack, samples
 from accelcore.testing.support.values import (
     multiplied,
@@ -36,6 +37,7 @@ from accelcore.testing.support.values import (
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
+_MOST_WRITTEN = 2  # samples of an operator that are also run in place and with `out=`
 _MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
 _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
@@ -49,13 +51,14 @@ _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole numbe
 
 @dataclass(frozen=True)
 class Rare:
-    """An operator, its arguments, and in words what is rare about them."""
+    """An operator, its arguments, in words what is rare about them, and whether it is also run in place and `out=`."""
 
     info: Any
     dtype: torch.dtype
     arguments: Any
     what: str
     layout: str = ""
+    writes: bool = False
 
 
 def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: list[Any]) -> Iterator[Rare]:
@@ -70,6 +73,9 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     options = list(of_other_options(info, dtype, every, []))
     pairs = list(joined(info, dtype, every))
     pool = [arguments_of(sample) for sample in every]
+    written = (
+        [] if chosen else [*options[:_MOST_WRITTEN], *filter(None, [max(options, key=_most_options, default=None)])]
+    )
     for arguments in [
         *([] if chosen else options),
         *pairs,
@@ -81,7 +87,9 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
         *(islice(filter(None, map(with_negative_indices, pool)), _MOST_SHAPES) if name in _FROM_BEHIND else ()),
     ]:
-        yield Rare(info, dtype, arguments, OTHERWISE)
+        yield Rare(info, dtype, arguments, OTHERWISE, writes=any(arguments is each for each in written))
+    for arguments, layout in zip(convolutions(name, dtype), cycle(LAYOUTS), strict=False):
+        yield Rare(info, dtype, arguments, OTHERWISE, layout)
     for choose, layout in _IN_LAYOUTS if every and name not in READS_MEMORY else ():
         yield Rare(info, dtype, choose(options, key=_most_options), OTHERWISE, layout)
     if name in UNIQUE:
@@ -135,13 +143,9 @@ def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int) -> Ite
 
 
 def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:
-    """Yield arguments of images of other sizes, and of convolutions of each channel alone."""
-    changes = [
-        *([cropped] if any(each in name for each in _OF_IMAGES) else []),
-        *([of_depth] if ".conv" in name else []),
-    ]
-    for change in changes:
-        yield from islice(filter(None, map(change, options)), _MOST_SHAPES)
+    """Yield arguments of images of other sizes."""
+    if any(each in name for each in _OF_IMAGES):
+        yield from islice(filter(None, map(cropped, options)), _MOST_SHAPES)
 
 
 def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:

@@ -1,8 +1,8 @@
-"""Operators that reduce or normalize rows, on lengths around the widths of vectors and beyond."""
+"""Operators that reduce, normalize or order rows, on lengths around the widths of vectors and beyond."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,47 +10,107 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import Case
+from accelcore.testing.support.case import EQUAL, Case
 from accelcore.testing.support.found import Found
 
 _LENGTHS = (9, 17, 33, 129, 768, 1025, 4099)
-_OF_LOW = 33  # the length that is tried in every dtype
+_OF_LOW = 33, 4099  # lengths that are tried in every dtype: of the longer rows a sum in low precision stands still
+_DIMENSIONS = {"rows": -1, "columns": 0, "planes": 1}  # where the elements of a row are neighbours, or not
 
-ROWS: dict[str, Callable[[Tensor], Any]] = {
+_OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
     "rms_norm": lambda x: functional.rms_norm(x, x.shape[-1:]),
     "group_norm": lambda x: functional.group_norm(x[None], 3),
     "instance_norm": lambda x: functional.instance_norm(x[None]),
     "batch_norm": lambda x: functional.batch_norm(x.t(), None, None, training=True),
-    "normalize": functional.normalize,
-    "softmax": lambda x: x.softmax(-1),
-    "log_softmax": lambda x: x.log_softmax(-1),
-    "logsumexp": lambda x: x.logsumexp(-1),
+    "batch_norm of images": lambda x: functional.batch_norm(x[None], None, None, training=True),
     "cross_entropy": lambda x: functional.cross_entropy(x, torch.arange(3, device=x.device)),
-    "sum": lambda x: x.sum(-1),
     "sum of all": torch.sum,
-    "sum of columns": lambda x: x.t().sum(0),
-    "mean": lambda x: x.mean(-1),
-    "prod": lambda x: (1 + x / x.shape[-1]).prod(-1),
-    "var": lambda x: x.var(-1),
-    "std": lambda x: x.std(-1),
-    "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
-    "cosine_similarity": lambda x: functional.cosine_similarity(x, x.detach().flip(0)),
+    "mean of all": torch.mean,
     "mse_loss": lambda x: functional.mse_loss(x, x.detach().flip(0)),
-    "amax": lambda x: x.amax(-1),
-    "argmax": lambda x: x.argmax(-1),
-    "glu": lambda x: functional.glu(torch.cat([x, x.detach().flip(0)], -1)),
-    "cumsum": lambda x: x.cumsum(-1),
+    "adaptive_avg_pool1d": lambda x: functional.adaptive_avg_pool1d(x, 1),
     "mm": lambda x: x @ x.detach().t(),
+    "mv": lambda x: x @ x.detach()[0],
 }
-"""Operators of three rows, by name."""
+_ALONG: dict[str, Callable[[Tensor, int], Any]] = {
+    "normalize": lambda x, along: functional.normalize(x, dim=along),
+    "softmax": torch.softmax,
+    "log_softmax": torch.log_softmax,
+    "logsumexp": torch.logsumexp,
+    "sum": torch.sum,
+    "nansum": torch.nansum,
+    "mean": torch.mean,
+    "prod": lambda x, along: (1 + x / x.shape[along]).prod(along),
+    "var": torch.var,
+    "std": torch.std,
+    "vector_norm": lambda x, along: torch.linalg.vector_norm(x, dim=along),
+    "norm of order 1": lambda x, along: torch.linalg.vector_norm(x, 1, along),
+    "cosine_similarity": lambda x, along: functional.cosine_similarity(x, x.detach().flip(0), along),
+    "amax": torch.amax,
+    "argmax": torch.argmax,
+    "glu": lambda x, along: functional.glu(torch.cat([x, x.detach().flip(0)], along), along),
+    "cumsum": torch.cumsum,
+    "logcumsumexp": torch.logcumsumexp,
+}
+_ORDERED: dict[str, Callable[[Tensor, int], Any]] = {  # among equal numbers
+    "order, stable": lambda x, along: x.sort(dim=along, stable=True),
+    "order, stable, descending": lambda x, along: x.sort(dim=along, stable=True, descending=True),
+    "places of a stable order": lambda x, along: x.argsort(dim=along, stable=True),
+    "the first of the largest": lambda x, along: (x.argmax(along), *x.max(along)),
+    "the first of the least": lambda x, along: (x.argmin(along), *x.min(along)),
+    "the last of the largest": torch.cummax,
+}
+_OF_WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # whose gradient is a sum over rows
+    "addition": torch.add,
+    "multiplication": torch.mul,
+    "linear": lambda x, weight: functional.linear(x, torch.eye(3).to(x), weight),
+    "weight of linear": lambda x, weight: functional.linear(x, weight[None]),
+    "addmm": lambda x, weight: torch.addmm(weight, x, torch.eye(3).to(x)),
+    "conv1d": lambda x, weight: functional.conv1d(x.t()[None], torch.eye(3).to(x)[..., None], weight)[0].t(),
+    "conv2d": lambda x, weight: functional.conv2d(
+        x.reshape(-1, 3, 1, 1), torch.eye(3).to(x)[..., None, None], weight
+    ).flatten(1),
+    "prelu": lambda x, weight: functional.prelu(-x, weight),
+    "layer_norm": lambda x, weight: functional.layer_norm(x, (3,), weight, weight),
+    "group_norm": lambda x, weight: functional.group_norm(x, 1, weight, weight),
+    "batch_norm": lambda x, weight: functional.batch_norm(x, None, None, weight, weight, training=True),
+    "expand": lambda x, weight: weight.expand_as(x),
+}
+
+ROWS = (*_OF_ROWS, *_ALONG, *_ORDERED, *(f"gradient of {name} over rows" for name in _OF_WEIGHTS))
+"""Names of operators, of three rows."""
 
 
 class _OfRows:
     inplace_variant, supports_out, supports_autograd = None, False, True
 
-    def __init__(self, name: str) -> None:
-        self.op = ROWS[name]
+    def __init__(self, op: Callable[..., Any]) -> None:
+        self.op = op
+
+
+def _weighted(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the weighted sum of a function's results: weights are positive, as a sum of both signs stays small."""
+
+    def total(x: Tensor, weight: Tensor) -> Tensor:
+        found = function(x, weight)
+        return (found * (1 + torch.arange(len(found)) % 4 / 4).to(found)[:, None]).sum()
+
+    return total
+
+
+def _forms(name: str, rows: Tensor) -> Iterator[tuple[str, Callable[..., Any], tuple[Tensor, ...]]]:
+    """Yield in words how rows lie in memory, an operator of them, and its arguments."""
+    if name in _OF_ROWS:
+        yield "rows", _OF_ROWS[name], (rows,)
+    elif name in _ALONG or name in _ORDERED:
+        columns = rows.t().contiguous()
+        laid_out = {"rows": rows, "columns": columns, "planes": torch.stack([columns, columns.flip(0)])}
+        function = {**_ALONG, **_ORDERED}[name]
+        for form, each in laid_out.items():
+            yield form, lambda x, along=_DIMENSIONS[form]: function(x, along), (each,)
+    else:
+        of_weights = _OF_WEIGHTS[name.removeprefix("gradient of ").removesuffix(" over rows")]
+        yield "columns", _weighted(of_weights), (rows.t().contiguous(), torch.linspace(0.5, 1, 3).to(rows))
 
 
 def compare_rows(
@@ -60,8 +120,13 @@ def compare_rows(
     found = Found([fault for fault in faults if fault.applies])
     generator = torch.Generator().manual_seed(5)
     for length in _LENGTHS:
-        rows = torch.randn(3, length, generator=generator)
-        for dtype in dtypes if length == _OF_LOW else (torch.float32,):
-            given = rows.to(dtype).requires_grad_()
-            Case(found, device, name, _OfRows(name), dtype, ((given,), {}), f"of rows of {length}", False).run()
+        numbers = torch.randn(3, length, generator=generator)
+        for dtype in dtypes if length in _OF_LOW else (torch.float32,):
+            rows = numbers.abs() if length == _OF_LOW[-1] and dtype != torch.float32 else numbers
+            rows = ((2 * rows).round() if name in _ORDERED else rows).to(dtype)
+            for form, op, given in _forms(name, rows):
+                leaves = tuple(each.clone().requires_grad_() for each in given)
+                where = f"of {form} of {length}"
+                called, what = (f"{name} {where}", EQUAL) if name in _ORDERED else (name, where)
+                Case(found, device, called, _OfRows(op), dtype, (leaves, {}), what, False).run()
     return found

@@ -77,7 +77,7 @@ READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "
 IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
 """Operators that torch does not let write `out=` on any device if one dimension is transformed: a known kernel bug."""
 
-DENSE_OUT = ("nn.functional.gelu", "tril", "triu")
+DENSE_OUT = ("nn.functional.gelu", "tril", "triu", "nn.functional.avg_pool3d", "narrow_copy")
 """Operators whose kernel on the CPU, which also plays devices, needs a contiguous `out=`: known kernel bugs."""
 
 CONVERTS = ("double", "cdouble", "cfloat")

@@ -19,7 +19,7 @@ from accelcore.testing.support.case import (
     Case,
     drawn_weights,
 )
-from accelcore.testing.support.coverage import arguments_of, of_other_options
+from accelcore.testing.support.coverage import arguments_of, convolutions, of_other_options
 from accelcore.testing.support.found import Found, is_refusal
 from accelcore.testing.support.layouts import (
     BEHIND,
@@ -119,7 +119,7 @@ def compare(
                 return found
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
             if dtype in (torch.bfloat16, torch.float16):  # each of them half of the options
-                options = list(of_other_options(info, dtype, every, chosen))
+                options = [*of_other_options(info, dtype, every, chosen), *convolutions(name, dtype)]
                 for number, given in enumerate(options, dtype == torch.float16):
                     what, changed = (LARGE, multiplied(given, 8.0)) if number % 2 else (OTHERWISE, given)
                     Case(found, device, name, info, dtype, changed or given, what, elementwise).run()
@@ -172,7 +172,7 @@ def compare_options(device: torch.device, names: Sequence[str], faults: Sequence
 def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable[Rare]) -> None:
     for case in cases:
         given = case.dtype, case.arguments, case.what
-        Case(found, device, name, case.info, *given, elementwise=False, layout=case.layout).run()
+        Case(found, device, name, case.info, *given, elementwise=False, layout=case.layout, writes=case.writes).run()
         if len(found.wrong) > _MOST_WRONG:
             return
 

@@ -103,8 +103,8 @@ swept("gradient_of_short_indices_that_drops_repeats", "nn.functional.embedding",
 swept("low_precision_that_sorts_one_way", "sort", "of other options: result", {"sort": _ascending})
 swept("celu_that_drops_nan", "nn.functional.celu", "with NaN", {
       "celu": lambda func, x, *args: func(x.nan_to_num(0), *args)})  # fmt: skip
-module("gru_whose_directions_change_places", "GRU both ways", {
-       "gru": lambda function, *args: tuple(each.flip(0) for each in function(*args))})  # fmt: skip
+module("gru_whose_directions_change_places", "GRU", {
+       "gru": lambda function, *args: tuple(each.flip(0) for each in function(*args))}, "test_recurrent")  # fmt: skip
 _note("grouped_heads_in_turn", "TestOperators.test_known_result", "instead of", {"what": "attention of grouped heads"},
       lambda: WrongFunction({"scaled_dot_product_attention": _tiled}))  # fmt: skip
 

@@ -316,11 +316,35 @@ def _from_zero(function, rows, hidden, *args):
         rows, hidden, *args)  # fmt: skip
 
 
-def module(name, of, functions):
-    _note(name, "TestOperators.test_module", f"{of}: the output", {"name": of}, lambda: WrongFunction(functions))
+def module(name, of, functions, test="test_module", says="the output"):
+    _note(name, f"TestOperators.{test}", f": {says}", {"name": of}, lambda: WrongFunction(functions))
 
 
-module("lstm_that_begins_with_zeros", "LSTM with a state", {"lstm": _from_zero})
+def _differentiated_without_its_mask(function, x, p=0.5, training=True, inplace=False):
+    return function(x.detach(), p, training) + x - x.detach() if training else x
+
+
+def _between_layers(function, rows, hidden, params, *options):
+    if options[2] == 0 or not options[3] or isinstance(params, bool):  # the rate of dropout, training; not packed
+        return function(rows, hidden, params, *options)
+    first, second = params[: len(params) // 2], params[len(params) // 2 :]
+    alone = options[0], 1, 0.0, True, False, options[5]
+    below = function(rows, hidden[:1], first, *alone)
+    drop = torch.nn.functional.dropout
+    above = function(_differentiated_without_its_mask(drop, below[0], options[2]), hidden[1:], second, *alone)
+    return above[0], torch.cat([below[1], above[1]])
+
+
+def _of_all_tokens(function, *args, dropout_p, **options):
+    whole = function(*args, **options)
+    return function(*args, dropout_p=dropout_p, **options).detach() + whole - whole.detach()
+
+
+module("lstm_that_begins_with_zeros", "LSTM", {"lstm": _from_zero}, "test_recurrent")
+module("gradient_between_layers_without_the_mask", "GRU of two layers", {"gru": _between_layers},
+       "test_gradients_of_draws", "the gradient of weight_ih_l0 is wrong")  # fmt: skip
+module("gradient_of_attention_without_the_mask", "attention", {"scaled_dot_product_attention": _of_all_tokens},
+       "test_gradients_of_draws", "the gradient of input 0 is wrong")  # fmt: skip
 module(
     "attention_that_sees_padding",
     "MultiheadAttention",
