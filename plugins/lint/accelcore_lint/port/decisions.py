@@ -180,7 +180,8 @@ class Decisions(cst.CSTVisitor):
         """Return whether a program stops if the answer to a question is no."""
         guard = self._guard_of(node)
         lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
-        stops = bool(lines) and STOPS.search(text_of(lines[-1])) is not None
+        last = lines[-1] if lines else None
+        stops = isinstance(last, cst.SimpleStatementLine) and STOPS.search(text_of(last)) is not None
         return stops or any(isinstance(outer, cst.Assert) for outer in self._facts.parents(node))
 
     def _members_in(self, node: cst.CSTNode) -> set[str]:

@@ -37,6 +37,8 @@ _CHOOSES = re.compile(
 )
 """Lines that make a device current or hide some, and libraries that do so."""
 
+_READS_DEVICE = re.compile(r"\b(args?|cfg|conf|configs?|opts?|options?|h?params)\.device\b(?! *=[^=])")
+_SETS_DEVICE = re.compile(r"(?m)(?<!self)\.device *=(?!=)|--device\b|[\"']device[\"']|^[ \t]+device *:")
 _REPLACES = re.compile(
     rf"\b(?:patch|setattr)\(\s*[\"'](torch\.(?:{'|'.join(DEVICES)})\.[\w.]+)[\"']"
     rf"|\b(?:patch\.object|setattr)\(\s*(torch\.(?:{'|'.join(DEVICES)})(?:\.\w+)*),\s*[\"'](\w+)[\"']"
@@ -83,6 +85,7 @@ class Known:
         forks: whether such a file starts processes that may be forks.
         meets_torch: whether the file, or one that it imports, also through others, imports torch.
         keeps_questions: the reason why its questions for a device stay, such as a library that it imports.
+        device_given: whether such a file reads a device as `args.device` that no Python file of the program sets.
         asked: flags above a vendor's lines in files that are not ported and belong to one program with it.
         uses: what the project needs of the original's objects; the words are those of `uses_in`.
     """
@@ -106,6 +109,7 @@ class Known:
     forks: bool = False
     meets_torch: bool = False
     keeps_questions: str = ""
+    device_given: bool = False
     asked: Mapping[str, str] = field(default_factory=dict)
     uses: frozenset[str] = frozenset()
 
@@ -181,6 +185,9 @@ def _known_of_each(
                 taken.setdefault(path, set()).update(_taken(name, texts[user]))
     taken |= {path: set() for path in given - set(taken) if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])}
     choosing = {path for path, text in texts.items() if _CHOOSES.search(text)}
+    reading, setting = (
+        {path for path, text in texts.items() if pattern.search(text)} for pattern in (_READS_DEVICE, _SETS_DEVICE)
+    )
     forking = {path for path, text in texts.items() if FORKS.search(text)}
     with_torch = {path for path, text in texts.items() if imports_torch(text.encode("utf-8", "replace"))}
     kept = {path: reason for path, text in texts.items() if (reason := kept_questions(text))}
@@ -198,6 +205,7 @@ def _known_of_each(
             steered=not choosing.isdisjoint(files),
             meets_movers=path in meeting,
             forks=not forking.isdisjoint(files),
+            device_given=not reading.isdisjoint({path, *files}) and setting.isdisjoint({path, *files}),
             meets_torch=not with_torch.isdisjoint({path, *files}),
             keeps_questions=next((kept[each] for each in (path, *sorted(files)) if each in kept), ""),
             asked={name: each.name for each in sorted((files | users) - given) for name in flags.get(each, ())},

@@ -62,7 +62,7 @@ _VENDOR = re.compile(rf"\.({_DEVICES})[(.]|[\"']({_DEVICES})\b")
 _TEST = re.compile(r"[ \t]*(?:el)?if\b(.+?):([^:]*)$")
 _CHOICE = re.compile(r"\bif (.+?) else\b")
 _ASKED = re.compile(r"(\w+) *= *[^\n]*\bis_available\(")
-_FLAG = re.compile(r"(\.|(?<![.\w]))\b(\w+)\b(?![.(\"'])")
+_FLAG = re.compile(r"(\.|(?<![.\w\"']))\b(\w+)\b(?![.(\"'])")
 _SET = re.compile(r"(?m)^[ \t]*(\w+) *=(?!=)")
 _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 

@@ -63,6 +63,7 @@ ABOVE = "if self.use_gpu:\n            print(x)\n            x = x.cuda()"
         (f"self.use_gpu = torch.cuda.is_available()\n        {ABOVE}", False),
         (f"use_gpu = x.dim() > 1\n        {ABOVE.replace('self.', '')}", False),
         (ABOVE.replace("self.use_gpu", "use_gpu.cuda.is_available()"), False),
+        (ABOVE.replace("self.use_gpu", "'use_gpu:' in x.names"), False),
     ],
 )
 def test_a_flag_stays_that_a_file_of_the_program_asks_and_that_is_not_ported(tmp_path, level, line, kept):
@@ -123,3 +124,25 @@ def test_a_script_with_a_class_of_processes_asks_for_a_device_in_functions_only(
     ported = port_source(script, Level.TORCH, read_project(paths).known(paths[0])).source
     assert ("\ndevice = torch.accelerator" in ported) is not forks
     assert ("\n    device = torch.accelerator" in ported) is forks
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("reads", "sets", "kept"),
+    [
+        ("args.device", "pass", True),
+        ("args.kind", "pass", False),
+        ("args.device", "args.device = pick()", False),
+        ("args.device", "parser.add_argument('--device')", False),
+    ],
+)
+def test_a_model_stays_where_a_configuration_may_have_its_batches(tmp_path, level, reads, sets, kept):
+    files = {
+        "train.py": "import solver\nimport torch\n\n\ndef run(args, model):\n    if torch.cuda.is_available():\n"
+        "        model.cuda()\n    solver.Solver(args).train(model)\n",
+        "solver.py": f"class Solver:\n    def __init__(self, args):\n        {sets}\n        self.device = {reads}\n",
+    }
+    paths = written(tmp_path, files)
+    outcome = port_source(files["train.py"], level, read_project(paths).known(paths[0]))
+    assert ("if torch.cuda.is_available():" in outcome.source) is kept
+    assert [note.line for note in outcome.left] == ([6] if kept else [])

@@ -239,3 +239,11 @@ def test_an_autocast_that_is_called_elsewhere_does_not_begin_to_work_on_the_cpu(
     outcome = port_source(f"from functools import partial\nimport torch\nautocast = {made}\n", Level.ROLES)
     assert "device_type='cuda'" in outcome.source
     assert [note.line for note in outcome.left] == [3]
+
+
+def test_a_condition_with_a_check_in_it_is_no_assertion():
+    source = (
+        "import torch\nif torch.cuda.is_available():\n    for size in sizes:\n        if size % 2:\n"
+        "            raise ValueError\ngpu = torch.cuda.is_available() and torch.cuda.get_device_name(0)\n"
+    )
+    assert "if torch.accelerator.is_available():" in port_source(source, Level.TORCH).source

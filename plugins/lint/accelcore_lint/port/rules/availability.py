@@ -26,6 +26,7 @@ _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which
 _HIDDEN = (
     "a file of the project hides all devices by CUDA_VISIBLE_DEVICES, which others do not read: ask an option instead"
 )
+_CONFIGURED = "a move beside a device that a configuration gives the program, which may be the CPU: move to that one"
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(")
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
@@ -111,6 +112,8 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
             return Left(_LOADS, node.children, harmless=True)
         if "hidden" in facts.uses_of and _MOVES.search(text_of(holder.body)):
             return Left(_HIDDEN, node.children)
+        if facts.known.device_given and _MOVES.search(text_of(holder.body)):
+            return Left(_CONFIGURED, node.children)
     if isinstance(facts.parent(node), cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
         return Left(_OTHER, node.children)
     if not all(map(facts.guards, facts.contexts)):
