@@ -73,7 +73,7 @@ def _show(error: click.ClickException, arguments: Sequence[str]) -> None:
         elif isinstance(error, click.MissingParameter) and error.param is not None:
             given = next((name for name in error.param.opts if name in arguments and name.startswith("-")), None)
             if given is not None:
-                remedy = f"write {given} before the script: what follows the script are its own options"
+                remedy = f"write {given} before the script: options after the script are the script's"
         text = "\n".join(
             (
                 f"accelcore: {text[:1].lower()}{text[1:].removesuffix('.')}",

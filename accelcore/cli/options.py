@@ -81,7 +81,7 @@ def check_script(script: str) -> None:
         raise ConfigurationError(
             f"there is no script {shown(script, 200)}",
             why="it is a folder" if is_folder else f"there is no such file, seen from {Path.cwd()}",
-            remedy="write options of accelcore before the first argument: what follows the script are its own"
+            remedy="write options of accelcore before the first argument: options after the script are the script's"
             if is_option
             else (f"did you mean {path.with_name(near)}.py? Else " if near else "")
             + "correct the path, or give a module with -m",

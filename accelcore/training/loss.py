@@ -20,7 +20,7 @@ def check_loss(loss: Any, model: nn.Module) -> None:
     if loss is None:
         return
     if not callable(loss) or _is_torchs(loss):
-        name = getattr(loss, "__name__", type(loss).__name__)
+        name = repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         raise ConfigurationError(
             f"loss={name} does not take a model and a batch",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",

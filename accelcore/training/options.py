@@ -250,7 +250,11 @@ def check_values(options: TrainerOptions) -> None:
     nonfinite_fits, updates_fit = nonfinite in (None, "raise", "skip"), updates is None or is_whole(updates, 1)
     clip_fits, weight_fits = (value is None or callable(value) for value in (clip, weight))
     for fits, wrong, remedy in (
-        (is_whole(accumulate, 1), f"accumulate={accumulate!r} is not a number of micro-batches", "give 1 or more"),
+        (
+            is_whole(accumulate, 1),
+            f"accumulate={accumulate!r} is not a number of micro-batches",
+            "give an int, 1 or more",
+        ),
         (norm_fits, f"clip_norm={clip_norm!r} is not a norm", "give a number > 0, or None"),
         (clip_fits, f"clip={clip!r} is not a function", f"pass a norm as clip_norm=, or {by_value}"),
         (weight_fits, f"weight={weight!r} is not a function", "pass lambda batch: len(batch[0])"),

@@ -132,6 +132,12 @@ def test_a_mean_weighs_batches_by_their_rows_and_refuses_what_has_none(accel):
     assert trainer.evaluate(loader).mean(lambda batch: batch[batch > 7]) == pytest.approx(8.5)
     with pytest.raises(accelcore.ConfigurationError, match="no rows"):
         trainer.evaluate([]).mean(torch.mean)
+    evaluation = trainer.evaluate(loader)
+    evaluation.mean(torch.mean)
+    with pytest.raises(accelcore.ConfigurationError, match=r"read once: call trainer\.evaluate"):
+        evaluation.mean(torch.mean)
+    with pytest.raises(accelcore.ConfigurationError, match="loss='mse' does"):
+        make(accel, loss="mse")
     with pytest.raises(accelcore.TrainingError, match=r"scalar(.|\n)*one value for each row"):
         trainer.evaluate([torch.tensor(1.0)]).mean(lambda batch: batch)
     assert trainer.model.training

@@ -70,7 +70,9 @@ class Evaluation(Batches):
                 sums[name] = [one + other for one, other in zip(sums.get(name, [0.0, 0]), pair, strict=True)]
         if not any(count for _, count in sums.values()):
             raise ConfigurationError(
-                "an evaluation of no rows has no mean", remedy="check that there is data to evaluate on"
+                "an evaluation of no rows has no mean",
+                remedy="check that there is data to evaluate on; an evaluation is read once: call "
+                "trainer.evaluate(...) again, or return a dict of several values from one function",
             )
         means = {name: total / count if count else float("nan") for name, (total, count) in sums.items()}
         return means[""] if set(means) == {""} else means

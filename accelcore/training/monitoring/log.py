@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -37,8 +38,8 @@ class Log(Meter):
     is not finite is null. A step does not wait for the device: a line is written one step later.
 
     After a resume, lines after the resumed step are dropped, and the log continues. A run from the start renames an
-    older log to `log-before.jsonl`. The log draws its plot at exit and by `close()`; `accelcore plot FOLDER` at any
-    time.
+    older log to `log-before.jsonl`. The log draws its plot at exit, except after Ctrl-C, and by `close()`;
+    `accelcore plot FOLDER` draws it at any time.
 
     Args:
         folder: made if it does not exist; one for each run.
@@ -86,7 +87,7 @@ class Log(Meter):
         self._file: TextIO | None = None
         self._sinks: list[Sink] = []
         self._start = perf_counter()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def loss(self, loss: Tensor) -> None:
         if self._is_main:
@@ -154,6 +155,12 @@ class Log(Meter):
             draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")
         except ConfigurationError as error:  # the training is done
             logger.warning("no plot of %s: %s", self._folder / FILE, error)
+
+    def _close_at_exit(self) -> None:
+        """Close; draw nothing after Ctrl-C: Python ends with 1 instead of by SIGINT if an exit function imports."""
+        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+            self._plot = False
+        self.close()
 
     def _open(self, done: int) -> None:
         """Open the files for the steps after `done`."""

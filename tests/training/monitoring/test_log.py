@@ -6,6 +6,8 @@ import json
 import re
 import resource
 import shutil
+import signal
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -129,6 +131,23 @@ def test_plots_hold_all_figures_and_load_nothing(accel, tmp_path, capsys):
         assert not re.search(r"<script|<link|<img|@import|url\(http", text)
         assert text.count("<!-- accuracy -->") == text.count("<!-- loss -->") == 1
         assert text.count(f"<!-- {tmp_path / 'b'} -->") == (5 if runs == 2 else 0), "a legend in each panel"
+
+
+def test_ctrl_c_ends_the_process_as_without_a_log(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, sys, torch, accelcore\n"
+        "accel, model = accelcore.select('cpu'), torch.nn.Linear(2, 1)\n"
+        "log = accelcore.Log(sys.argv[1], every=1, plot=True)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).sum(), observers=[log])\n"
+        "trainer(torch.ones(2, 2))\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.pause()\n"
+    )
+    ended = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert len(lines(tmp_path / "run")) == 1
 
 
 def test_without_matplotlib_there_is_a_log_and_a_plot_that_was_asked_for_is_refused(

@@ -106,7 +106,7 @@ def port(
     if json_output:
         click.echo(json.dumps(as_json(files, chosen), indent=2))
     else:
-        show(files, chosen, Console(stderr=show_diff, soft_wrap=True))
+        show(files, chosen, Console(stderr=show_diff, soft_wrap=True), written=write)
     if any(ported.outcome is None for ported in files):
         return FAILED
     return FINDINGS if any(ported.outcome and ported.outcome.left for ported in files) else 0

@@ -71,8 +71,9 @@ def _values(ported: Ported, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def show(files: Sequence[Ported], level: Level, console: Console) -> None:
+def show(files: Sequence[Ported], level: Level, console: Console, *, written: bool) -> None:
     """Print the summary: for each file the lines for one vendor, the rewrites by rule, and what is left and why."""
+    done = "rewritten" if written else "would be rewritten"
     for ported in files:
         outcome = ported.outcome
         if outcome is None:
@@ -85,7 +86,7 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
         )
         rules = Counter(note.rule for note in outcome.rewritten)
         if rules:
-            console.print(Text("  rewritten: " + ", ".join(f"{rule} {count}" for rule, count in rules.most_common())))
+            console.print(Text(f"  {done}: " + ", ".join(f"{rule} {count}" for rule, count in rules.most_common())))
         for title, style, notes in (
             ("left", "yellow", outcome.left),
             ("harmless", "dim", outcome.harmless),
@@ -106,6 +107,8 @@ def show(files: Sequence[Ported], level: Level, console: Console) -> None:
     engines = sum(note.rule == "engine" for ported in files if ported.outcome for note in ported.outcome.harmless)
     if engines:
         text += f"; {engines} file{' is' if engines == 1 else 's are'} trained by another library (see `by hand` above)"
+    if not written and any(ported.outcome and ported.outcome.source != ported.before for ported in files):
+        text += "; no file is changed: --write changes them"
     console.print(Text(text))
 
 

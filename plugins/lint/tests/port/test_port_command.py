@@ -35,6 +35,8 @@ def test_nothing_is_written_without_being_asked(script):
     result = run(script)
     assert result.return_value == 0
     assert "vendor lines 1 -> 0" in result.output
+    assert "would be rewritten: " in result.output
+    assert result.output.endswith("0 left for you; no file is changed: --write changes them\n")
     assert "device string 1" in result.output
     assert script.read_text() == SCRIPT
 
@@ -48,7 +50,10 @@ def test_the_diff_is_a_patch(script):
 def test_a_file_is_replaced_with_its_mark_and_permissions(script):
     script.write_bytes(codecs.BOM_UTF8 + SCRIPT.replace("\n", "\r\n").encode())
     script.chmod(0o750)
-    assert run(script, "--write", "--level", "torch").return_value == 0
+    result = run(script, "--write", "--level", "torch")
+    assert result.return_value == 0
+    assert "  rewritten: " in result.output
+    assert "no file is changed" not in result.output
     content = script.read_bytes()
     assert content.startswith(codecs.BOM_UTF8 + b"import torch\r\n")
     assert content.count(b"\n") == content.count(b"\r\n") == 3
