@@ -38,7 +38,9 @@ _CHOOSES = re.compile(
 """Lines that make a device current or hide some, and libraries that do so."""
 
 _READS_DEVICE = re.compile(r"\b(args?|cfg|conf|configs?|opts?|options?|h?params)\.device\b(?! *=[^=])")
-_SETS_DEVICE = re.compile(r"(?m)(?<!self)\.device *=(?!=)|--device\b|[\"']device[\"']|^[ \t]+device *:")
+_SETS_DEVICE = re.compile(
+    r"(?m)(?<!self)\.device *=(?!=)|--device\b(?![^()]*=[\"']cpu\b)|[\"']device[\"']|^[ \t]+device *:"
+)
 _REPLACES = re.compile(
     rf"\b(?:patch|setattr)\(\s*[\"'](torch\.(?:{'|'.join(DEVICES)})\.[\w.]+)[\"']"
     rf"|\b(?:patch\.object|setattr)\(\s*(torch\.(?:{'|'.join(DEVICES)})(?:\.\w+)*),\s*[\"'](\w+)[\"']"

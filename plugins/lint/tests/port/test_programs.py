@@ -134,6 +134,7 @@ def test_a_script_with_a_class_of_processes_asks_for_a_device_in_functions_only(
         ("args.kind", "pass", False),
         ("args.device", "args.device = pick()", False),
         ("args.device", "parser.add_argument('--device')", False),
+        ("args.device", "parser.add_argument('--device', type=str, default='cpu')", True),
     ],
 )
 def test_a_model_stays_where_a_configuration_may_have_its_batches(tmp_path, level, reads, sets, kept):
