@@ -78,7 +78,10 @@ class TestCompiler(DeviceTests):
                 part.register_forward_hook(lambda *_: calls.append("after"))
             compiled = accel.compiler.compile(module, {})
             other = next((name for name in accel.capabilities.model_dtypes if name != "float32"), "float32")
-            calls_of = ((16, True, "float32", False), (16, True, "float32", True), (5, False, other, False))
+            calls_of = [
+                *((16, True, "float32", False), (16, True, "float32", True), (5, True, "float32", True)),
+                *((5, False, other, False), (5, False, other, False)),  # the second with other weights
+            ]
             for number, (size, training, name, graph) in enumerate(calls_of):
                 ((rows, _),) = batches(1, size)
                 rows = rows.to(getattr(torch, name))

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,15 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
         "views": {},
     }
-    for operation in OPERATIONS:
-        for kind, view in VIEWS.items():
-            base = base_of(job.rank).to(accel.device)
-            part = view(base)
+    for operation, (kind, view), graph in product(OPERATIONS, VIEWS.items(), (False, True)):
+        base = base_of(job.rank).to(accel.device)
+        part = view(base).detach().requires_grad_(graph)
+        try:
             returned = job.broadcast(part, 1) if operation == "broadcast" else job.all_reduce(part, operation)
-            found["views"][f"{operation} {kind}"] = [returned is part, base.tolist()]
+            why = "" if returned is part else "what was returned is another tensor than was given"
+        except RuntimeError as error:
+            why = f"it raises {error}"
+        found["views"].setdefault(f"{operation} {kind}", []).append([why, base.tolist()])
     whole = tensor(2**40 + job.rank, dtype=torch.int64)
     found["broadcast"] = [job.broadcast(tensor(value), source).tolist() for source in range(2)]
     found["broadcast"].append(job.broadcast(whole, 1).tolist())
@@ -86,13 +90,13 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
     here, late = folder / "rank 0 is here", folder / "rank 1 is here"
     if job.rank == 0:
         here.touch()
-        job.barrier()
+        accel.collectives.barrier()  # the job's own would wait for the ranks itself
         found["waited"] = late.exists()
     else:
         while not here.exists():
             time.sleep(0.01)
         late.touch()
-        job.barrier()
+        accel.collectives.barrier()
     found["drawn"] = [_drawn(accel, seed) for seed in (7, 7 + job.rank)]
     return found
 

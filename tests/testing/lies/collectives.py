@@ -25,6 +25,8 @@ class _Disagreeing(TorchCollectives):
             return tensor
         if op == "min" and tensor.dtype == torch.uint8:  # 0 has no negative there
             return super().all_reduce(tensor.neg_(), "max").neg_()
+        if op == "min" and tensor.requires_grad and not tensor.is_contiguous():  # copied back in sight of autograd
+            return tensor.copy_(super().all_reduce(tensor.detach().contiguous(), op))
         if op == "avg" and tensor.dtype == torch.float16:  # added before it is divided
             return super().all_reduce(tensor, "sum").div_(self.world_size)
         if op == "avg" and not tensor.is_contiguous():
@@ -65,6 +67,7 @@ for _name, _test, _says, _arguments in (
     ("average_of_a_copy", "test_views", "another tensor", {"operation": "avg", "kind": "transposed"}),
     ("largest_from_the_block_before", "test_views", "not what was asked", {"operation": "max", "kind": "odd offset"}),
     ("average_that_overflows", "test_low_precision", "average is none", {"dtype": "float16"}),
+    ("smallest_of_no_leaf", "test_views", "a leaf: it raises", {"operation": "min", "kind": "every other"}),
     ("broadcast_of_a_copy", "test_views", "another tensor", {"operation": "broadcast", "kind": "row"}),
     ("broadcast_of_neighbours", "test_views", "not what was asked", {"operation": "broadcast", "kind": "column"}),
     ("broadcast_always_from_zero", "test_broadcast", "another rank's tensor", {}),

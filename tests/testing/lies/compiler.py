@@ -48,6 +48,38 @@ def compiler_of_the_first_size(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+@lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
+def compiler_of_the_first_evaluated_weights(backend):
+    def compile(honest, module, options):
+        frozen = []
+
+        def run(rows, **named):
+            if module.training or torch.is_grad_enabled():
+                return module(rows, **named)
+            frozen[:] = frozen or [copy.deepcopy(module)]
+            return frozen[0](rows, **named)
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
+@lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
+def compiler_that_pads_batches(backend):
+    def compile(honest, module, options):
+        def run(rows, **named):
+            if not module.training:
+                return module(rows, **named)
+            padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
+            found = module(padded, **named)[: len(rows)]
+            rows.copy_(padded[: len(rows)])
+            return found
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 def writing_into_the_last_output(backend, gradients):
     """The backend with a compiler whose outputs with, or without, gradients share memory if they have one shape."""
 
