@@ -218,10 +218,10 @@ class Backend(Suggests):
             ConfigurationError: an argument or a variable is invalid; no device was touched.
             DistributedError: the ranks could not meet, or a rank was lost in the block. The message names it.
         """
-        from accelcore.jobs.job import joined
+        from accelcore.jobs.job import Joined
 
         limit = _duration(timeout)
-        return joined(self.collectives, _launch(rank, world_size, local_rank, init_method), limit)
+        return Joined(self.collectives, _launch(rank, world_size, local_rank, init_method), limit)
 
     def join(self, **place: Any) -> Job:
         """Join the job for the rest of the process, as `distributed` does for a block: `job = accel.join()`.

@@ -210,9 +210,28 @@ class Job(Suggests):
         return None if launch is None else launch.local_rank
 
 
+class Joined(Suggests, AbstractContextManager[Job]):
+    """The context of `accel.distributed()`: it joins the process group that `launch` describes, and yields the job."""
+
+    _instead = dict.fromkeys(
+        (name for name in ("rank", "world_size", *vars(Job), *_INSTEAD) if not name.startswith("_")),
+        "with accel.distributed() as job: ..., or job = accel.join()",
+    )
+
+    def __init__(self, collectives: Collectives, launch: Launch | None, timeout: timedelta | None) -> None:
+        self._context = _join(collectives, launch, timeout)
+
+    def __enter__(self) -> Job:
+        return self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._context.__exit__(kind, error, trace)
+
+
 @contextmanager
-def joined(collectives: Collectives, launch: Launch | None, timeout: timedelta | None) -> Iterator[Job]:
-    """Join the process group that `launch` describes for the length of a `with`; see `Backend.distributed`."""
+def _join(collectives: Collectives, launch: Launch | None, timeout: timedelta | None) -> Iterator[Job]:
     had_group = dist.is_initialized()
     collectives.init(launch, timeout=timeout)
     missing: MissingRanks | None = None

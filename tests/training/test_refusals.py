@@ -123,6 +123,7 @@ def test_names_of_other_libraries_name_ours(accel):
         pass
     for owner, name, ours in (
         (job, "is_main_process", "job.is_main"),
+        (accel.distributed(), "rank", "with accel.distributed"),
         (accelcore, "Accelerator", "accelcore.select"),
         (accel, "seed", "accel.runtime.seed"),
         (accel, "prepare", "accel.trainer"),
