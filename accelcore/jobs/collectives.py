@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, final
 from urllib.parse import urlsplit
 
 import torch
@@ -61,6 +61,7 @@ class Collectives(ABC):
         self.calls = (0, "")
         self.ahead: Callable[[], str] = str
 
+    @final
     def count(self, call: str) -> None:
         """Note that this process begins a call that all ranks must make, for messages about a missing rank."""
         self.calls = (self.calls[0] + 1, call)  # one assignment, because another thread reads it

@@ -118,7 +118,8 @@ class MissingRanks:
         notes = self._read()
         if _select(notes, lambda note: note.is_culprit):
             self._follows = True
-            raise self._name_missing("")
+            # As if a collective had lost the rank: how this error is shown depends on its cause.
+            raise self._name_missing("") from DistError()
         own = notes[self._rank]
         gone = _select(notes, lambda note: note.done or note.progress > own.progress or note.at_another_call(own))
         return _places([*gone[:_NAMED], self._rank], notes) if gone else ""
