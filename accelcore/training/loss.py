@@ -132,6 +132,16 @@ def second_backward(step: int) -> TrainingError:
     )
 
 
+def no_update(when: str) -> TrainingError:
+    """Return the error for gradients that no update has used until `when`."""
+    return TrainingError(
+        f"{when}, and trainer.update() was not called before: the trainer has changed no weight",
+        why="trainer.backward(loss) only adds gradients up",
+        remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
+        "epoch, make the trainer with accumulate=len(loader) as well",
+    )
+
+
 def _bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:
     """Bind arguments to the parameters of a function; return None if it cannot be called with them."""
     try:

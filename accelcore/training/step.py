@@ -17,7 +17,7 @@ from accelcore.training.captured import CapturedStep
 from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.loss import LossOfModel, hint_of, no_loss, second_backward, split_loss
+from accelcore.training.loss import LossOfModel, hint_of, no_loss, no_update, second_backward, split_loss
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
@@ -211,7 +211,7 @@ class Step:
         """
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
-            raise _no_update("an epoch has ended")
+            raise no_update("an epoch has ended")
         if self.is_open and self._job.rank == 0:
             logger.warning(
                 "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
@@ -222,7 +222,7 @@ class Step:
     def check_saved(self) -> None:
         """Raise TrainingError if there is nothing to save but gradients that no update has used."""
         if self.is_open and self._window.steps == self._window.micro == 0:
-            raise _no_update("trainer.save() was called")
+            raise no_update("trainer.save() was called")
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
@@ -388,15 +388,6 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
-
-
-def _no_update(when: str) -> TrainingError:
-    return TrainingError(
-        f"{when}, and trainer.update() was not called before: the trainer has changed no weight",
-        why="trainer.backward(loss) only adds gradients up",
-        remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
-        "epoch, make the trainer with accumulate=len(loader) as well",
-    )
 
 
 def _tell(listeners: Iterable[Callable[..., None]], value: object) -> None:

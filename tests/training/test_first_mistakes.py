@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import pickle
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -369,33 +368,3 @@ def test_a_model_that_is_compiled_already(accel, options, tmp_path, caplog):
 def test_a_module_in_place_of_its_parameters_is_refused(accel, module):
     with pytest.raises(ConfigurationError, match=r"is a module(.|\n)*model\.parameters\(\)"):
         accel.optimizers.create("adamw", module)
-
-
-class Pairs(NamedTuple):
-    left: torch.Tensor
-    names: list
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python shows notes since 3.11")
-@pytest.mark.parametrize(
-    ("batch", "kind", "words"),
-    [
-        ((torch.ones(3, 5), torch.ones(3, dtype=torch.int64)), RuntimeError, ["float32 (3, 5) on cpu", "int64 (3,)"]),
-        ({"x": torch.ones(2, 4), "id": "a"}, KeyError, ["'x': float32 (2, 4)", "'id': a str"]),
-        (Pairs(torch.ones(1, 9), [1, 2]), RuntimeError, ["a Pairs", "float32 (1, 9)", "a list of (an int, an int)"]),
-        ([7] * 20, TypeError, ["a list of (an int, ", "and 12 more"]),
-    ],
-)
-def test_an_error_within_a_loss_keeps_its_class_and_notes_step_and_batch(accel, batch, kind, words):
-    model = net()
-    trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch[0]).sum(), accumulate=2)
-    good = (torch.ones(3, 4),)
-    for _ in range(3):
-        trainer(good)
-    with pytest.raises(kind) as caught:
-        trainer(batch)
-    (note,) = caught.value.__notes__
-    assert all(word in note for word in ["step 2, micro-batch 2 of 2", *words]), note
-    trainer(good)
-    trainer(good)
-    assert trainer.steps == 2
