@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +21,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, TrainingError,
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
-from accelcore.util.text import is_whole
+from accelcore.util.text import is_whole, shown
 
 _BEGINNING: dict[str, Any] = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "loader": None}
 
@@ -37,6 +38,7 @@ class DataStream:
     _seed: int | None
     _start: dict[str, Tensor]
     _generators_start: list[Tensor]
+    _form: dict[str, Any]  # what must be the same if the epoch is continued
     _source: tuple[Any, Any]
     _stateful: Any  # the loader of the current loop, if it knows its own position
     _saved: Any  # the position of such a loader in the checkpoint
@@ -65,6 +67,7 @@ class DataStream:
             self._start = self._runtime.rng_state()
             self._generators_start = [generator.get_state() for generator in generators]
             iterator = self._begin(source)
+        self._form = _form_of(source)
         self.loop += 1
         loop = self.loop
         self._stateful = loader if _is_stateful(loader) else None
@@ -171,6 +174,7 @@ class DataStream:
             "seed": self._seed,
             "start": self._start if self.taken else {},
             "generators": self._generators_start,
+            "form": self._form if self.taken else {},
             "loader": self._saved if self._stateful is None or not self.taken else self._stateful.state_dict(),
         }
 
@@ -181,6 +185,7 @@ class DataStream:
         self._resuming = bool(self.epoch or self.taken)
         self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
         self._source, self._stateful, self._saved = (None, None), None, state["loader"]
+        self._form = state.get("form", {})
 
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):
@@ -218,6 +223,15 @@ class DataStream:
             self._start = now
             return self._begin(source)
         saved, self._saved = self._saved, None
+        for what, now_is in (_form_of(source) if saved is None else {}).items():
+            if self._form.get(what, now_is) != now_is:
+                raise CheckpointError(
+                    f"the checkpoint was saved within an epoch, whose {what} was {shown(str(self._form[what]))}, and "
+                    f"the loader's is {shown(str(now_is))}",
+                    why="the rest of the epoch would repeat rows, and omit others",
+                    remedy="give the loader the dataset, batch size and shuffle= that it had, or resume from the end "
+                    "of an epoch",
+                )
         if saved is None:
             self._runtime.set_rng_state(self._start)
         else:
@@ -245,6 +259,15 @@ class DataStream:
             seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
             self._seed = int(self._collectives.broadcast(seed).item())
         return self._seed
+
+
+def _form_of(source: Any) -> dict[str, Any]:
+    """Return what decides which rows the batches of an epoch hold, as far as a loader tells."""
+    sampler = getattr(source, "sampler", None)
+    form: dict[str, Any] = {} if sampler is None else {"sampler": type(sampler).__name__}
+    with suppress(TypeError, NotImplementedError):  # it has no length
+        form["number of batches"] = len(source)
+    return form
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -187,6 +187,7 @@ class DataStreamPart(Part):
         keys = ("epoch", "taken", "seed", "start", "generators", "loader")
         position = as_dict(saved.own.get("data"), "position in the data", *keys)
         _number(position["epoch"], "epoch"), _number(position["taken"], "taken")
+        as_dict(position.get("form", {}), "form of the loader")
         if position["seed"] is not None:
             _number(position["seed"], "seed")
         start, generators = as_dict(position["start"], "random state"), position["generators"]

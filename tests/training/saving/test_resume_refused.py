@@ -231,10 +231,23 @@ def test_reading_a_planted_pickle_runs_nothing(accel, tmp_path, build):
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_shorter_loader_than_the_checkpoints_is_an_error(accel, tmp_path, build, run, noisy):
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda noisy: DataLoader(noisy(22), 8, shuffle=True), "number of batches was '6', and the loader's is '3'"),
+        (lambda noisy: DataLoader(noisy(20), 4, shuffle=True), "number of batches"),
+        (
+            lambda noisy: DataLoader(noisy(22), 4),
+            "sampler was 'RandomSampler', and the loader's is 'SequentialSampler'",
+        ),
+        (lambda noisy: (batch for batch in DataLoader(noisy(8), 4)), "has only 2"),
+    ],
+    ids=["batch size", "rows", "order", "iterator"],
+)
+def test_an_epoch_goes_on_with_the_same_batches_only(accel, tmp_path, build, run, noisy, make, says):
     trainer, loader = build(accel)
     run(trainer, loader, save_after=5, folder=tmp_path)
     other, _ = build(accel)
     other.resume(tmp_path)
-    with pytest.raises(accelcore.CheckpointError, match="has only 2"):
-        next(iter(other.batches(DataLoader(noisy(8), 4))))
+    with pytest.raises(accelcore.CheckpointError, match=says):
+        next(iter(other.batches(make(noisy))))
