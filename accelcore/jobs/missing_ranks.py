@@ -90,7 +90,9 @@ class MissingRanks:
             if _select(notes, lambda note: bool(note.failed)):
                 self._follows = True
                 raise self._name_missing("")
-            ahead = [rank for rank, note in notes.items() if note.progress > notes[self._rank].progress]
+            own = notes[self._rank]
+            # One that is done may have seen that all are, and be in the barrier that follows.
+            ahead = [rank for rank, note in notes.items() if note.progress > own.progress and not note.done]
             if ahead:
                 raise DistributedError(
                     f"rank {self._rank} has ended its part of the job, and {ranks(ahead)} did not",
