@@ -160,6 +160,7 @@ FORGERIES = {
     "a weight of two elements": put(OWN, "window", "total", torch.ones(2)),
     "a unit that is none": put(OWN, "window", "unit", "rows"),
     "batches below 0": put(OWN, "data", "taken", -1),
+    "a loader of another kind": put(OWN, "data", "form", 3),
     "an epoch that is none": put(OWN, "data", "epoch", 1.5),
     "a start of numbers": put(OWN, "data", "start", {"torch": 1}),
     "a start of two bytes": put(OWN, "data", "start", {"torch": torch.zeros(2, dtype=torch.uint8)}),
