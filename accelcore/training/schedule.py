@@ -68,6 +68,7 @@ class Schedule:
         self._steps = scheduler is not None and by == "window"
         self._stays, self._has_warned = isinstance(scheduler, str), scheduler == "constant"
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
+        self._is_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
             expect_no_step(optimizer)  # a trainer may update without calling `step`
 
@@ -117,15 +118,31 @@ class Schedule:
         """
         if self.is_to_be_made and updates is not None:
             self.make(updates)
-        if kind != type(self.scheduler).__name__:
+        own = type(self.scheduler).__name__
+        if kind != own:
+            saved, has = (f"a {name}" if name != "NoneType" else "no scheduler" for name in (kind, own))
             raise CheckpointError(
-                f"the checkpoint's scheduler is a {kind}, not a {type(self.scheduler).__name__}",
-                remedy="build the trainer as it was built when the checkpoint was saved",
+                f"the checkpoint has {saved}, and this trainer has {has}",
+                remedy="give the trainer the scheduler= and warmup= of the run that saved it",
             )
         if None not in (updates, self.updates) and updates != self.updates:
             raise _another_length(CheckpointError, updates, self.updates)
         scheduler = self.scheduler
         return lambda: None if scheduler is None else scheduler.load_state_dict(state)
+
+    def warn_if_unknown(self) -> None:
+        """Log once that checkpoints lack a scheduler that the script has made and not given.
+
+        torch's schedulers, except ReduceLROnPlateau, write `initial_lr` into the optimizer's groups.
+        """
+        if self._is_unknown and any("initial_lr" in group for group in self._optimizer.param_groups):
+            self._is_unknown = False
+            logger.warning(
+                "the optimizer has a scheduler that the trainer does not know: the checkpoint lacks its state, and a "
+                "resumed run starts it again. Give it to the trainer: accel.trainer(..., scheduler=scheduler, "
+                'schedule_by="script"), if you step it yourself. Or save it by trainer.save(folder, '
+                'extra={"scheduler": scheduler.state_dict()}), and load trainer.extra["scheduler"] after the resume'
+            )
 
     def check(self) -> None:
         """Raise TrainingError if the scheduler is not where the trainer left it."""

@@ -155,8 +155,8 @@ def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tm
         train(longer, 6)
     for options, message in (
         ({"total_steps": 18}, "12 updates, and .* 18"),
-        ({"warmup": 2}, "CosineAnnealingLR, not a SequentialLR"),
-        ({"scheduler": None}, "CosineAnnealingLR, not a NoneType"),
+        ({"warmup": 2}, "CosineAnnealingLR, .* a SequentialLR"),
+        ({"scheduler": None}, "CosineAnnealingLR, .* no scheduler"),
     ):
         with pytest.raises(accelcore.CheckpointError, match=message):
             make(accel, **options)[0].resume(tmp_path)

@@ -126,7 +126,8 @@ class OptimizerPart(Part):
             own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
             foreign = set(saved_group) - {"params"} - set(own)
             if left := sorted(foreign & _OF_SCHEDULERS):
-                logger.warning("not restored, because this optimizer has no scheduler yet: %s", ", ".join(left))
+                text = "%s: not restored, because this optimizer has no scheduler yet: make it before the resume"
+                logger.warning(text, ", ".join(left))
                 saved_group = {key: value for key, value in saved_group.items() if key not in left}
                 foreign -= _OF_SCHEDULERS
             adamw = "decoupled_weight_decay"  # tells Adam from AdamW

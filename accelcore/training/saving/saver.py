@@ -114,6 +114,12 @@ class Checkpoints(ABC):
                 "trainer.evaluate(loader).mean(...), or job.mean(...)",
             )
         rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
+        if rank == 0:
+            parts = [part for training in trainings.values() for part in training.parts]
+            kept = [str(name) for part in parts if isinstance(part, ExtraPart) for name in part.extra]
+            for part in parts:
+                if isinstance(part, SchedulePart) and not any("sched" in name for name in kept):
+                    part.schedule.warn_if_unknown()
         trainers = {name: training.saver.steps for name, training in trainings.items()}
         steps = max(trainers.values())
         facts = {

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import MultiStepLR
 
 from accelcore import CheckpointError, ConfigurationError, Together
 from accelcore.checkpoint import store
@@ -38,6 +39,29 @@ def test_extra_is_given_back_and_kept(accel, tmp_path):
     last = make(accel)
     last.resume(tmp_path)
     assert last.extra["best"] == 0.25
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("has", "extra", "warns"), [(False, False, False), (True, False, True), (True, True, False)])
+def test_a_scheduler_that_the_trainer_does_not_know_is_saved_by_extra_or_reported(
+    accel, tmp_path, caplog, together, has, extra, warns
+):
+    def run(steps):
+        trainer = make(accel)
+        scheduler = MultiStepLR(trainer.optimizer, [1, 3]) if has else None
+        saves = Together(one=trainer) if together else trainer
+        if saves.resume(tmp_path) and extra:
+            scheduler.load_state_dict(saves.extra["lr_scheduler"])
+        for _ in range(steps):
+            trainer(torch.ones(2, 4))
+            if has:
+                scheduler.step()
+            saves.save(tmp_path, extra={"lr_scheduler": scheduler.state_dict()} if extra else None)
+        return trainer.optimizer.param_groups[0]["lr"]
+
+    begun = run(2)
+    assert caplog.text.count("has a scheduler that the trainer does not know") == warns
+    assert not extra or run(1) == pytest.approx(begun / 10)
 
 
 def test_what_a_checkpoint_cannot_hold_is_named(accel, tmp_path):
