@@ -46,7 +46,7 @@ class Event:
         key: the optimizer or other object as the script writes it; "" if it is not known.
         scaler: the scaler of a scaled backward or step, else "".
         loss: the expression of which backward is called.
-        function: the function of this script that a helper calls.
+        function: the function of this script that a helper calls; None for one of another file that trains.
     """
 
     kind: str
@@ -196,8 +196,15 @@ class Flow:
             return Event(CLIP, call, blocks)
         if not isinstance(call.func, ast.Attribute):
             function = self._defined.get(name)
-            return None if function is None else Event(HELPER, call, blocks, function=function)
+            if function is None and not ("train" in name and self._given(call)):
+                return None
+            return Event(HELPER, call, blocks, function=function)
         return self._method(call, call.func, blocks)
+
+    def _given(self, call: ast.Call) -> bool:
+        """Return whether a function of another file gets the optimizer, and no schedule that it may step."""
+        given, names = [*call.args, *(keyword.value for keyword in call.keywords)], self.script.names
+        return any(is_optimizer(names, each) for each in given) and not any(is_scheduler(names, each) for each in given)
 
     def _method(self, call: ast.Call, method: ast.Attribute, blocks: tuple[Block, ...]) -> Event | None:
         names, of = self.script.names, method.value

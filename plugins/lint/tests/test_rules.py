@@ -12,7 +12,7 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
 COSINE = f"{SGD}\n    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)"
 STEP = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)"
 UPDATE = ("    optimizer.step()", "    optimizer.zero_grad()")
-ALIAS = ("loss = model(batch)", "same = args.reduced(loss)", "loss.backward()", "optimizer.step()")
+PARTS = ("part_loss, rest = model(batch)", "loss = part_loss + rest", "loss.backward()", "optimizer.step()")
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 
@@ -26,6 +26,10 @@ def train(*lines, over="batch in loader", before="pass"):
     return f"{head}\ndef train({given}):\n    {before}\n    for {over}:\n{body}"
 
 
+OTHER_FILE = (
+    f"import torch\nfrom engine import train_epoch\n\ndef main(model, loader):\n    {SGD}\n    {STEP}\n"
+    "    for epoch in range(90):\n        scheduler.step()\n        train_epoch(model, loader, optimizer, epoch)\n"
+)
 FOUND = [
     *((rule.code, rule.found) for rule in RULES.values()),
     (
@@ -114,6 +118,7 @@ FOUND = [
         + f"\ndef main(model, loader):\n    {SGD}\n    {STEP}\n    for epoch in range(90):\n"
         "        scheduler.step()\n        train(model, optimizer, loader)\n",
     ),
+    ("ACC302", OTHER_FILE),
     (
         "ACC303",
         train(
@@ -179,7 +184,15 @@ FOUND = [
             before="loader = DataLoader(data, sampler=DistributedSampler(data))",
         ),
     ),
-    ("ACC314", train(*ALIAS, "args.log(same.item())")),
+    (
+        "ACC309",
+        train(
+            "for x in enumerate(train_loader):",
+            *("    optimizer.zero_grad()", "    model(x).backward()", "    optimizer.step()"),
+            before="train_loader = DataLoader(data, sampler=DistributedSampler(data))",
+        ).replace("for batch in loader", "while args.going"),
+    ),
+    ("ACC314", train(*PARTS, "args.log(part_loss.item())")),
     (
         "ACC314",
         train(
@@ -196,8 +209,15 @@ FOUND = [
     ),
 ]
 CLEAN = [
-    ("ACC314", train(*ALIAS, "if n:", "    args.log(same.item())")),
-    ("ACC314", train(*ALIAS, "args.log(float(same), model(batch).item())")),
+    ("ACC302", OTHER_FILE.replace("optimizer, epoch", "optimizer, scheduler, epoch")),
+    (
+        "ACC309",
+        train("for k in range(9):", "    model(n).backward()", before="sampler = DistributedSampler(data)").replace(
+            "for batch in loader", "while args.going"
+        ),
+    ),
+    ("ACC314", train(*PARTS, "if n:", "    args.log(part_loss.item())")),
+    ("ACC314", train(*PARTS, "args.log(float(part_loss), model(batch).item())")),
     *((rule.code, rule.clean) for rule in RULES.values()),
     (
         "ACC101",

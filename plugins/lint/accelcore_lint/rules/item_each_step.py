@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from accelcore_lint.flow import BACKWARD, STEP, Event, flows
+from accelcore_lint.kinds import is_loss
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, last_name
 
@@ -34,38 +35,21 @@ def _check(script: Script) -> Iterator[Mark]:
 
 
 def _waits(script: Script, loop: ast.stmt, backward: Event) -> Iterator[ast.Call]:
-    """Yield where the value of the loss of backward is read: `.item()`, `float()`."""
+    """Yield where the value of a loss is read: `.item()`, also of a part of it or its mean over ranks; `float()`."""
     if not isinstance(backward.loss, ast.Name):
         return
-    same = _same(loop, backward.loss.id)
     for call in (node for node in ast.walk(loop) if isinstance(node, ast.Call)):
-        read, names = cast("ast.AST | None", None), {backward.loss.id}
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "item":
-            read, names = call.func.value, same
+        read, is_item = cast("ast.AST | None", None), last_name(call.func) == "item"
+        if is_item and isinstance(call.func, ast.Attribute):
+            read = call.func.value
         elif script.names.resolve(call.func) == "float" and len(call.args) == 1:
             read = call.args[0]
         while isinstance(read, ast.Call) and isinstance(read.func, ast.Attribute):  # loss.detach().cpu().item()
             read = read.func.value
         if isinstance(read, ast.Attribute) and read.attr == "data":
             read = read.value
-        if isinstance(read, ast.Name) and read.id in names:
+        if isinstance(read, ast.Name) and (read.id == backward.loss.id or (is_item and is_loss(read))):
             yield call
-
-
-def _same(loop: ast.stmt, loss: str) -> set[str]:
-    """Return the names of a loss: that from which apex has scaled it, and those of what is made of it alone."""
-    names = {loss}
-    for node in ast.walk(loop):
-        if isinstance(node, ast.withitem) and isinstance(node.context_expr, ast.Call) and node.optional_vars:
-            call = node.context_expr
-            if last_name(call.func) == "scale_loss" and ast.unparse(node.optional_vars) == loss and call.args:
-                names |= {call.args[0].id} if isinstance(call.args[0], ast.Name) else set()
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            made = node.value.args if isinstance(node.value, ast.Call) else [node.value]
-            if len(made) == 1 and isinstance(made[0], ast.Name) and made[0].id in names:
-                names.add(node.targets[0].id)
-    return names
 
 
 def _guarded(script: Script, call: ast.Call, loop: ast.stmt) -> bool:
@@ -85,9 +69,9 @@ def _guarded(script: Script, call: ast.Call, loop: ast.stmt) -> bool:
 RULE = Rule(
     code="ACC314",
     name="item-each-step",
-    about="`loss.item()` or `float(loss)` in each training step. The host waits until the device has computed the "
-    "loss, and launches nothing meanwhile. Small models lose much by it. Reads under a condition, and those by which a "
-    "loop ends, are not found.",
+    about="`loss.item()`, also of a part of the loss, or `float(loss)`, in each training step. The host waits until "
+    "the device has computed it, and launches nothing meanwhile. Small models lose much by it. Reads under a "
+    "condition, and those by which a loop ends, are not found.",
     check=_check,
     found="""
         import torch

@@ -13,14 +13,14 @@ from accelcore_lint.script import Script, last_name
 def _check(script: Script) -> Iterator[Mark]:
     if not any("lr_scheduler." in name for _, name in script.calls(bool)):
         return  # an object of the same name may be anything
-    trains: set[ast.AST] = {flow.node for flow in flows(script) if flow.of(STEP)}
+    trains: set[ast.AST | None] = {None} | {flow.node for flow in flows(script) if flow.of(STEP)}
     schedules: set[ast.AST] = {flow.node for flow in flows(script) if flow.of(SCHEDULE)}
     for flow in flows(script):
         if not flow.foreign:
             yield from _in_flow(flow, trains, schedules)
 
 
-def _in_flow(flow: Flow, trains: set[ast.AST], schedules: set[ast.AST]) -> Iterator[Mark]:
+def _in_flow(flow: Flow, trains: set[ast.AST | None], schedules: set[ast.AST]) -> Iterator[Mark]:
     steps = [
         event for event in flow.events if event.kind == STEP or (event.kind == HELPER and event.function in trains)
     ]

@@ -13,7 +13,8 @@ _CLASSES = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed
 
 def _check(script: Script) -> Iterator[Mark]:
     # Whoever gets the sampler, or its loader, may call it; in a script that trains no epochs, another module does.
-    if "set_epoch" in script.text or not any(_trains_epochs(loop) for loop in script.all(ast.For)):
+    loops: list[ast.For | ast.While] = [*script.all(ast.For), *script.all(ast.While)]
+    if "set_epoch" in script.text or not any(map(_trains_epochs, loops)):
         return
     samplers = [call for call, _ in script.calls(lambda name: name in _CLASSES) if _shuffles(call)]
     evaluates = [call for call in samplers if _evaluates(script, call)]
@@ -26,13 +27,15 @@ def _check(script: Script) -> Iterator[Mark]:
             )
 
 
-def _trains_epochs(loop: ast.For) -> bool:
+def _trains_epochs(loop: ast.For | ast.While) -> bool:
     """Return whether a loop is over epochs, with training in it or in what it calls."""
+    inner = [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.For)]
+    if isinstance(loop, ast.While):  # until a number of steps, by rounds over a loader
+        return any(_calls_backward(node) and "loader" in ast.unparse(node.iter).lower() for node in inner)
     if "epoch" in ast.unparse(loop.target).lower():
         return any(isinstance(node, ast.Call) for node in ast.walk(loop))
     repeats = isinstance(loop.iter, ast.Call) and last_name(loop.iter.func) == "range"
-    inner = [node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.For)]
-    return repeats and any(_calls_backward(node) for node in inner)
+    return repeats and any(map(_calls_backward, inner))
 
 
 def _calls_backward(loop: ast.For) -> bool:
