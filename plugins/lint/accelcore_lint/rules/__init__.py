@@ -7,6 +7,7 @@ from accelcore_lint.rules import (
     around_wrapper,
     autocast_backward,
     backend_settings,
+    beside_trainer,
     data_parallel,
     device_choice,
     device_draw,
@@ -72,6 +73,7 @@ _MODULES = (
     autocast_backward,
     scaler_bf16,
     item_each_step,
+    beside_trainer,
 )
 
 RULES: dict[str, Rule] = {module.RULE.code: module.RULE for module in _MODULES}

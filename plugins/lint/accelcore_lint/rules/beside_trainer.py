@@ -1,0 +1,125 @@
+"""Parts of a training loop that the script repeats beside accelcore's trainer, which does them itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from accelcore_lint.kinds import is_scaler
+from accelcore_lint.names import Function
+from accelcore_lint.rule import Mark, Rule
+from accelcore_lint.script import Script, argument, last_name
+
+_SCHEDULERS = "torch.optim.lr_scheduler."
+_NOTHING = "This does nothing, or raises an error: after trainer(batch) the gradients are used and cleared."
+
+
+def _check(script: Script) -> Iterator[Mark]:
+    if "accelcore" not in script.text:
+        return
+    for made in script.all(ast.Call):
+        assigned = script.names.parents.get(made)
+        if isinstance(assigned, ast.Assign) and isinstance(made.func, ast.Attribute) and made.func.attr == "trainer":
+            model, optimizer = (argument(made, *of) for of in (("model", 0), ("optimizer", 1)))
+            if isinstance(model, ast.Name | ast.Attribute) and isinstance(optimizer, ast.Name | ast.Attribute):
+                trainer = ast.unparse(assigned.targets[0])
+                yield from _in_loops(script, trainer, ast.unparse(model), ast.unparse(optimizer))
+                yield from _scaled(script, trainer, argument(made, "loss"))
+                yield from _unknown_scheduler(script, made, trainer, ast.unparse(optimizer))
+
+
+def _in_loops(script: Script, trainer: str, model: str, optimizer: str) -> Iterator[Mark]:
+    instead = {
+        f"{optimizer}.zero_grad": (_NOTHING, "Remove it: each window begins without gradients."),
+        f"{model}.zero_grad": (_NOTHING, "Remove it: each window begins without gradients."),
+        f"{optimizer}.step": (_NOTHING, f"Remove it; after {trainer}.backward(loss), call {trainer}.update()."),
+    }
+    marked = set()
+    for loop in (*script.all(ast.For), *script.all(ast.While)):
+        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        if not any(ast.unparse(call.func) in (trainer, f"{trainer}.backward") for call in calls):
+            continue
+        for call in calls:
+            found = instead.get(ast.unparse(call.func))
+            if (
+                "clip_grad" in last_name(call.func)
+                and call.args
+                and ast.unparse(call.args[0]) == f"{model}.parameters()"
+            ):
+                found = (
+                    "This does not clip the gradients of the trainer's update.",
+                    "Give accel.trainer() clip_norm=1.0, or a function as clip=.",
+                )
+            if found is not None and call not in marked:
+                marked.add(call)
+                yield Mark(call, *found)
+
+
+def _scaled(script: Script, trainer: str, loss: ast.expr | None) -> Iterator[Mark]:
+    """Find a loss that the script scales, in the trainer's loss function or where it calls the trainer's backward."""
+    name = last_name(loss) if loss is not None else ""
+    places: list[ast.AST] = [function for function in script.functions() if function.name == name]
+    places += [loss] if isinstance(loss, ast.Lambda) else []
+    places += [call for call in script.all(ast.Call) if ast.unparse(call.func) == f"{trainer}.backward"]
+    for call in (node for place in places for node in ast.walk(place) if isinstance(node, ast.Call)):
+        if (
+            isinstance(call.func, ast.Attribute)
+            and call.func.attr == "scale"
+            and is_scaler(script.names, call.func.value)
+        ):
+            yield Mark(
+                call,
+                "The trainer does not unscale this loss: the gradients stay multiplied by the scale.",
+                'Give it the plain loss; accel.trainer(precision="fp16") has a loss scale of its own.',
+            )
+
+
+def _unknown_scheduler(script: Script, made: ast.Call, trainer: str, optimizer: str) -> Iterator[Mark]:
+    keywords = {keyword.arg for keyword in made.keywords}
+    if None in keywords or "scheduler" in keywords or f"{trainer}.save" not in script.text or "extra=" in script.text:
+        return
+    for call, _ in script.calls(lambda name: name.startswith(_SCHEDULERS)):
+        of = argument(call, "optimizer", 0)
+        if of is not None and ast.unparse(of) == optimizer and _function(script, call) is _function(script, made):
+            yield Mark(
+                call,
+                "The trainer does not know this scheduler: no checkpoint has its state, and a resumed run starts it "
+                "again.",
+                'Write accel.trainer(..., scheduler=scheduler), and schedule_by="script" if the script steps it.',
+            )
+
+
+def _function(script: Script, node: ast.AST) -> ast.AST | None:
+    return next(script.inside(node, Function), None)
+
+
+RULE = Rule(
+    code="ACC315",
+    name="beside-trainer",
+    about="What accelcore's trainer does itself, and the script does once more beside it: `zero_grad()`, "
+    "`optimizer.step()`, `clip_grad_norm_` or `scaler.scale(loss)`. Or a scheduler that the trainer was not given, so "
+    "that its checkpoints lack it. The trainer, its model and its optimizer must have names in the same script.",
+    check=_check,
+    found="""
+        import accelcore
+        import torch
+
+        def main(model, loader, loss):
+            accel = accelcore.select()
+            optimizer = accel.optimizers.create("adamw", model.parameters())
+            trainer = accel.trainer(model, optimizer, loss=loss)
+            for batch in trainer.batches(loader):
+                trainer(batch)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    """,
+    clean="""
+        import accelcore
+
+        def main(model, loader, loss):
+            accel = accelcore.select()
+            optimizer = accel.optimizers.create("adamw", model.parameters())
+            trainer = accel.trainer(model, optimizer, loss=loss, clip_norm=1.0)
+            for batch in trainer.batches(loader):
+                trainer(batch)
+    """,
+)

@@ -1,0 +1,69 @@
+"""What a script does beside accelcore's trainer, which does it itself."""
+
+from __future__ import annotations
+
+import pytest
+from accelcore_lint.lint import check
+
+SCRIPT = """
+import accelcore
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import StepLR
+
+accel = accelcore.select()
+o = accel.optimizers.create("sgd", net.parameters())
+{before}
+t = accel.trainer(net, o, loss={loss}{options})
+for b in t.batches(loader):
+    t(b)
+    {line}
+    t.save("x")
+"""
+
+
+def marked(line="pass", before="", options="", loss="f"):
+    """Return the lines that the rule marks in a script."""
+    text = SCRIPT.format(line=line, before=before, options=options, loss=loss)
+    return {text.splitlines()[each.line - 1].strip() for each in check(text) if each.code == "ACC315"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "o.zero_grad()",
+        "net.zero_grad()",
+        "o.step()",
+        "clip_grad_norm_(net.parameters(), 1.0)",
+        "t.backward(scaler.scale(f(net, b)))",
+    ],
+)
+def test_what_the_trainer_does_itself_is_found_in_its_loop(line):
+    assert marked(line) == {line}
+    assert not marked(before=line if "t." not in line else "")  # before the trainer is made
+
+
+def test_a_scaled_loss_of_the_trainer_is_found():
+    assert marked(loss="lambda m, b: scaler.scale(f(m, b))")
+    scaled = "def f(m, b): return t.scaler.scale(m(b))"
+    assert marked(before=scaled) == {scaled}
+    assert not marked(before=scaled, loss="g")
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "found"),
+    [
+        ("", "s.step()", True),
+        (", scheduler=s", "pass", False),
+        (", **options", "s.step()", False),
+        ("", "t.save('x', extra={'scheduler': s.state_dict()})", False),
+    ],
+)
+def test_a_scheduler_that_the_trainer_is_not_given_is_found(options, line, found):
+    assert marked(line, before="s = StepLR(o, 1)", options=options) == ({"s = StepLR(o, 1)"} if found else set())
+    assert not marked(before="def other(o): return StepLR(o, 1)")
+
+
+@pytest.mark.parametrize("line", ["p.zero_grad()", "p.step()", "clip_grad_norm_(other.parameters(), 1.0)"])
+def test_other_models_and_optimizers_are_not_found(line):
+    assert not marked(line)
+    assert not marked(line, before="s = StepLR(p, 1)")
