@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 
 from accelcore_lint.kinds import is_scaler
-from accelcore_lint.names import Function
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, last_name
 
@@ -90,7 +89,7 @@ def _unknown_scheduler(script: Script, made: ast.Call, trainer: str, optimizer: 
 
 
 def _function(script: Script, node: ast.AST) -> ast.AST | None:
-    return next(script.inside(node, Function), None)
+    return next(script.inside(node, (ast.FunctionDef, ast.AsyncFunctionDef)), None)
 
 
 RULE = Rule(
