@@ -27,6 +27,7 @@ _TRIANGLE: Any = torch.tril
 _LAYER_NORM: Any = torch.nn.functional.layer_norm
 _NARROW_COPY: Any = partial(torch.narrow_copy, dim=1, start=0, length=3)
 _AVG_POOL: Any = partial(torch._C._nn.avg_pool3d, kernel_size=2)
+_EMBEDDING_BAG: Any = torch.nn.functional.embedding_bag
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
 _FAR_APART = (6.0, 2.0**-126)  # the quotient is too large for fp32
@@ -190,6 +191,13 @@ def dense_out() -> bool:
         if bool(memory[..., 1].eq(77).all()):
             return False
     return True
+
+
+def counted_embedding() -> bool:
+    """Check if the gradient of a row that occurs once is halved because another one occurs twice."""
+    table, rows, bag = torch.ones(4, 1, requires_grad=True), torch.tensor([1, 1, 3]), torch.tensor([0])
+    _EMBEDDING_BAG(rows, table, bag, mode="sum", scale_grad_by_freq=True).sum().backward()
+    return table.grad is not None and float(table.grad[3]) == 0.5
 
 
 def gelu_of_infinity() -> bool | None:

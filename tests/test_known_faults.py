@@ -44,7 +44,7 @@ PROBES = dict(
             fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.layer_norm_sums,
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
             fault_probes.narrow_convolution, fault_probes.gelu_out, fault_probes.grouped_variance,
-            fault_probes.triangular_out, fault_probes.dense_out,
+            fault_probes.triangular_out, fault_probes.dense_out, fault_probes.counted_embedding,
         ),
         strict=True,
     )

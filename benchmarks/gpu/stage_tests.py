@@ -19,10 +19,13 @@ __all__ = ["read_report", "run"]
 
 _ENDING = 20.0
 """Seconds that pytest gets to write its report when it is interrupted."""
-_ONLY_OURS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-"""Plugins that happen to be installed there may warn, and warnings are errors in the tests."""
-_PROCESSES = 6
-"""Processes that share the GPU: most of a test's time is compilation on the host."""
+_ENVIRONMENT = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins that happen to be installed may warn: an error in the tests
+    "OMP_NUM_THREADS": "1",  # in each of the processes below
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+_MOST_PROCESSES = 14
+"""Processes that share the GPU: most of a test's time is that of the host."""
 
 
 def run(device: Device, deadline: Deadline) -> Findings:
@@ -34,7 +37,7 @@ def run(device: Device, deadline: Deadline) -> Findings:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        child = subprocess.Popen([*command, f"--junit-xml={report}"], cwd=ROOT, env={**os.environ, **_ONLY_OURS})
+        child = subprocess.Popen([*command, f"--junit-xml={report}"], cwd=ROOT, env={**os.environ, **_ENVIRONMENT})
         over = ""
         try:
             child.wait(timeout=max(1.0, deadline.left - _ENDING))
@@ -58,7 +61,8 @@ def _processes(device: Device) -> list[str]:
     """Return pytest's options for several processes, if pytest-xdist is installed and there is a GPU to share."""
     if not device.cuda or find_spec("xdist") is None:
         return []
-    return ["-p", "xdist.plugin", "-n", str(_PROCESSES), "--dist", "worksteal"]
+    processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - 2))
+    return ["-p", "xdist.plugin", "-n", str(processes), "--dist", "worksteal"]
 
 
 def read_report(path: Path) -> tuple[dict[str, int], list[str]]:

@@ -21,6 +21,14 @@ with sdpa_kernel([getattr(SDPBackend, sys.argv[1]), SDPBackend.MATH]):
 torch.cuda.synchronize()
 """
 
+# In a process of its own, because the kernel writes behind its buffer.
+_LAYER_NORM = """
+import torch
+rows = torch.ones(70000, 2, 2, device="cuda", requires_grad=True)
+weight = torch.ones(2, 2, device="cuda", requires_grad=True)
+torch.nn.functional.layer_norm(rows, (2, 2), weight, weight).sum().backward()
+"""
+
 _ROWS, _WIDTH = 32768, 1024  # large enough for inductor to mix the orders of its reductions
 
 
@@ -52,11 +60,13 @@ def pooled_gradient() -> bool:
     return not torch.allclose(*gradients)
 
 
-def pooled_out() -> bool:
-    """Check if an average that is given `out=` with gaps writes into the gaps."""
+def out_with_gaps() -> bool:
+    """Check if an average and drawn numbers that are given `out=` with gaps are written into the gaps."""
     memory = torch.full((1, 1, 2, 2, 2), 77.0, device="cuda")
     torch._C._nn.avg_pool2d(torch.ones(1, 1, 4, 4, device="cuda"), 2, out=memory[..., 1])
-    return bool((memory[..., 0] != 77).any())
+    drawn = torch.full((2, 4, 2), 77, device="cuda")
+    torch.multinomial(torch.ones(2, 4, device="cuda"), 4, out=drawn[..., 1])
+    return bool((memory[..., 0] != 77).any()) and bool((drawn[..., 0] != 77).any())
 
 
 def running_statistics() -> bool:
@@ -76,6 +86,35 @@ def renormed_embedding() -> bool:
     return not torch.allclose(*rows)
 
 
+def scans() -> bool:
+    """Check if a sum of ones in bf16 stands still along the first dimension."""
+    ones = torch.ones(4096, 3, device="cuda", dtype=torch.bfloat16)
+    return float(ones.cumsum(0)[-1, 0]) < 2048 and float(ones.logcumsumexp(0)[-1, 0]) < 8
+
+
+def copied_negative() -> bool:
+    """Check if a copy of a view that is negative by a mark has the opposite sign, in both directions."""
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    copies = [
+        torch.empty(2).copy_(numbers.cuda().conj().imag),
+        torch.empty(2, device="cuda").copy_(numbers.conj().imag).cpu(),
+    ]
+    return all(each.tolist() == [2.0, -4.0] for each in copies)
+
+
+def eigenvalues() -> bool:
+    """Check if eigenvalues of a matrix whose columns are contiguous overwrite it."""
+    matrix = torch.arange(9.0, device="cuda").reshape(3, 3).t()
+    before = matrix.clone()
+    torch.linalg.eigvals(matrix)
+    return not torch.equal(matrix, before)
+
+
+def layer_norm_of_planes() -> bool:
+    """Check if the gradient of a weight of two dimensions over many rows has another shape."""
+    return _fails(_LAYER_NORM, because="invalid gradient")
+
+
 def flash_attention() -> bool:
     """Check if flash attention fails on tensors that begin 8 bytes behind a multiple of 16."""
     return _misaligned("FLASH_ATTENTION")
@@ -87,9 +126,12 @@ def efficient_attention() -> bool:
 
 
 def _misaligned(kernel: str) -> bool:
-    command = [sys.executable, "-c", _ATTENTION, kernel]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    misaligned = "misaligned address" in done.stderr
-    if done.returncode and not misaligned:
+    return _fails(_ATTENTION, kernel, because="misaligned address")
+
+
+def _fails(script: str, *arguments: str, because: str) -> bool:
+    """Return whether a script ends with this error. Another error is raised."""
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+    if done.returncode and because not in done.stderr:
         raise RuntimeError(done.stderr)
-    return misaligned
+    return bool(done.returncode)

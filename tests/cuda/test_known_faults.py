@@ -6,13 +6,17 @@ import pytest
 from accelcore_cuda.known_faults import KNOWN_FAULTS
 
 from tests.cuda.fault_probes import (
+    copied_negative,
     efficient_attention,
+    eigenvalues,
     flash_attention,
+    layer_norm_of_planes,
     mix_order_reduction,
+    out_with_gaps,
     pooled_gradient,
-    pooled_out,
     renormed_embedding,
     running_statistics,
+    scans,
 )
 
 PROBES = dict(
@@ -21,9 +25,13 @@ PROBES = dict(
         (
             mix_order_reduction,
             pooled_gradient,
-            pooled_out,
+            out_with_gaps,
             running_statistics,
             renormed_embedding,
+            scans,
+            copied_negative,
+            eigenvalues,
+            layer_norm_of_planes,
             flash_attention,
             efficient_attention,
         ),

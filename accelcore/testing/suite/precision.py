@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -44,7 +45,9 @@ def _in_recurrence(a: Tensor, b: Tensor) -> Tensor:
     """Multiply two matrices of a product without negative elements as a recurrent layer."""
     zeros = torch.zeros(1, a.shape[0], b.shape[1], device=a.device)
     options = False, 1, 0.0, False, False, False  # no biases, one layer, no dropout, evaluation, one way, time first
-    found: Tensor = torch.rnn_relu(a[None], zeros, [b.t().contiguous(), zeros[0, : b.shape[1]]], *options)[0][0]
+    with warnings.catch_warnings():  # cuDNN warns that weights lie apart
+        warnings.simplefilter("ignore")
+        found: Tensor = torch.rnn_relu(a[None], zeros, [b.t().contiguous(), zeros[0, : b.shape[1]]], *options)[0][0]
     return found
 
 

@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from accelcore.known_faults import KnownFault
+from accelcore import Backend
+from accelcore.devices.plugins import find
+from accelcore.known_faults import TORCH_FAULTS, KnownFault
 
 _REFUSES = re.compile(
     r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
@@ -49,6 +51,13 @@ class Found:
         if fault is not None:
             self.seen[f"not run, because then the device is unusable: {fault}"] = None
         return fault is not None
+
+
+def known_faults(accel: Backend) -> list[KnownFault]:
+    """Return the known bugs that a backend meets in the installed versions: torch's own too where the host computes."""
+    plugin, on_host = find(accel.name), accel.device.type == "cpu"  # an emulation has kernels of its own
+    faults = [*(() if plugin is None else plugin.faults), *(TORCH_FAULTS if on_host else ())]
+    return [fault for fault in faults if fault.applies]
 
 
 def is_refusal(error: Exception) -> bool:

@@ -21,7 +21,16 @@ from accelcore.testing.support.coverage import (
 from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
 from accelcore.testing.support.effects import beyond_sizes, from_behind, with_effect
 from accelcore.testing.support.layouts import LAYOUTS, MIXED, cropped, mapped, tensors
-from accelcore.testing.support.samples import CONVERTS, DECIDED, NOT_UNIQUE, READS_MEMORY, ROUGH, needs_lapack, samples
+from accelcore.testing.support.samples import (
+    CONVERTS,
+    DECIDED,
+    NOT_UNIQUE,
+    READS_MEMORY,
+    ROUGH,
+    defines_infinities,
+    needs_lapack,
+    samples,
+)
 from accelcore.testing.support.values import (
     multiplied,
     with_ends,
@@ -103,9 +112,9 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         if (name in DECIDED or arguments[1].get("stable")) and (changed := with_equal_numbers(arguments)) is not None:
             yield Rare(info, dtype, changed, EQUAL)
     yield from _with_frozen_inputs(info, dtype, every)
-    if dtype == torch.float32 and not any(each in name for each in _COUNTS_UP):
+    if dtype == torch.float32 and defines_infinities(name) and not any(each in name for each in _COUNTS_UP):
         yield from _of_numbers(info, every)
-    if dtype == torch.float32 and not (chosen or needs_lapack(info)):
+    if dtype == torch.float32 and defines_infinities(name) and not (chosen or needs_lapack(info)):
         given = arguments_of(max(every, key=_elements))
         for changed in with_nans(info.op, sorted(options, key=_most_options, reverse=True)):
             yield Rare(info, dtype, changed, "with NaN")

@@ -117,7 +117,7 @@ def compare_rows(
     device: torch.device, name: str, dtypes: Sequence[torch.dtype], faults: Sequence[KnownFault] = ()
 ) -> Found:
     """Compare an operator of `ROWS` with float64 on the CPU."""
-    found = Found([fault for fault in faults if fault.applies])
+    found = Found(faults)
     generator = torch.Generator().manual_seed(5)
     for length in _LENGTHS:
         numbers = torch.randn(3, length, generator=generator)
@@ -125,7 +125,9 @@ def compare_rows(
             rows = numbers.abs() if length == _OF_LOW[-1] and dtype != torch.float32 else numbers
             rows = ((2 * rows).round() if name in _ORDERED else rows).to(dtype)
             for form, op, given in _forms(name, rows):
-                leaves = tuple(each.clone().requires_grad_() for each in given)
+                # Of equal numbers a gradient is a sum, which a device may add up in the low precision.
+                differentiable = name not in _ORDERED or dtype == torch.float32
+                leaves = tuple(each.clone().requires_grad_(differentiable) for each in given)
                 where = f"of {form} of {length}"
                 called, what = (f"{name} {where}", EQUAL) if name in _ORDERED else (name, where)
                 Case(found, device, called, _OfRows(op), dtype, (leaves, {}), what, False).run()

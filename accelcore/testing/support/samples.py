@@ -68,6 +68,12 @@ UNIQUE_INDICES = ("index_copy", "scatter")
 ORDERED = (*("sort", "topk", "argsort", "argmax", "max.reduction_with_dim", "median", "nn.functional.max_pool2d"),)
 """Operators that choose by order, whose result is not unique if elements are equal."""
 
+TIED = {"argsort": "result 0", **dict.fromkeys(("sort", "topk", "median", "nanmedian", "kthvalue", "mode"), "result 1")}
+"""Which result is the index of any of the numbers that are equal, unless `stable=True`, by operator."""
+
+_OPEN = ("fft.", "polynomial", "unpool", "rms_norm", "cdist", "masked.median")
+_WHOLE = ("byte", "char", "short", "int", "long")
+
 DECIDED = ("searchsorted", "bucketize", "cummax", "cummin", "isin", "heaviside", "unique", "unique_consecutive")
 """Operators whose result is defined, and an index or a step, if numbers are equal."""
 
@@ -120,6 +126,14 @@ ROUGH = (
 )
 """Operators that overflow or lose digits inside, on the CPU, too: compared in fp32, with a wider tolerance."""
 
+_ROUNDED_OFTEN = ("logcumsumexp", "nn.functional.scaled_dot_product_attention")
+"""Operators whose fastest kernels round several times more often than those of the CPU, also in fp32."""
+_WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
+_OFTEN = 4  # times the usual limits
+
+WRONG_ON_HOST = {"nn.functional.embedding_bag": "scale_grad_by_freq"}
+"""Options with which torch's kernel on the CPU is wrong, by operator."""
+
 FRAGILE = (
     *("_segment_reduce.lengths", "_segment_reduce.offsets", "nn.functional.pdist", "sgn"),
     *("native_batch_norm", "_native_batch_norm_legit"),  # without elements
@@ -144,6 +158,16 @@ def operators() -> dict[str, Any]:
     return {".".join(filter(None, (info.name, info.variant_test_name))): info for info in op_db}
 
 
+def tolerance(name: str, *, many: bool) -> int:
+    """Return how many times the usual limits an operator may differ, on many elements or not."""
+    return _WIDER if many or name in ROUGH else _OFTEN if name.startswith(_ROUNDED_OFTEN) else 1
+
+
+def defines_infinities(name: str) -> bool:
+    """Return whether it is defined what an operator makes of infinities, NaN, and numbers beyond whole numbers."""
+    return name not in _WHOLE and not any(each in name for each in _OPEN)
+
+
 def needs_lapack(info: Any) -> bool:
     """Return whether an operator decomposes matrices by LAPACK, which may crash the process if they are not finite."""
     from torch.testing._internal.common_device_type import skipCPUIfNoLapack
@@ -164,8 +188,16 @@ def samples(info: Any, dtype: torch.dtype, *, differentiable: bool = True) -> li
         # Not info.sample_inputs, which inspects the stack for each sample.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some samples are made by what torch calls deprecated
-            every = list(islice(info.sample_inputs_func(info, "cpu", dtype, gradients), _MOST_MADE))
+            made = islice(info.sample_inputs_func(info, "cpu", dtype, gradients), _MOST_MADE)
+            every = [each for each in made if not _leaves_the_host(each)]
         # By chance, because options change in a fixed order.
         return [every[n] for n in sorted(random.sample(range(len(every)), min(len(every), _MOST)))]
     finally:
         random.setstate(state)
+
+
+def _leaves_the_host(sample: Any) -> bool:
+    """Return whether a sample names a device, which torch's do where it finds a GPU."""
+    named = sample.kwargs.get("device")
+    given = [*sample.args, *([torch.device(named)] if named else [])]
+    return any(isinstance(each, torch.device) and each.type != "cpu" for each in given)

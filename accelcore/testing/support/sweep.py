@@ -42,6 +42,7 @@ from accelcore.testing.support.samples import (
     SAMPLED,
     UNIQUE_INDICES,
     UNWRITTEN,
+    defines_infinities,
     operators,
     samples,
 )
@@ -81,7 +82,7 @@ def compare(
         count: how many of its samples to run in each dtype; twice as many in fp32, and one of whole numbers.
         faults: the device's known bugs.
     """
-    found, known = Found([fault for fault in faults if fault.applies]), info.supported_dtypes("cpu")
+    found, known = Found(faults), info.supported_dtypes("cpu")
     kind = type(info).__name__
     binary = kind == "BinaryUfuncInfo"
     elementwise = binary or kind == "UnaryUfuncInfo"
@@ -142,7 +143,8 @@ def compare(
                 if info.supports_gradgrad:
                     given = arguments_of(every[0])
                     Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
-            if name not in ROUGH and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
+            finite = name in ROUGH or not defines_infinities(name)
+            if not finite and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
                 plane = arguments_of(max(every, key=_is_plane))
                 weighted = map(arguments_of, sorted(every, key=_weight, reverse=True))
                 changes = [(what, with_infinity(plane, infinity)) for what, infinity in INFINITE.items()]
@@ -160,7 +162,7 @@ def compare(
 
 def compare_options(device: torch.device, names: Sequence[str], faults: Sequence[KnownFault] = ()) -> Found:
     """Compare operators, each in one dtype, on samples that show each of their options; see `compare`."""
-    found = Found([fault for fault in faults if fault.applies])
+    found = Found(faults)
     for name in names:
         info = operators()[name]
         known = info.supported_dtypes("cpu")

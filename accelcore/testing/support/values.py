@@ -201,7 +201,9 @@ def with_negative_indices(arguments: Any) -> Any:
     least = min(first.shape, default=1)
 
     def change(value: Tensor, _: int) -> Tensor:
-        return -1 - value % least if value.dtype == torch.int64 and value.data_ptr() != first.data_ptr() else value
+        if value.dtype != torch.int64 or value.data_ptr() == first.data_ptr():
+            return value
+        return -1 - torch.arange(value.numel()).view(value.shape) % least  # not twice the same, if there are enough
 
     return changed_tensors(arguments, change)
 
