@@ -41,7 +41,8 @@ class AccelError(Exception):
         self.what = what
         self.why = why
         self.available = available
-        self.remedy = remedy or ("choose one of those" if available else "")
+        are_many = any(between in available for between in (",", ";", " or "))
+        self.remedy = remedy or ("choose one of those" if are_many else f"choose {available}" if available else "")
         parts = [what]
         for label, text in (("why", why), ("available", available), ("what to do", self.remedy)):
             if text:

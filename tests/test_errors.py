@@ -49,7 +49,7 @@ def test_the_message_says_what_why_what_is_available_and_what_to_do_in_this_orde
     [
         ({}, "it broke"),
         ({"why": "it fell"}, "it broke\n  why: it fell"),
-        ({"available": "glue"}, "it broke\n  available: glue\n  what to do: choose one of those"),
+        ({"available": "glue"}, "it broke\n  available: glue\n  what to do: choose glue"),
         ({"why": "it fell", "remedy": "mend it"}, "it broke\n  why: it fell\n  what to do: mend it"),
     ],
 )

@@ -3,7 +3,7 @@
     request = "auto" | choice {"," choice}
     choice  = name [":" index]            name: a-z, then a-z 0-9 _;  index: no sign, no leading zero
 
-ASCII only. Letter case and blanks around the whole are ignored. An empty variable counts as unset, because a shell or
+ASCII only. Letter case and blanks around a choice are ignored. An empty variable counts as unset, because a shell or
 a manifest has no other way to unset it; an invalid value raises.
 """
 
@@ -38,7 +38,7 @@ def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
         raise ConfigurationError(
             f"{source} is {kind_of(text)}, not a string", available=_GRAMMAR, remedy="give a string"
         )
-    request = text.strip(" \t").lower() if text.isascii() else text
+    request = ",".join(part.strip(" \t") for part in text.lower().split(",")) if text.isascii() else text
     if fault := _fault(request):
         raise ConfigurationError(
             f"{source}={shown(text)} is not a device",
@@ -58,7 +58,7 @@ def _fault(request: str) -> str:
     parts = request.split(",")
     for part in parts:
         if not _CHOICE.fullmatch(part):
-            return f"{shown(part)} is neither NAME nor NAME:INDEX" + " (it has a blank)" * (part != part.strip())
+            return f"{shown(part)} is neither NAME nor NAME:INDEX"
         if part.split(":")[0] == "auto" and request != "auto":
             return "auto stands alone: it takes no index and cannot be in a list"
     return "it names a device twice" if len(set(parts)) < len(parts) else ""

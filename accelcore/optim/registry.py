@@ -225,11 +225,14 @@ class Optimizers:
         for route, choice in zip(self._routes[request.name], choices, strict=True):
             if choice.chosen:
                 return route
+        by = "for shards of the parameters" if request.sharded else f"by route {request.route!r}"
+        remedy = "change the options named above" + ("" if request.route == "auto" else ", or use route='auto'")
         raise UnsupportedError(
-            f"optimizer {request.name!r} cannot be made by route {request.route!r}",
-            why="; ".join(f"{choice.route}: {choice.reason}" for choice in choices),
-            available=", ".join(choice.route for choice in choices),
-            remedy="change the options named above" + ("" if request.route == "auto" else ", or use route='auto'"),
+            f"optimizer {request.name!r} cannot be made {by}",
+            why="; ".join(f"{each.route}: {each.reason}" for each in choices if request.route in ("auto", each.route)),
+            remedy='use parallel="zero1", or an optimizer that treats each element alike, such as "adamw"'
+            if request.sharded
+            else remedy,
         )
 
     def _known(self, asked: str | type[torch.optim.Optimizer]) -> str:
@@ -250,13 +253,20 @@ class Optimizers:
 
     def _explain(self, request: Request) -> tuple[ExplainedRoute, ...]:
         """Return every route, best first, and whether it is chosen for this request. At most one is."""
+        names = [route.name for route in self._routes[request.name]]
         switch = next((switch for switch in ("fused", "foreach") if switch in request.options), None)
         if switch is not None:
             raise UnsupportedError(
                 f"optimizer {request.name!r} cannot be made with {switch}=",
                 why="route= chooses the implementation",
-                available=", ".join(route.name for route in self._routes[request.name]),
+                available=", ".join(names),
                 remedy=f"remove {switch}= for the fastest route, or name the route",
+            )
+        if request.route not in ("auto", *names):
+            raise UnsupportedError(
+                f"optimizer {request.name!r} has no route {request.route!r} here",
+                available=", ".join(names),
+                remedy=did_you_mean(str(request.route), names, 'use route="auto", the fastest of them'),
             )
         choices: list[ExplainedRoute] = []
         chosen: str | None = None

@@ -109,6 +109,7 @@ class Policy(Settings):
                 raise ConfigurationError(
                     f"{name}={given!r} is not a floating-point dtype",
                     available=f"{', '.join(_FLOATS)}; each device declares which of them it supports",
+                    remedy=did_you_mean(str(given), (*_FLOATS, *_DTYPES)),
                 )
             object.__setattr__(self, name, value)
         for name in ("masters", "keep_batchnorm_fp32", "cast_boundary"):
@@ -190,7 +191,9 @@ def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | 
         raise ConfigurationError(
             f"{dtype!r} is not a dtype",
             available=f'torch.bfloat16, "bfloat16", "bf16", and so on; "{_BEST}"',
-            remedy="give one of those, or nothing for the device's own: the device need not be named",
+            remedy=did_you_mean(
+                str(dtype), (*_FLOATS, *_DTYPES), "give nothing for the device's own dtype: it need not be named"
+            ),
         )
     return None if found == torch.float32 else found
 

@@ -16,12 +16,13 @@ from typing import Any, Literal, TypeVar, cast, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedError
 from accelcore.randomness import draw_on_device, draw_on_host, draws_on_host
 from accelcore.torch_internals import pytree
 from accelcore.util.containers import moved
-from accelcore.util.text import first_line
+from accelcore.util.text import first_line, kind_of
 from accelcore.util.trial import requested_trial
 
 __all__ = ["AcceleratorRuntime", "Memory", "Runtime", "TorchRuntime", "fetch", "host_rng_state", "set_host_rng_state"]
@@ -124,6 +125,7 @@ class Runtime(ABC):
             batch: a tensor, an object with a `to` method, or dicts, lists, tuples and dataclasses of these. Others
                 in it are kept. Tensors that are already on the device are not copied.
         """
+        _refuse_loader(batch, "for batch in loader: batch = accel.runtime.to_device(batch)")
         return moved(batch, self.device)
 
     @final
@@ -132,6 +134,7 @@ class Runtime(ABC):
 
         With `streams`, transfers from pinned memory overlap other work.
         """
+        _refuse_loader(batch, "ready = accel.runtime.prefetch(batch) for one batch, and later batch = ready()")
         if not self.streams:
             moved = self.to_device(batch)
             return lambda: moved
@@ -166,6 +169,11 @@ class Runtime(ABC):
             return fetch(tensor)
         copy = tensor.detach().to("cpu", copy=True)
         return lambda: copy
+
+
+def _refuse_loader(batch: object, call: str) -> None:
+    if isinstance(batch, DataLoader | Iterator):
+        raise ConfigurationError(f"{kind_of(batch)} is not a batch", remedy=f"write: {call}")
 
 
 class TorchRuntime(Runtime):

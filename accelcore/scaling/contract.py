@@ -46,6 +46,8 @@ _INSTEAD = {
 }
 """Names of torch, apex and other libraries that no scaler has, and what stands for them."""
 
+MARK = "is_scaled"  # in the `__dict__` of a scaled loss: a trainer scales by itself, and refuses it
+
 # Called for every gradient in every step, so without a Python frame for each.
 _DTYPE, _IS_SPARSE, _GRAD = attrgetter("dtype"), attrgetter("is_sparse"), attrgetter("grad")
 
@@ -225,7 +227,7 @@ class StaticScaler(NoScaler):
         self._inverses: dict[tuple[torch.dtype, torch.device], float | Tensor] = {}
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss * self._scale
+        return marked(loss * self._scale)
 
     def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         if id(optimizer) in self._unscaled:
@@ -277,6 +279,12 @@ class StaticScaler(NoScaler):
             exact = like.dtype.itemsize >= 4
             self._inverses[key] = torch.full((), 1 / self._scale).to(like) if exact else 1 / self._scale
         return self._inverses[key]
+
+
+def marked(scaled: Tensor) -> Tensor:
+    """Note on a loss that it is scaled."""
+    scaled.__dict__[MARK] = True
+    return scaled
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

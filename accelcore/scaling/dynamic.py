@@ -29,6 +29,7 @@ from accelcore.scaling.contract import (
     check_find_bad,
     check_version,
     gradients_of,
+    marked,
     refuse_closure,
     refuse_fp16,
     step_in_kernel,
@@ -85,7 +86,7 @@ class GradScaler(LossScaler):
         self.streak: OverflowStreak = OverflowStreak()
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss * self._scale
+        return marked(loss * self._scale)
 
     def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
         progress = self._progress.get(id(optimizer))

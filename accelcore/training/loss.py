@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.scaling.contract import MARK
 from accelcore.util.text import kind_of
 
 _FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
@@ -107,9 +108,16 @@ def without_backward(loss: Tensor) -> Tensor:
 def no_loss(loss: object) -> TrainingError:
     """Return the error for a value that backward cannot start from."""
     if not isinstance(loss, Tensor):
-        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}")
+        without = ", without .item()" if isinstance(loss, float) else ""
+        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}{without}")
     if loss.numel() != 1:
         return TrainingError(f"the loss has shape {tuple(loss.shape)}, and must be a scalar", remedy="use loss.mean()")
+    if MARK in loss.__dict__:
+        return TrainingError(
+            "the loss is scaled by scaler.scale(loss)",
+            why="the trainer scales the loss and unscales the gradients itself, and would not unscale these",
+            remedy='give it the loss without scaler.scale(); precision="fp16" or loss_scale= sets a loss scale',
+        )
     if not torch.is_grad_enabled():
         return TrainingError(
             "the loss has no graph, because gradients are off where the trainer is called",

@@ -12,7 +12,7 @@ from torch import Tensor
 from accelcore.errors import DistributedError, TrainingError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.torch_fused import FusedStep
-from accelcore.scaling.contract import LossScaler
+from accelcore.scaling.contract import MARK, LossScaler
 from accelcore.training.captured import CapturedStep
 from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
@@ -144,7 +144,7 @@ class Step:
         _tell(self._listeners.loss, loss)
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or MARK in loss.__dict__:
             raise no_loss(loss)
         if weight is None and self._weight is not None:
             raise TrainingError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
+import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -62,8 +62,10 @@ class Suggests:
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a value's class with its article, `an int` or `a list`."""
+    """Return the name of a value's class with its article, `an int` or `a list`; or `None`."""
     name = type(value).__name__
+    if value is None:
+        return "None"
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
@@ -109,12 +111,13 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 class Settings:
-    """Base of dataclasses of settings. Their constructors raise ConfigurationError for an unknown name."""
+    """Base of classes whose constructors raise ConfigurationError for a setting of an unknown name."""
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]  # of every subclass
+        parameters = inspect.signature(cls.__init__).parameters
+        known = [name for name in parameters if name != "self"]
         for name in given:
-            if name not in known:
+            if name not in known and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
                 raise ConfigurationError(
                     f"{cls.__name__} has no setting {name!r}",
                     available=", ".join(known),

@@ -28,7 +28,7 @@ def said(wish):
 @given(wish=wishes, capitals=st.integers(0), left=st.text(" \t", max_size=3), right=st.text(" \t", max_size=3))
 def test_a_request_within_the_grammar_is_read_as_it_was_said(wish, capitals, left, right):
     text = "".join(letter.upper() if capitals >> i & 1 else letter for i, letter in enumerate(said(wish)))
-    assert parse(left + text + right) == tuple(wish)
+    assert parse(left + text.replace(",", f"{right},{left}") + right) == tuple(wish)
 
 
 @pytest.mark.parametrize("text", ["auto", "AUTO", " Auto\t"])
@@ -53,8 +53,6 @@ def test_a_request_just_outside_the_grammar_makes_no_device(wish, other, data):
                 text + ",",
                 "," + text,
                 f"{text},,{other}",
-                f"{text}, {other}",
-                f"{text} ,{other}",
                 f"{text},{other}:",
                 f"{text},{other}:-1",
                 f"{text},{other}:+1",

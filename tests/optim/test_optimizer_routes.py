@@ -46,9 +46,10 @@ def test_torchs_own_switches_are_refused_because_the_route_says_it(accel, switch
         assert str(caught.value).count(f"{switch}=") == 2
 
 
-def test_a_route_that_is_not_there_is_refused_and_the_others_named(accel):
-    with pytest.raises(UnsupportedError, match="'adamax' cannot be made by route 'fused'") as caught:
-        accel.optimizers.create("adamax", [parameter()], route="fused")
+@pytest.mark.parametrize(("route", "remedy"), [("fused", 'use route="auto"'), ("forech", "did you mean 'foreach'")])
+def test_a_route_that_is_not_there_is_refused_and_the_others_named(accel, route, remedy):
+    with pytest.raises(UnsupportedError, match=f"'adamax' has no route '{route}'(.|\n)*{remedy}") as caught:
+        accel.optimizers.create("adamax", [parameter()], route=route)
     assert caught.value.available == "loop, foreach"
 
 

@@ -62,6 +62,7 @@ def test_a_loss_that_is_a_module_of_ones_own_is_none_of_torchs(accel):
     assert accel.trainer(model, sgd(model), loss=Own())(torch.ones(2, 4)).dim() == 0
 
 
+LOADER = torch.utils.data.DataLoader(torch.ones(2, 4))
 WORDS = {
     torch.float32: "fp32", "float32": "fp32", "32-true": "fp32", 32: "fp32", "no": "fp32",
     torch.bfloat16: "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16",
@@ -157,6 +158,24 @@ def test_words_of_other_libraries(accel, options, says):
     model = net()
     with pytest.raises(accelcore.AccelError, match=says):
         accel.trainer(model, sgd(model), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda accel, of: accel.runtime.prefetch(LOADER), r"DataLoader is not a batch(.|\n)*prefetch\(batch\)"),
+        (lambda accel, of: accel.runtime.to_device(iter(LOADER)), r"not a batch(.|\n)*for batch in loader"),
+        (lambda accel, of: accel.replicate(of), r"RoutedOptimizer cannot(.|\n)*accel\.replicate\(model\)"),
+        (lambda accel, of: accelcore.Log("outputs", evry=5), "'evry'(.|\n)*did you mean 'every'"),
+        (lambda accel, of: accelcore.Progress(second=1), "'second'(.|\n)*did you mean 'seconds'"),
+        (lambda accel, of: Policy(model_dtype="bf17"), "did you mean 'bf16'"),
+        (lambda accel, of: accel.autocast("bf17"), "did you mean 'bf16'"),
+        (lambda accel, of: accelcore.select("cpu:9"), "choose cpu:0"),
+    ],
+)
+def test_slips_outside_of_a_trainer_say_what_was_meant(accel, call, says):
+    with pytest.raises(accelcore.AccelError, match=says):
+        call(accel, accel.optimizers.create("sgd", net().parameters()))
 
 
 def test_optimizer_step_in_place_of_update_is_reported_at_the_next_backward(accel, caplog):

@@ -13,6 +13,8 @@ from torch import nn
 
 import accelcore
 
+SCALERS = accelcore.select("cpu").scaler
+
 
 @dataclass
 class Output:
@@ -86,7 +88,9 @@ def test_a_model_may_return_more_and_a_loss_of_ones_own_may_not(accel):
     [
         (lambda loss, logits: Output(None, logits), "labels"),
         (lambda loss, logits: {"logits": logits}, "the loss is a dict"),
-        (lambda loss, logits: 0.5, "the loss is a float"),
+        (lambda loss, logits: 0.5, r"the loss is a float(.|\n)*without \.item\(\)"),
+        (lambda loss, logits: SCALERS.create().scale(loss), r"is scaled(.|\n)*without scaler\.scale\(\)"),
+        (lambda loss, logits: SCALERS.create(init=2.0, dynamic=False).scale(loss), "is scaled"),
         (lambda loss, logits: logits, "not a scalar(.|\n)*loss= was not given"),
     ],
 )

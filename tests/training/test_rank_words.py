@@ -60,7 +60,7 @@ def test_gather_takes_lists_of_which_some_may_be_empty(job):
         assert "no rank has any rows" in none
         own = [
             *("torch.float32 of shape (1,), and torch.float16", "(1, 0), and torch.float32 of shape (1, 1)"),
-            *("a list with a float in it", "not a NoneType", "not a float", "not a generator", "not a str"),
+            *("a list with a float in it", "not None", "not a float", "not a generator", "not a str"),
         ]
         expected = own if number == 1 else ["rank 1"] * len(own)
         assert all(value in said for value, said in zip(expected, refused, strict=True)), refused

@@ -19,6 +19,7 @@ from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, check_matplotlib, draw, line_of, read_records
+from accelcore.training.trainer import Trainer
 from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole, kind_of, replace_file
 
@@ -88,6 +89,12 @@ class Log(Meter):
         self._sinks: list[Sink] = []
         self._start = perf_counter()
         atexit.register(self._close_at_exit)
+
+    def begin(self, trainer: Trainer) -> None:
+        logs = [each for each in trainer.options["observers"] if isinstance(each, Log)]
+        if any(each is not self and each._folder == self._folder for each in logs):
+            raise ConfigurationError(f"two logs have the folder {self._folder}", remedy="give each log its own folder")
+        super().begin(trainer)
 
     def loss(self, loss: Tensor) -> None:
         if self._is_main:

@@ -16,13 +16,13 @@ from accelcore.errors import ConfigurationError
 from accelcore.training.observers import Observer
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import rows
-from accelcore.util.text import is_number
+from accelcore.util.text import Settings, is_number
 from accelcore.util.trial import requested_trial
 
 _REDRAW = 0.25
 
 
-class Meter(Observer):
+class Meter(Settings, Observer):
     """Base of `Progress` and `Log`: counts rows and seconds within epochs. Only the main rank shows and writes."""
 
     _trainer: Trainer | None = None

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accelcore.backend import Backend
-from accelcore.errors import TrainingError, UnsupportedError
+from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
 from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
@@ -24,6 +24,7 @@ from accelcore.training.parallel.strategy import (
     check_no_launcher,
     check_trainable,
 )
+from accelcore.util.text import kind_of
 
 
 class DDP(Strategy):
@@ -111,6 +112,10 @@ class DDP(Strategy):
 
 def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
     """Move a module to the device, and let ranks average its gradients in backward; see `Backend.replicate`."""
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(
+            f"{kind_of(module)} cannot be replicated", remedy="give the module: net = accel.replicate(model)"
+        )
     check_trainable(module)
     collectives = backend.collectives
     if collectives.world_size == 1:

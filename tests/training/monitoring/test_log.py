@@ -45,6 +45,11 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+def test_two_logs_of_one_trainer_in_one_folder_are_refused(accel, tmp_path):
+    with pytest.raises(accelcore.ConfigurationError, match="two logs have the folder"):
+        make(accel, accelcore.Log(tmp_path), accelcore.Log(str(tmp_path)))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_line_has_the_figures_of_the_steps_since_the_last_one(accel, tmp_path, accumulate, every):

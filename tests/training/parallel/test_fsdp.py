@@ -148,7 +148,7 @@ def test_an_evaluation_in_which_a_rank_would_wait_for_others_raises_on_all(job):
         ("flat", "each rank has shards"),
         ("graph", "graph"),
         ("clip", "only this rank's shards"),
-        ("lamb", "it needs whole parameters"),
+        ("lamb", 'use parallel="zero1"'),
         ("bertadam", "it needs whole parameters"),
         ("third party", "it needs whole parameters"),
         ("offload", "cpu_offload=True cannot be combined"),
