@@ -111,7 +111,8 @@ class Decisions(cst.CSTVisitor):
                 guard = next((each for each in reversed([*around]) if isinstance(each, cst.BooleanOperation)), None)
             if guard is None and decision.retry is not None and (decision.some or self._is_only_asked(name, node)):
                 # Other methods ask an attribute, too.
-                scope = self._facts.module if "." in name else self._scope_of(node)
+                is_shared = "." in name or (name and self._passed_as(name))
+                scope = self._facts.module if is_shared else self._scope_of(node)
                 self._named[scope].append((name, rule, node, decision))
             elif guard is None:
                 self._leave(rule, node, decision)
@@ -231,7 +232,8 @@ class Decisions(cst.CSTVisitor):
         """
         if not name:
             return True
-        asks = re.compile(rf"(?<![\w.]){re.escape(name)}\b")
+        names = [re.escape(name), *(rf"(?:self\.)?{each}" for each in self._passed_as(name))]
+        asks = re.compile(rf"(?<![\w.])(?:{'|'.join(names)})\b")
         places = {scope, *([] if scope is not self._facts.module else self._scopes)}
         if any(place in places and name in names for place, names in self._left_lines):
             return False
@@ -241,6 +243,12 @@ class Decisions(cst.CSTVisitor):
             (closed, whole) for place, test, closed, whole in self._guarded if place in places and asks.search(test)
         ]
         return not any(closed if some else not whole for closed, whole in asked)
+
+    def _passed_as(self, name: str) -> set[str]:
+        """Return the parameters by which the file's functions get a name, as in `run(model, on_gpu=use_cuda)`."""
+        own = (call for call in self._facts.calls if self._facts.name(call.func) is None)
+        args = (arg for call in own for arg in call.args if text_of(arg.value) == name)
+        return {arg.keyword.value for arg in args if arg.keyword is not None}
 
     def _is_foreign(self, test: cst.BaseExpression, body: cst.CSTNode) -> bool:
         """Return whether what a condition guards uses a vendor's tools beside torch, such as an extension."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from accelcore_lint.port import uses
 from accelcore_lint.port.files import find_scripts
 from accelcore_lint.port.own_classes import (
     has_strange_moves,
@@ -18,7 +19,6 @@ from accelcore_lint.port.own_classes import (
     takes_arguments,
     torch_modules,
 )
-from accelcore_lint.port.uses import FORKS, drives_apex, flags_of_moves, functions_with, kept_questions, uses_in
 from accelcore_lint.port.vendors import DEVICES, imports_torch
 
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
@@ -50,6 +50,9 @@ _SETTING = re.compile(
 )
 """`cudnn.benchmark = value`, also one of several targets, and `setattr(cudnn, "benchmark", value)`."""
 
+_ASKED = "{} asks {} above lines for one vendor, and this run does not port that file: port them together"
+_OWN = "{} asks {} above a move of the project's own objects, which is left"
+_REST = "{} gives a function for the CPU all tensors that are not CUDA's, also those of other devices"
 _WORD = re.compile(r"\w+")
 _MEMBER = re.compile(r"\.(\w+)")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
@@ -88,7 +91,8 @@ class Known:
         meets_torch: whether the file, or one that it imports, also through others, imports torch.
         keeps_questions: the reason why its questions for a device stay, such as a library that it imports.
         device_given: whether such a file reads a device as `args.device` that no Python file of the program sets.
-        asked: flags above a vendor's lines in files that are not ported and belong to one program with it.
+        asked: flags above lines for one vendor that its program keeps, also as they are named before they are passed
+            on, and why: the file is not ported, or the lines move objects of the project's own.
         uses: what the project needs of the original's objects; the words are those of `uses_in`.
     """
 
@@ -160,12 +164,12 @@ def read_project(paths: Iterable[Path]) -> Project:
         ),
         modules=frozenset(modules),
         replaced=frozenset(name for text in texts.values() for name in _replaced(text)),
-        hiders=frozenset(name for text in texts.values() for name in functions_with(_HIDES, text)),
+        hiders=frozenset(name for text in texts.values() for name in uses.functions_with(_HIDES, text)),
         hiding=frozenset(
             name for text in texts.values() for test in _FLAGS.findall(text) for name in _MEMBER.findall(test)
         ),
-        uses=frozenset(word for text in texts.values() for word in uses_in(text))
-        | ({"apex"} if any(drives_apex(text, modules) for text in texts.values()) else set()),
+        uses=frozenset(word for text in texts.values() for word in uses.uses_in(text))
+        | ({"apex"} if any(uses.drives_apex(text, modules) for text in texts.values()) else set()),
     )
     return Project(_known_of_each(given, texts, imports, known, set(own)), known)
 
@@ -190,17 +194,23 @@ def _known_of_each(
     reading, setting = (
         {path for path, text in texts.items() if pattern.search(text)} for pattern in (_READS_DEVICE, _SETS_DEVICE)
     )
-    forking = {path for path, text in texts.items() if FORKS.search(text)}
+    forking = {path for path, text in texts.items() if uses.FORKS.search(text)}
     with_torch = {path for path, text in texts.items() if imports_torch(text.encode("utf-8", "replace"))}
-    kept = {path: reason for path, text in texts.items() if (reason := kept_questions(text))}
+    kept = {path: reason for path, text in texts.items() if (reason := uses.kept_questions(text))}
     flags = {
-        path: flags_of_moves(text) for path, text in texts.items() if not (path in given or _TEST.fullmatch(path.name))
+        path: {name: (_OWN if path in given else _ASKED).format(path.name, name) for name in found}
+        for path, text in texts.items()
+        if not _TEST.fullmatch(path.name) and (known.own_moves or path not in given)
+        for found in [uses.flags_of_moves(text, known.own_moves if path in given else None)]
     }
+    rest = {path for path, text in texts.items() if uses.TAKES_REST.search(text)}
     meeting = _by_name(own, texts)
-    found = {}
+    known_of = {}
     for path in given:
         files, users = _reached(path, below), _reached(path, above)
-        found[path] = replace(
+        asked = {name: why for each in sorted(files | users) for name, why in flags.get(each, {}).items()}
+        passed = {pair for each in (path, *files, *users) for pair in uses.PASSED.findall(texts[each])} if asked else ()
+        known_of[path] = replace(
             known,
             imported=path in taken,
             taken=frozenset(taken.get(path, ())),
@@ -209,10 +219,12 @@ def _known_of_each(
             forks=not forking.isdisjoint(files),
             device_given=not reading.isdisjoint({path, *files}) and setting.isdisjoint({path, *files}),
             meets_torch=not with_torch.isdisjoint({path, *files}),
-            keeps_questions=next((kept[each] for each in (path, *sorted(files)) if each in kept), ""),
-            asked={name: each.name for each in sorted((files | users) - given) for name in flags.get(each, ())},
+            # A package may load its files by names in a configuration, so that those in folders below count, too.
+            keeps_questions=next((kept[each] for each in (path, *sorted(files)) if each in kept), "")
+            or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
+            asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )
-    return found
+    return known_of
 
 
 def _reached(path: Path, edges: Mapping[Path, set[Path]]) -> set[Path]:

@@ -63,6 +63,9 @@ _TEST = re.compile(r"[ \t]*(?:el)?if\b(.+?):([^:]*)$")
 _CHOICE = re.compile(r"\bif (.+?) else\b")
 _ASKED = re.compile(r"(\w+) *= *[^\n]*\bis_available\(")
 _FLAG = re.compile(r"(\.|(?<![.\w\"']))\b(\w+)\b(?![.(\"'])")
+PASSED = re.compile(r"[(,]\s*(\w+)=(?:\w+\.)*(?!\1\b)(\w+)\s*(?=[,)])")
+"""Parameters by which something of another name is passed on, as in `f(use_cuda=args.gpu)`."""
+
 _SET = re.compile(r"(?m)^[ \t]*(\w+) *=(?!=)")
 _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 
@@ -70,12 +73,21 @@ _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 _CPU_OR_CUDA = re.compile(r"(?m)^(?:import|from)[ \t]+(horovod|byteps)(?:\.torch\b|[ \t]+import[ \t]+torch\b|[ \t]*$)")
 """Libraries that exchange tensors of the CPU and of CUDA only, if a file cannot do without them."""
 
+_BY_MPI = re.compile(
+    r"(?s)\b(mpi4py)\b.*\.(?=[A-Z])(?i:i?(?:all)?(?:reduce|gather|scatter|bcast|send|recv)\w*)\("
+    r"(?=[^\n]*(?:grad|param|weight|tensor|\.data\b))(?![^\n]*numpy)"
+)
+"""Calls such as `comm.Allreduce(MPI.IN_PLACE, p.grad)`, which take memory and not objects, for what may be a tensor."""
+
+TAKES_REST = re.compile(r"\bnot [\w.]+\.is_cuda\b[^\n]*:\s*\n[^\n]*_cpu\w*[.(]")
+"""Conditions by which a compiled function for the CPU gets each tensor that is not CUDA's."""
+
 _BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*rank")
 
 
 def kept_questions(text: str) -> str:
     """Return the reason why questions for a device stay in a program with a file of this text; "" if there is none."""
-    if library := _CPU_OR_CUDA.search(text):
+    if library := _CPU_OR_CUDA.search(text) or _BY_MPI.search(text):
         return f"{library[1]} knows tensors of CUDA and of the CPU only: other devices need torch.distributed"
     if _BY_RANK.search(text):
         return (
@@ -85,16 +97,21 @@ def kept_questions(text: str) -> str:
     return ""
 
 
-def flags_of_moves(text: str) -> set[str]:
-    """Return the attributes and parameters in conditions above a vendor's lines that the file does not set itself."""
+def flags_of_moves(text: str, moved: Collection[str] | None) -> set[str]:
+    """Return the attributes and parameters in conditions above a vendor's lines that the file does not set itself.
+
+    Args:
+        moved: names of objects; then only moves of these count. None: all of a vendor's lines do.
+    """
     tests: list[str] = []
+    wanted = _VENDOR if moved is None else re.compile(rf"\b({'|'.join(moved)})\.({_DEVICES})\(")
     lines = [line for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines):
         if (test := _TEST.match(line)) is not None:
             depth = _depth(line)
             after = itertools.takewhile(lambda each: _depth(each) > depth, lines[number + 1 :])  # noqa: B023  # used at once
-            tests += [test[1]] if any(map(_VENDOR.search, (test[2], *after))) else []
-        elif _VENDOR.search(line):
+            tests += [test[1]] if any(map(wanted.search, (test[2], *after))) else []
+        elif wanted.search(line):
             tests += _CHOICE.findall(line)
     found = {(member, name) for test in tests for member, name in _FLAG.findall(test)}
     own = {name for member, name in found if not member} & set(_SET.findall(text))

@@ -9,6 +9,7 @@ from accelcore_lint.port.project import read_project
 from port_sources import imported, written
 
 LEVELS = pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+MPI = "from mpi4py import MPI\n\n\ndef send(comm, p):\n    comm.{}\n"
 BY_RANK = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{comm.Get_rank() % 8}'\n"
 
 
@@ -22,6 +23,9 @@ BY_RANK = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{comm.Get_rank() % 
         ("import horovod.tensorflow as hvd\n", False),
         (BY_RANK, True),
         (BY_RANK.replace("comm.Get_rank()", "args.gpu"), False),
+        (MPI.format("Allreduce(MPI.IN_PLACE, p.grad)"), True),
+        (MPI.format("Allreduce(MPI.IN_PLACE, p.grad.numpy())"), False),
+        (MPI.format("bcast(p.grad)"), False),
     ],
 )
 def test_all_questions_stay_in_a_program_whose_tensors_another_device_cannot_exchange(tmp_path, level, tools, kept):
@@ -61,6 +65,8 @@ ABOVE = "if self.use_gpu:\n            print(x)\n            x = x.cuda()"
         (ABOVE.replace("use_gpu", "on_gpu"), False),
         (ABOVE.replace("x.cuda()", "x.half()"), False),
         (f"self.use_gpu = torch.cuda.is_available()\n        {ABOVE}", False),
+        (f"{ABOVE.replace('self.use_gpu', 'on_gpu')}\n        self.again(x, on_gpu=self.use_gpu)", True),
+        (f"{ABOVE.replace('self.use_gpu', 'on_gpu')}\n        self.again(x, on_gpu=self.on_gpu)", False),
         (f"use_gpu = x.dim() > 1\n        {ABOVE.replace('self.', '')}", False),
         (ABOVE.replace("self.use_gpu", "use_gpu.cuda.is_available()"), False),
         (ABOVE.replace("self.use_gpu", "'use_gpu:' in x.names"), False),
@@ -78,6 +84,35 @@ def test_a_flag_stays_that_a_file_of_the_program_asks_and_that_is_not_ported(tmp
     (tmp_path / "run.py").write_text(f"import softmax\n{options}")
     outcome = port_source(options, level, read_project(paths[2:]).known(paths[2]))
     assert ("default=torch.cuda.is_available()" in outcome.source) is kept
+
+
+@LEVELS
+@pytest.mark.parametrize(("line", "kept"), [("model.cuda()", True), ("model.run(x.cuda())", False)])
+def test_an_option_stays_under_which_another_file_moves_objects_of_the_projects_own(tmp_path, level, line, kept):
+    train = (
+        "import argparse\nimport torch\nfrom infer import encode\nfrom net import Net\n\n"
+        "parser = argparse.ArgumentParser()\nparser.add_argument('--cuda', default=torch.cuda.is_available())\n"
+        "args = parser.parse_args()\nmodel = Net()\nencode(model, use_cuda=args.cuda)\n"
+    )
+    files = {
+        "train.py": train,
+        "infer.py": f"import torch\n\n\ndef encode(model, x, use_cuda=True):\n    if use_cuda:\n        {line}\n",
+        "net.py": "import torch\n\n\nclass Net:\n    def cuda(self):\n        self.net.cuda()\n",
+    }
+    paths = written(tmp_path, files)
+    ported = port_source(train, level, read_project(paths).known(paths[0])).source
+    assert ("default=torch.cuda.is_available()" in ported) is kept
+
+
+@LEVELS
+@pytest.mark.parametrize(("test", "kept"), [("not x.is_cuda", True), ("x.dim() > 1", False)])
+@pytest.mark.parametrize(("folder", "below"), [("ops", True), ("../ops", False)])
+def test_a_question_stays_above_a_function_for_the_cpu_that_gets_the_rest(tmp_path, level, test, kept, folder, below):
+    train = "import torch\n\n\ndef dev():\n    return 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+    ops = f"import conv_cpu\n\n\ndef conv(x):\n    if {test}:\n        return conv_cpu.forward(x)\n"
+    paths = written(tmp_path, {"kit/train.py": train, f"kit/{folder}/conv.py": ops})
+    outcome = port_source(train, level, read_project(paths[:1]).known(paths[0]))
+    assert ("torch.cuda" in outcome.source) is (kept and below)
 
 
 @LEVELS

@@ -20,7 +20,6 @@ _LEFT = "a condition on one vendor's device: what it guards is left"
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
 _HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
-_ASKED = "{} asks {} above lines for one vendor, and this run does not port that file: port them together"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
 _HIDDEN = (
@@ -123,7 +122,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     flag = next((name for name, call in facts.options.items() if call in around), "")
     flag = text_of(assign.targets[0].target).split(".")[-1] if isinstance(assign, cst.Assign) else flag
     if flag in facts.known.asked:
-        return Left(_ASKED.format(facts.known.asked[flag], flag), node.children)
+        return Left(facts.known.asked[flag], node.children)
     if flag in facts.known.hiding and "_VISIBLE_DEVICES" not in facts.code:
         return Left(_HIDES, node.children)
     if _is_given_away(whole_test, facts):

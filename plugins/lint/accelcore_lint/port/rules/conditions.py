@@ -16,6 +16,7 @@ from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, type_text
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
+_UNSURE = "a comparison with a vendor's name, which may be that of something else than a device"
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|synchronize\(|empty_cache\(|\.(cuda|npu)\(")
 """Lines that MPS has as other accelerators do."""
 
@@ -28,6 +29,7 @@ _NAMES = re.compile(rf"([\"'])({'|'.join(DEVICES)}|cpu|mps|xpu)\1( if [^\"']* el
 _VENDORS = re.compile(r"(?i)cuda|apex|npu|triton|kernel|extension|fused|\bext\b")
 
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
+_ABOUT = re.compile(r"(?i)dev|\.type\b")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
 _CPU = ("'cpu'", '"cpu"')
 
@@ -199,7 +201,8 @@ def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
 
 
 def _left(node: cst.Comparison | cst.Attribute) -> Left:
-    return Left(_SKIPS, node.children)
+    is_sure = isinstance(node, cst.Attribute) or _ABOUT.search(text_of(node)) is not None
+    return Left(_SKIPS if is_sure else _UNSURE, node.children)
 
 
 def _is_vendor(node: cst.BaseExpression) -> bool:

@@ -111,6 +111,16 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
     return f"str({facts.place.device(site)})" if own else _refused(index)
 
 
+def location_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of a `map_location`: that of the CPU has no index, as torch.load refuses "cpu:0"."""
+    plain = index is None or (text_of(index) == "0" and facts.is_own(index))
+    if index is None or plain or not _has_indexes(facts, site, index):
+        return device_source(facts, site, index)
+    source = facts.place.device(site) if facts.sets_device(index, site) else kind_source(facts, site, index)
+    is_numbered = isinstance(source, str) and source.startswith('f"')
+    return f'({source} if {facts.place.kind(site)} != "cpu" else "cpu")' if is_numbered else source
+
+
 def _chosen(facts: Facts, node: cst.BaseExpression) -> list[cst.BaseExpression] | None:
     """Return the vendor's names in a choice such as `"cuda" if torch.cuda.is_available() else "cpu"`; None if other."""
     if isinstance(node, cst.SimpleString) and node.evaluated_value in _OTHER_DEVICES:
@@ -223,15 +233,8 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return None
     if isinstance(wanted, Left):
         return wanted
-    plain = index is None or (text_of(index) == "0" and facts.is_own(index))
-    if wanted == "location" and index is not None and _has_indexes(facts, node, index) and not plain:
-        source = facts.place.device(node) if facts.sets_device(index, node) else kind_source(facts, node, index)
-        if isinstance(source, str) and source.startswith('f"'):  # torch.load refuses "cpu:0"
-            source = f'({source} if {facts.place.kind(node)} != "cpu" else "cpu")'
-    elif wanted == "kind":
-        source = kind_source(facts, node, index)
-    else:
-        source = device_source(facts, node, index)
+    source_of = {"location": location_source, "kind": kind_source}.get(wanted, device_source)
+    source = source_of(facts, node, index)
     return source if isinstance(source, Left) else whole(node, source)
 
 

@@ -29,6 +29,8 @@ _REASONS = {
     "device": "a context of one vendor's device: torch.accelerator.device_index(index) is one for all, from torch 2.8",
     "nvtx": "ranges of NVIDIA's profiler: torch.profiler.record_function(name) is a context for all devices",
     "cudart": "functions of the CUDA runtime: torch.profiler records on all devices",
+    "memory_stats": "figures of one vendor's allocator: torch.get_device_module() has those of most devices",
+    "is_bf16_supported": "whether one vendor's devices compute in bfloat16: torch has no generic question",
     "memory_summary": "a table of one vendor's allocator: torch.accelerator.memory_stats() has figures",
     "manual_seed": "seeds of one vendor's devices: torch.manual_seed(n) seeds those of all",
     "manual_seed_all": "seeds of one vendor's devices: torch.manual_seed(n) seeds those of all",

@@ -12,7 +12,7 @@ from libcst import matchers
 from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, kind_source, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, kind_source, location_source, whole
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -113,11 +113,12 @@ def _decide_function(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
     ):
         return None
     index = argument(body, "device", 0)
-    if index is not None and (facts.is_library or (facts.level is Level.TORCH and text_of(index) != "0")):
-        return Left(
-            f"map_location of the index {text_of(index)}: torch.load refuses one of the CPU: give it the device"
-        )
-    source = device_source(facts, node, index)
+    if index is None or not (facts.is_library or (facts.level is Level.TORCH and text_of(index) != "0")):
+        source = device_source(facts, node, index)
+    elif facts.is_whole(index) or facts.is_local_rank(index):
+        source = location_source(facts, node, index)
+    else:
+        source = Left(f"map_location of the index {text_of(index)}, which may be no number: give it the model's device")
     return source if isinstance(source, Left) else whole(node, source)
 
 
@@ -186,13 +187,13 @@ MAPS = Rule(
         ),
         Example(
             Level.ROLES,
-            'map_location = {"cuda:0": f"cuda:{local_rank}"} if many else "cpu"',
-            'map_location = {f"{accel.device.type}:0": str(accel.device)} if many else "cpu"',
-        ),
-        Example(
-            Level.ROLES,
             "state = torch.load(path, map_location=lambda storage, loc: storage.cuda())",
             "state = torch.load(path, map_location=accel.device)",
+        ),
+        Example(
+            Level.TORCH,
+            "state = torch.load(path, map_location=lambda storage, loc: storage.cuda(local_rank))",
+            'state = torch.load(path, map_location=f"{device.type}:{local_rank}" if device.type != "cpu" else "cpu")',
         ),
         Example(Level.ROLES, 'state = torch.load(path, {"cuda:0": "cpu"})', 'state = torch.load(path, "cpu")'),
         Example(
