@@ -15,7 +15,7 @@ from accelcore.util.html import write_page as write_html
 if TYPE_CHECKING:
     from rich.console import Console
 
-_HEAD = ("", "loss", "from fp32", "each step", "overflows", "ms a step", "quartiles", "memory", "")
+_HEAD = ("", "loss", "difference", "divergence", "overflows", "ms a step", "quartiles", "memory", "")
 
 
 def print_table(advice: Advice, console: Console) -> None:

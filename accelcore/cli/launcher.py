@@ -51,7 +51,9 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
     if text := _lost(failure):
         return text, code
     if isinstance(failure.message, dict):
-        message = str(failure.message["message"]).partition("\n")[0][:_LONGEST]
+        first, _, rest = str(failure.message["message"]).partition("\n")
+        why = rest.partition("\n")[0]
+        message = first[:_LONGEST] + (f"\n{why[:_LONGEST]}" if why.startswith("  why: ") else "")
         return f"rank {rank} failed first, with exit code {code}: {message}", code
     if failure.exitcode < 0:
         hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""

@@ -94,7 +94,9 @@ def _torchs_table(name: str) -> dict[str, Any]:
             operators = []
         if not operators:
             raise ConfigurationError(
-                f"torch has no autocast for {name!r} in this process", why=error.what, remedy=error.remedy
+                f"torch has no autocast for {name!r} in this process",
+                why=error.what.removeprefix(f"device={name!r}: "),
+                remedy=error.remedy,
             ) from error
         return {"operators": operators, "source": "torch's dispatcher: no such device works here"}
     own = {operator: treatment.value for operator, treatment in backend.precision.treatments().items()}

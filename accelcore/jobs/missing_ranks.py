@@ -332,7 +332,7 @@ def _last_collective() -> tuple[int, str]:
     last = max(entries, key=lambda entry: entry["record_id"])
     sizes = ", ".join(str(tuple(size)) for size in last["input_sizes"])
     of_what = f" of {sizes}" if sizes else ""
-    return last["record_id"] + 1, f"{last['profiling_name']}{of_what}, number {last['record_id'] + 1}"
+    return last["record_id"] + 1, f"{last['profiling_name']}{of_what} (collective {last['record_id'] + 1})"
 
 
 def _script_line(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from accelcore.errors import TrainingError
+from accelcore.errors import DistributedError, TrainingError
+from accelcore.jobs.exchange import exchange
 from accelcore.scaling.dynamic import is_finite
 from accelcore.training.gradients import Gradients, by_slot
 from accelcore.training.plan import Plan
@@ -74,17 +77,24 @@ class FiniteCheck:
             raise TrainingError(
                 f"after step {steps}, {'a parameter of another rank' if name is None else f'the parameter {name!r}'} "
                 "has values that are NaN or inf",
-                why=self._first_bad_loss(),
+                why=self._first_bad_loss(agree=agree),
                 remedy="resume from a checkpoint. Look for a NaN in the batch, a division by 0 or the root of 0; lower "
                 'the learning rate, or set clip_norm=. on_nonfinite="skip" skips an update whose gradients are not '
                 "finite; on_nonfinite=None never checks",
             )
 
-    def _first_bad_loss(self) -> str:
+    def _first_bad_loss(self, *, agree: bool) -> str:
+        job = self._plan.backend.collectives
+        which = "on this rank " if job.world_size > 1 else ""
         # The script may have changed a loss in place.
-        which = "on this rank " if self._plan.backend.collectives.world_size > 1 else ""
         kept = [(step, float(loss)) for step, loss, version in self.losses if loss._version == version]
         bad = next(((step, loss) for step, loss in kept if not math.isfinite(loss)), None)
+        if agree and which and self._plan.options["parallel"] != "none":
+            with suppress(DistributedError):  # only this rank's parameters were changed, by the script
+                told = [(*each, rank) for rank, each in enumerate(exchange(job, "trainer(batch)", bad)) if each]
+                if told:
+                    step, value, rank = min(told, key=itemgetter(0))
+                    return f"the first loss that was not finite is that of step {step} on rank {rank}: {value}"
         if bad is not None:
             return f"the first loss {which}that was not finite is that of step {bad[0]}: {bad[1]}"
         return f"the losses {which}of the last {len(kept)} micro-batches were finite" if kept else ""

@@ -188,7 +188,11 @@ def test_the_rank_that_failed_first_by_itself_is_named(failed):
             "rank 1 failed first, with exit code 1: E: b",
             1,
         ),
-        ({0: failed(1, "DistributedError: 1", 9.1), 1: failed(1, "E: b", 9.2)}, "rank 1 failed first", 1),
+        (
+            {0: failed(1, "DistributedError: 1", 9.1), 1: failed(1, "E: b\n  why: it\n  what to do: c", 9.2)},
+            "rank 1 failed first, with exit code 1: E: b\n  why: it",
+            1,
+        ),
         ({0: failed(1, "DistributedError: 1", 9.1), 1: failed(3)}, "rank 1 failed first, with exit code 3", 3),
         ({1: failed(1, "E: b", 9.2), 0: failed(-15, "E: a", 9.1)}, "rank 0 failed first, with exit code 1: E: a", 1),
         ({0: failed(1, "DistributedError: rank 1 left\n  why: so", 9.1)}, "rank 1 left\n  why: so", 1),
