@@ -52,16 +52,6 @@ def test_gradients_of_any_other_dtype_are_unscaled_and_checked(accel, dtype):
     assert scaler.skipped == 1
 
 
-def test_parameters_of_several_dtypes_are_checked_together(accel):
-    scaler, weights = accel.scaler.create(), [parameter(1.0), parameter(1.0, dtype=torch.float64)]
-    optimizer = torch.optim.SGD(weights, lr=0.5)
-    weights[0].grad, weights[1].grad = torch.tensor([65536.0]), torch.tensor([INF], dtype=torch.float64)
-    scaler.step(optimizer)
-    scaler.update()
-    assert [weight.item() for weight in weights] == [1.0, 1.0]
-    assert scaler.skipped == 1
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_gradients_are_unscaled_and_checked(accel, dtype, dynamic):
@@ -136,18 +126,6 @@ def test_sparse_gradients_are_unscaled_and_checked(accel, duplicates):
     scaler.update()
     assert torch.equal(table.weight, before - moved)
     assert scaler.skipped == 1
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_unscaled_gradients_can_be_clipped_before_the_step(accel, dynamic):
-    scaler, weight = accel.scaler.create(init=1024.0, dynamic=dynamic), parameter(0.0, 0.0)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
-    scaler.unscale_(optimizer)
-    assert torch.nn.utils.clip_grad_norm_([weight], 1.0).item() == pytest.approx(5.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert weight.tolist() == pytest.approx([-0.6, -0.8])
 
 
 @pytest.mark.parametrize("route", ROUTES)

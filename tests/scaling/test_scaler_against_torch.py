@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import accelcore
-from tests.scaling.scaled_steps import INF, NAN, Side, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, Side
 
 # torch's knows no bounds, so it is put back within ours after each step.
 
@@ -91,27 +91,3 @@ class AgainstTorch(RuleBasedStateMachine):
 
 TestAgainstTorch = AgainstTorch.TestCase
 TestAgainstTorch.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
-
-
-def test_an_endless_overflow_stops_at_the_floor_and_the_next_clean_step_is_right(accel):
-    ours, theirs = accel.scaler.create(), torch.amp.GradScaler("cpu")
-    weight, other = parameter(1.0, -2.0), parameter(1.0, -2.0)
-    mine, others = torch.optim.SGD([weight], lr=0.5), torch.optim.SGD([other], lr=0.5)
-    for _ in range(200):
-        train_step(ours, mine, weight, (INF, 1.0))
-        train_step(theirs, others, other, (INF, 1.0))
-    assert theirs.get_scale() == 0.0, "torch has found a floor: the difference that our docstring states is gone"
-    assert ours.state_dict()["scale"] == 1.0
-    assert ours.skipped == 200
-    train_step(ours, mine, weight, (2.0, 4.0))
-    assert weight.tolist() == [0.0, -4.0]
-
-
-def test_the_scale_grows_to_its_ceiling_and_no_further(accel):
-    scaler, weight = accel.scaler.create(init=4.0, growth=2.0, interval=1, max=10.0), parameter()
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    scales = []
-    for _ in range(3):
-        train_step(scaler, optimizer, weight, (1.0, 1.0))
-        scales.append(scaler.state_dict()["scale"])
-    assert scales == [8.0, 10.0, 10.0]

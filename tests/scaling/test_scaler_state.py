@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
-from tests.scaling.scaled_steps import INF, NAN, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, parameter
 
 
 def test_the_state_is_torchs_and_a_count_of_skipped_steps(accel):
@@ -72,19 +72,6 @@ def test_an_invalid_state_is_refused_and_changes_nothing(accel, damage):
     with pytest.raises(CheckpointError):
         scaler.load_state_dict({**accel.scaler.create().state_dict(), **damage})
     assert scaler.state_dict() == state
-
-
-def test_a_static_scale_stays_and_skips_nothing(accel):
-    scaler, weight = accel.scaler.create(init=128.0, dynamic=False), parameter(1.0, -2.0)
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    for _ in range(3):
-        train_step(scaler, optimizer, weight, (2.0, 4.0))
-    assert weight.tolist() == [-2.0, -8.0]
-    train_step(scaler, optimizer, weight, (INF, 1.0))
-    assert weight.tolist() == [-INF, -8.5]
-    assert scaler.state_dict() == {"scale": 128.0, "dynamic": False, "version": 1}
-    assert (scaler.get_scale(), scaler.is_enabled()) == (128.0, True)
-    assert scaler.skipped == 0
 
 
 def test_a_static_scaler_refuses_to_unscale_twice(accel):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import TrainingError
-from tests.scaling.scaled_steps import INF, NAN, ROUTES, Side, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, ROUTES, parameter, train_step
 
 OF_ADAGRAD = [route for route in ROUTES if route != "native"]
 ROUTES_OF = [(name, route) for name in ("adam", "adamw", "sgd") for route in ROUTES]
@@ -74,30 +74,6 @@ def test_fused_optimizers_keep_no_reference_to_the_scaler(accel):
     train_step(scaler, optimizer, weight, (1.0, 1.0))
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw fused"])
-@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)])
-def test_two_optimizers_share_one_scale_and_skip_each_for_itself(accel, kind, bad):
-    ours, theirs = accel.scaler.create(), torch.amp.GradScaler("cpu")
-    sides = {scaler: [Side(scaler, kind), Side(scaler, kind)] for scaler in (ours, theirs)}
-    for gradients in ([[1.0, 1.0, 1.0], [2.0]], [[1.0, INF, 1.0], [2.0]], [[3.0, 1.0, 1.0], [2.0]]):
-        for scaler, pair in sides.items():
-            for index, side in enumerate(pair):
-                clean = [[1.0, 0.0, 1.0], [2.0]]
-                chosen = gradients if index in bad else clean
-                side.optimizer.zero_grad()
-                loss = sum((w * torch.tensor(g)).sum() for w, g in zip(side.weights, chosen, strict=True))
-                scaler.scale(loss).backward()
-            scaler.unscale_(pair[0].optimizer)
-            for side in pair:
-                scaler.step(side.optimizer)
-            scaler.update()
-    assert ours.state_dict()["scale"] == theirs.get_scale() == (32768.0 if bad else 65536.0)
-    assert ours.skipped == (1 if bad else 0)
-    for mine, others in zip(sides[ours], sides[theirs], strict=True):
-        for weight, other in zip(mine.weights, others.weights, strict=True):
-            assert torch.equal(weight, other)
 
 
 @pytest.mark.parametrize("route", ROUTES)
