@@ -107,6 +107,7 @@ def shares(accel, job, told):
         name: read(trainer.evaluate(loaders[name]))
         for name in ("uneven", "stream", "list", "sharded", "sharded, dropping")
     }
+    found["whole"] = read(make(accel).batches(loaders["stream"], shard=False))
     assert not told.lines, told.lines
     return found
 
@@ -118,6 +119,7 @@ def refused(accel, job):
     found = {}
     for name, loader in {
         "class": Own(range(8), 2),
+        "sampler": DataLoader(range(8), 2, sampler=[1, 2, 3]),
         "other place": DataLoader(range(8), 2, sampler=DistributedSampler(range(8), num_replicas=1, rank=0)),
         "other stream": DataLoader(ShardedStream(Rows(8), rank=0, world_size=2), 2),
     }.items():

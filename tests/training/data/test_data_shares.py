@@ -66,7 +66,7 @@ def test_where_the_loader_drops_what_is_left_over_nothing_comes_twice(job, name,
 def test_the_length_is_what_an_epoch_yields(job):
     for rank in job:
         for name, share in rank["shares"].items():
-            if name != "evaluated":
+            if name not in ("evaluated", "whole"):
                 assert share["length"] in (share["batches"], None), name
 
 
@@ -79,6 +79,10 @@ def test_an_evaluation_has_every_row_once(job, name, rows):
     assert len(found) >= rows
 
 
+def test_a_loader_that_is_not_to_be_divided_is_read_whole(job):
+    assert [rank["shares"]["whole"] for rank in job] == [list(range(14))] * 3
+
+
 def test_an_epoch_is_told_to_what_wants_to_know_it(job):
     for rank, found in enumerate(job):
         assert found["told"] == [0, 1]
@@ -89,7 +93,9 @@ def test_an_epoch_is_told_to_what_wants_to_know_it(job):
 
 def test_what_cannot_be_divided_is_refused(job):
     for rank, found in enumerate(job):
-        assert "sampler=DistributedSampler(" in found["refused"]["class"]
+        for own in ("class", "sampler"):
+            assert "sampler=DistributedSampler(" in found["refused"][own]
+            assert "shard=False" in found["refused"][own]
         assert f"rank 0 of 1, and this is rank {rank} of 3" in found["refused"]["other place"]
         assert f"rank 0 of 2, and this is rank {rank} of 3" in found["refused"]["other stream"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import accelcore
 
@@ -33,36 +33,18 @@ def loss_of(model, batch):
     return mse_loss(model(batch[0]), batch[1])
 
 
-def weights(model):
-    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
-
-
-def trained(accel, *, accumulate=1, wrap=lambda model: model, parallel="ddp", **options):
+def trained(accel, *, wrap, parallel, **options):
     """Weights after one epoch; ranks start from different weights, which DDP must not let them keep."""
     model = net()
     if accel.collectives.rank:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    trainer = accel.trainer(wrap(model), optimizer, loss=loss_of, parallel=parallel, accumulate=accumulate, **options)
+    trainer = accel.trainer(wrap(model), optimizer, loss=loss_of, parallel=parallel, **options)
     assert trainer.model is model
-    seen = []
     for batch in trainer.batches(DataLoader(rows(), 2)):
-        seen += batch[0][:, 0].tolist()
         trainer(batch)
-    return {"weights": weights(model), "seen": seen, "steps": trainer.steps}
-
-
-def plain(accel, folder):
-    return trained(accel)
-
-
-def accumulated(accel, folder):
-    return trained(accel, accumulate=2, clip_norm=0.5)
-
-
-def short_window(accel, folder):
-    return trained(accel, accumulate=3)  # four micro-batches a rank: the second window has one
+    return {"weights": [parameter.detach().flatten().tolist() for parameter in model.parameters()]}
 
 
 def wrapped(accel, folder):
@@ -100,28 +82,6 @@ def shuffled(accel, folder):
     return {"epochs": epochs}
 
 
-def iterable(accel, folder):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(14))
-
-    trainer = accel.trainer(model := net(), accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
-    mine = [batch.tolist() for batch in trainer.batches(DataLoader(Stream(), 2))]
-    whole = [batch.tolist() for batch in trainer.batches(DataLoader(Stream(), 2), shard=False)]
-    return {"mine": mine, "whole": whole}
-
-
-def own_sampler(accel, folder):
-    trainer = accel.trainer(model := net(), accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
-    mine = DataLoader(rows(), 2, sampler=DistributedSampler(rows(), shuffle=False))
-    seen = [row for batch in trainer.batches(mine) for row in batch[0][:, 0].tolist()]
-    try:
-        next(iter(trainer.batches(DataLoader(rows(), 2, sampler=[1, 2, 3]))))
-    except accelcore.ConfigurationError as error:
-        return {"seen": seen, "refused": str(error)}
-    return {"seen": seen, "refused": None}
-
-
 def bare_forward(accel, folder):
     model = net()
     trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
@@ -146,18 +106,6 @@ def around_after_evaluation(accel, folder):
     except accelcore.TrainingError as error:
         return {"refused": str(error)}
     return {"refused": None}
-
-
-def failed_save(accel, folder):
-    """Rank 0 cannot write: every rank is told, and none waits."""
-    model = net()
-    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, parallel="ddp")
-    (folder / "a-file").touch()
-    try:
-        trainer.save(folder / "a-file")
-    except accelcore.CheckpointError as error:
-        refused = str(error)
-    return {"refused": refused, "then": trainer.save(folder / "good").name}
 
 
 def none_is_refused(accel, folder):
