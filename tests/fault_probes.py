@@ -25,6 +25,7 @@ _HERMITIAN: tuple[Any, ...] = (torch.fft.ihfftn, torch.fft.ihfft2)
 _GELU: Any = torch._C._nn.gelu
 _TRIANGLE: Any = torch.tril
 _LAYER_NORM: Any = torch.nn.functional.layer_norm
+_EMBEDDINGS: tuple[Any, ...] = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
 _NARROW_COPY: Any = partial(torch.narrow_copy, dim=1, start=0, length=3)
 _AVG_POOL: Any = partial(torch._C._nn.avg_pool3d, kernel_size=2)
 _EMBEDDING_BAG: Any = torch.nn.functional.embedding_bag
@@ -175,12 +176,16 @@ def triangular_out() -> bool:
     return bool(memory.ne(77).any())
 
 
-def layer_norm_sums() -> bool:
-    """Check if the gradient of a layer norm's bias, a sum over many rows, is smaller in bf16 than their number."""
+def sums_of_rows() -> bool:
+    """Check if gradients of a layer norm's bias and of an embedding, sums of ones, are smaller than their number."""
     rows = torch.linspace(-1, 1, 2**14).bfloat16().reshape(-1, 2)
     weight, bias = torch.ones(2), torch.zeros(2, requires_grad=True)
-    (found,) = torch.autograd.grad(_LAYER_NORM(rows, (2,), weight, bias).sum(), bias)
-    return float(found[0]) < len(rows) / 2
+    table = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    places = torch.zeros(len(rows), dtype=torch.long)
+    sums = [(_LAYER_NORM(rows, (2,), weight, bias), bias)]
+    sums += [(lookup(places[:, None], table), table) for lookup in _EMBEDDINGS]
+    gradients = (torch.autograd.grad(output.sum(), leaf)[0] for output, leaf in sums)
+    return all(float(found.max()) < len(rows) / 2 for found in gradients)
 
 
 def dense_out() -> bool:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import conv1d, conv2d, conv_transpose1d, cross_entropy, linear
 
 from accelcore import Backend, UnsupportedError
+from accelcore.known_faults import SUMS_OF_ROWS
+from accelcore.precision.role import TorchPrecision
 from accelcore.testing.suite.contexts import ContextTests
 from accelcore.testing.suite.op_tables import OpTables
-from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MOST_BITS, declared
+from accelcore.testing.support.declared import FAST_FP32, LOW_PRECISION, MOST_BITS, TABLES, declared
 from accelcore.testing.support.oracles import eps, error, weights
 from accelcore.testing.support.usable import DeviceTests
+from accelcore.torch_features import GET_KERNEL
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a row and a column
     "linear": lambda row, column: linear(row, column.t()),
     "batched": lambda row, column: torch.bmm(row[None], column[None]),
     "convolution": lambda row, column: conv2d(row.reshape(1, 2, 1, 1), column.reshape(1, 2, 1, 1)),
+}
+
+_OVER_ROWS: dict[str, Callable[[], nn.Module]] = {  # layers of 8 features, and how they begin
+    "Linear": lambda: nn.Linear(8, 8),
+    "Conv1d": lambda: nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Conv1d(8, 8, 1)),
+    "PReLU": lambda: nn.PReLU(8),
+    "LayerNorm": lambda: nn.LayerNorm(8),
+    "RMSNorm": lambda: nn.RMSNorm(8),
+    "GroupNorm": lambda: nn.GroupNorm(2, 8),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(8),
+    "Embedding": lambda: nn.Embedding(2, 8),
 }
 
 
@@ -164,6 +179,43 @@ class TestPrecision(OpTables, ContextTests, DeviceTests):
             gradients = [parameter.grad for parameter in layer.parameters()]
             assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
 
+    @pytest.mark.parametrize("how", [*TABLES, "model"])
+    @pytest.mark.parametrize("name", LOW_PRECISION)
+    def test_gradients_over_many_rows(self, accel: Backend, name: str, how: str) -> None:
+        """Gradients of weights and biases are sums over 4,096 rows that low precision does not stop: of each layer.
+
+        Under autocast, by each of its tables, and in a model in low precision.
+        """
+        known, low = accel.capabilities, getattr(torch, name)
+        is_model = how == "model"
+        dtypes = known.model_dtypes if is_model else known.autocast_dtypes
+        if name not in dtypes or how not in (*known.autocast_tables, "model"):
+            pytest.skip(f"not declared: {how} in {name}")
+        if how != "O1" and _sums_as_torch_on_the_host(accel):
+            pytest.skip(f"a known bug of this torch: {SUMS_OF_ROWS}")
+        if is_model:
+            accel.precision.prepare(low)
+        noise = torch.randn(4096, 8, generator=torch.Generator().manual_seed(6))
+        rows = (torch.linspace(-1, 1, 8) + noise / 4).to(low)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            layers = {kind: make() for kind, make in _OVER_ROWS.items()}
+        for kind, layer in layers.items():
+            given = (rows[:, 0] > -1).long() if kind == "Embedding" else rows
+            layer = layer.to(accel.device, low if is_model else torch.float32)
+            exact = copy.deepcopy(layer).cpu().double()
+            with nullcontext() if is_model else accel.autocast(low, table=how), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Mismatch dtype")  # torch says that it has no fused rms_norm
+                output = layer(given.to(accel.device))
+            expected = exact(given.double() if given.is_floating_point() else given)
+            for each in (output.float(), expected):
+                ((each + 2).square().sum() / 64).backward()  # of each feature, all terms have one sign
+            for one, other in zip(layer.parameters(), exact.parameters(), strict=True):
+                assert one.grad is not None
+                assert other.grad is not None
+                off = error(one.grad, other.grad)
+                assert off < 8 * eps(low), f"a gradient of {kind} over 4,096 rows is off by {off:.0%}"
+
     def test_preferred_dtype_comes_first(self, accel: Backend) -> None:
         """Autocast without a dtype takes the first declared one."""
         names = accel.capabilities.autocast_dtypes
@@ -290,3 +342,9 @@ class TestPrecision(OpTables, ContextTests, DeviceTests):
         """A mode that does not exist is refused at once."""
         with pytest.raises(UnsupportedError):
             accel.precision.fp32("no such mode")
+
+
+def _sums_as_torch_on_the_host(accel: Backend) -> bool:
+    """Return whether the host computes for a backend by torch's own kernels, which it cannot or does not replace."""
+    is_replaced = GET_KERNEL.present and type(accel.precision) is not TorchPrecision
+    return accel.device.type == "cpu" and SUMS_OF_ROWS.applies and not is_replaced

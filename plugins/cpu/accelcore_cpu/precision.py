@@ -16,6 +16,7 @@ from accelcore.precision.role import TorchPrecision
 from accelcore.torch_features import GET_KERNEL
 from accelcore_cpu import processor, rounded_products
 from accelcore_cpu.attention import replace_attention
+from accelcore_cpu.parameter_gradients import replace_parameter_gradients
 
 
 class CpuPrecision(TorchPrecision):
@@ -39,6 +40,7 @@ class CpuPrecision(TorchPrecision):
         if dtype not in (torch.bfloat16, torch.float16):
             return
         _replace_kernels(replace_attention)
+        _replace_kernels(replace_parameter_gradients)
         if not self.has_units(dtype):
             if dtype is torch.float16 or processor.lacks_lstm(dtype):
                 _replace_kernels(partial(rounded_products.install, dtype))
@@ -63,7 +65,8 @@ def _replace_kernels(install: Callable[[], None]) -> None:
 @cache
 def _warn_of_slow_kernels() -> None:
     _warn(
-        "torch %s has no %s: attention and fp16 products use torch's own kernels, which are right and slower",
+        "torch %s has no %s: attention and fp16 products use torch's own kernels, which are right and slower, and "
+        "gradients of layer norms and embeddings are wrong if they are sums of many rows in low precision",
         torch.__version__, GET_KERNEL,
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""fp32 by oneDNN's route, products of fp16 in fp32, attention in another form: all compute what torch's kernels do."""
+"""fp32 by oneDNN's route, products of fp16 and sums of gradients in fp32, attention in another form."""
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -235,6 +236,52 @@ def test_reset_gives_torchs_kernels_back(accel, without_fp16_units):
     assert all(torch._C._dispatch_dump(name) == before for name, before in kernels.items())
     accel.autocast(torch.float16)
     assert torch._C._dispatch_dump("aten::mm") != kernels["aten::mm"], "a region that is made later puts them back"
+
+
+ROWS, MANY = torch.linspace(-2, 3000, 24008).sin().view(3001, 2, 4), torch.arange(9000).remainder(3).view(-1, 4)
+SUMMED = {
+    "LayerNorm": (lambda: torch.nn.LayerNorm(4), ROWS),
+    "LayerNorm of two dimensions": (lambda: torch.nn.LayerNorm((4, 2)), ROWS.transpose(1, 2)),
+    "LayerNorm without bias": (lambda: torch.nn.LayerNorm(4, bias=False), ROWS[::2]),
+    "LayerNorm of long rows": (lambda: torch.nn.LayerNorm(2**18 + 1), torch.arange(2**20 + 4).cos().view(4, -1)),
+    "LayerNorm of no rows": (lambda: torch.nn.LayerNorm(4), ROWS[:0]),
+    "LayerNorm without weights": (lambda: torch.nn.LayerNorm(4, elementwise_affine=False), ROWS),
+    "Embedding": (lambda: torch.nn.Embedding(4, 5, padding_idx=2), MANY),
+    "Embedding by frequency": (lambda: torch.nn.Embedding(4, 5, scale_grad_by_freq=True), MANY),
+    "EmbeddingBag": (lambda: torch.nn.EmbeddingBag(4, 5), MANY),
+    "EmbeddingBag of sums": (lambda: torch.nn.EmbeddingBag(4, 5, mode="sum"), MANY),
+    "EmbeddingBag of maxima": (lambda: torch.nn.EmbeddingBag(4, 5, mode="max"), MANY),
+}  # fmt: skip
+
+
+def gradients_of(layer, given):
+    """The gradients of a layer's input, if it has one, and of its parameters, of which none is a sum of both signs."""
+    leaf = given.detach().requires_grad_(given.is_floating_point())
+    output = layer(leaf)
+    found = torch.autograd.grad(
+        (output.to(torch.promote_types(output.dtype, torch.float32)) + 9).square().sum() / 64,
+        [*layer.parameters(), *[leaf] * leaf.requires_grad],
+    )
+    return found[:-1] if leaf.requires_grad else found, found[-1] if leaf.requires_grad else torch.zeros(0)
+
+
+@REPLACES
+@pytest.mark.parametrize("weights", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", SUMMED)
+def test_gradients_of_parameters_are_summed_in_fp32(accel, kind, dtype, weights):
+    make, given = SUMMED[kind]
+    layer, low = make().to(weights or dtype), given.to(dtype) if given.is_floating_point() else given
+    _, before = gradients_of(layer, low)
+    _, wide = gradients_of(layer.float(), given)
+    accel.precision.prepare(dtype)
+    found, after = gradients_of(layer.to(weights or dtype), low)
+    assert torch.equal(after, before), "the gradient of the input is not that of torch's kernel"
+    assert torch.equal(gradients_of(layer.float(), given)[1], wide), "in fp32 it is not that of torch's kernel"
+    exact, _ = gradients_of(copy.deepcopy(layer).double(), low.double() if low.is_floating_point() else low)
+    for one, true in zip(found, exact, strict=True):
+        assert one.dtype is (weights or dtype)
+        assert not true.numel() or not true.any() or worst(one, true) < 2 * torch.finfo(dtype).eps
 
 
 def test_a_cpu_without_units_warns_once_for_each_dtype(accel, monkeypatch, caplog):

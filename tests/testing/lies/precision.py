@@ -126,6 +126,21 @@ LIES["convolutions_in_fp32"] = Lie(
 )  # fmt: skip
 
 
+class _InParts(torch.overrides.TorchFunctionMode):
+    """A layer norm of few rows at a time: autograd adds up what each part gives to a weight, in bf16."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.nn.functional.layer_norm:
+            return function(*args, **(kwargs or {}))
+        weight, bias = kwargs["weight"].bfloat16(), kwargs["bias"].bfloat16()
+        return torch.cat([function(part.bfloat16(), args[1], weight, bias) for part in args[0].split(8)])
+
+
+@lie("TestPrecision.test_gradients_over_many_rows", says="a gradient of LayerNorm over", name="bfloat16", how="torch")
+def gradients_that_stand_still(backend):
+    return _under(backend, _InParts)
+
+
 @lie("TestPrecision.test_autocast_is_entered_again", says="autocast goes on behind its context")
 def autocast_that_stays_after_an_error(backend):
     errors = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelcore_npu_emulator.kernels.autograd import backward_of, gradients
+from accelcore_npu_emulator.kernels.autograd import backward_of, gradients, rounded_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,19 +103,6 @@ def _layer_norm_backward(
     return tuple(None if each is None else each.to(dtype) for each, dtype in zip(found, dtypes, strict=True))
 
 
-def _rounded_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a function of several steps to round once, not to the inputs' low precision after each step."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        dtype = args[0].dtype
-        if dtype not in (torch.float16, torch.bfloat16):
-            return function(*args, **kwargs)
-        single = [arg.float() if isinstance(arg, Tensor) else arg for arg in args]
-        return function(*single, **kwargs).to(dtype)
-
-    return kernel
-
-
 def _with_dtype(function: Callable[..., Tensor], tensors: int) -> Callable[..., Tensor]:
     """Wrap a product of low-precision matrices to return a result of higher precision."""
 
@@ -138,10 +125,13 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_gather_backward": _gather_backward,
     "gelu": _gelu,
     "native_layer_norm_backward": _layer_norm_backward,
+    # In low precision the CPU's kernels sum these in that precision.
+    "embedding_dense_backward": rounded_once(torch.ops.aten.embedding_dense_backward),
+    "convolution_backward": rounded_once(torch.ops.aten.convolution_backward),
     "_conv_depthwise2d": _depthwise,
     "_conv_depthwise2d_backward": _depthwise_backward,
-    "binary_cross_entropy_with_logits": _rounded_once(_BCE),
-    "npu_binary_cross_entropy_with_logits_backward": _rounded_once(backward_of(_BCE, 1)),
+    "binary_cross_entropy_with_logits": rounded_once(_BCE),
+    "npu_binary_cross_entropy_with_logits_backward": rounded_once(backward_of(_BCE, 1)),
     "one_hot": lambda self, num_classes=-1: functional.one_hot(self.long(), num_classes).to(self.dtype),
     # A lazy clone would make a copy-on-write storage of the whole address space.
     "_lazy_clone": torch.clone,

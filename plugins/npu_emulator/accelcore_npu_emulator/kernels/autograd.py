@@ -108,3 +108,19 @@ def recomputed(
 
     apply: Callable[..., Any] = Recomputed.apply
     return lambda *args, **kwargs: apply(kwargs, *args)
+
+
+def rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of several steps to round once, not to the inputs' low precision after each step."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = args[0].dtype
+        if dtype not in (torch.float16, torch.bfloat16):
+            return function(*args, **kwargs)
+        single = [arg.float() if isinstance(arg, Tensor) and arg.dtype == dtype else arg for arg in args]
+        found = function(*single, **kwargs)
+        if isinstance(found, Tensor):
+            return found.to(dtype)
+        return tuple(None if each is None else each.to(dtype) for each in found)
+
+    return kernel

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelcore_npu_emulator.kernels.autograd import backward_of, gradients
+from accelcore_npu_emulator.kernels.autograd import backward_of, gradients, rounded_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,6 +140,7 @@ def _linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tenso
     return grad @ weight, grad.T @ input
 
 
+@rounded_once
 def _convolution_backward(
     input: Tensor,
     grad_output: Tensor,
