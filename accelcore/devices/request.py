@@ -36,7 +36,7 @@ def parse(text: str, source: str = "device") -> tuple[Choice, ...] | None:
     """Read a request; None means `auto`. Errors are ConfigurationErrors that name `source`."""
     if not isinstance(text, str):
         raise ConfigurationError(
-            f"{source} is {kind_of(text)}, not a string", available=_GRAMMAR, remedy="give a string"
+            f"{source} is {kind_of(text)}, not a string", available=_GRAMMAR, remedy='give a string, such as "npu,cpu"'
         )
     request = ",".join(part.strip(" \t") for part in text.lower().split(",")) if text.isascii() else text
     if fault := _fault(request):

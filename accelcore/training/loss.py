@@ -171,5 +171,7 @@ def hint_of(error: BaseException, model: object, loss: object, batch: object) ->
     said = str(error).replace("'", "") if isinstance(error, TypeError | AttributeError) else ""
     if "numpy.ndarray" in said:
         return "; torch takes tensors: torch.from_numpy(array), or a DataLoader, which converts arrays"
-    is_swapped = f"{type(model).__name__} object" in said or f"{type(batch).__name__} object is not callable" in said
-    return "; loss is called as loss(model, batch)" if is_swapped and not isinstance(loss, LossOfModel) else ""
+    name, kind = type(model).__name__, type(batch).__name__
+    signs = (f"{name} object", f": {name} and", f" and {name}", f"{kind} object is not callable")
+    is_swapped = any(sign in said for sign in signs) and not isinstance(loss, LossOfModel)
+    return "; loss is called as loss(model, batch), and calls the model" if is_swapped else ""

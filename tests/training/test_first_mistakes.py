@@ -252,6 +252,7 @@ def test_a_loader_in_place_of_a_batch_is_refused_and_the_next_step_is_right(acce
     [
         (lambda rows, net: net(rows[0]).sum(), [torch.ones(2, 4)], "loss is called as loss(model, batch)"),
         (lambda rows, net: net(rows).sum(), torch.ones(2, 4), "loss is called as loss(model, batch)"),
+        (lambda output, target: (output - target).sum(), torch.ones(2, 4), "calls the model"),
         (lambda model, batch: model(batch).sum(), torch.ones(2, 4).numpy(), "torch.from_numpy(array)"),
     ],
 )
