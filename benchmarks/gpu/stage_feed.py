@@ -26,8 +26,8 @@ _RESERVE = 20.0  # seconds for the profiles at the end
 def run(device: Device, deadline: Deadline) -> Findings:
     """Time an epoch in each way. Without overlap, its copies add to the time of the steps."""
     count, batch, size = (4, 2, 16) if device.toy else (16, 256, 128)
-    data = TensorDataset(torch.randn(count * batch, 3, size, size), torch.randint(CLASSES, (count * batch,)))
-    loader = DataLoader(data, batch_size=batch, pin_memory=device.cuda)
+    data = TensorDataset(torch.randn(count, batch, 3, size, size), torch.randint(CLASSES, (count, batch)))
+    loader = DataLoader(data, batch_size=None, pin_memory=device.cuda)  # to collate images would hide the copies
     resident = [tuple(part.to(device.torch) for part in each) for each in loader]
     hand, ours, there = (_stepper(device) for _ in range(3))
 

@@ -93,13 +93,17 @@ def scans() -> bool:
 
 
 def copied_negative() -> bool:
-    """Check if a copy of a view that is negative by a mark has the opposite sign, in both directions."""
-    numbers = torch.tensor([1 + 2j, 3 - 4j])
-    copies = [
-        torch.empty(2).copy_(numbers.cuda().conj().imag),
-        torch.empty(2, device="cuda").copy_(numbers.conj().imag).cpu(),
+    """Check if a copy of a view that is negative or conjugate by a mark is not, in both directions."""
+    numbers = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6 + 0j]])
+    wrong = [
+        torch.equal(torch.empty(2, 2, dtype=view.dtype, device=to).copy_(view).cpu(), -right if real else right.conj())
+        for given, to in ((numbers, "cuda"), (numbers.cuda(), "cpu"))
+        for real, view, right in (
+            (True, given.conj().imag, numbers.conj().imag.resolve_neg()),
+            (False, given.mH, numbers.mH.resolve_conj()),
+        )
     ]
-    return all(each.tolist() == [2.0, -4.0] for each in copies)
+    return all(wrong)
 
 
 def eigenvalues() -> bool:

@@ -18,10 +18,12 @@ def test_the_probe_counts_what_torch_counts():
 
 
 @pytest.mark.parametrize("value", ["0", "0,0", "0,-1", "-1", "", "99", "0,99", "GPU-ffffffff", "nonsense"])
-def test_the_probe_reads_visible_devices_as_cuda_does(value, run_python, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+def test_the_probe_reads_visible_devices_as_cuda_does(value, run_python):
+    # Not set in this process: if CUDA is not initialized in it yet, it would be without a GPU from then on.
     found = run_python(
-        """
+        f"""
+        import os
+        os.environ["CUDA_VISIBLE_DEVICES"] = {value!r}
         import accelcore
         count = accelcore.installed()["cuda"].count
         import warnings
@@ -34,10 +36,10 @@ def test_the_probe_reads_visible_devices_as_cuda_does(value, run_python, monkeyp
     assert by_probe == by_torch == by_cuda
 
 
-def test_the_gpus_uuid_is_known(run_python, monkeypatch):
+def test_the_gpus_uuid_is_known(run_python):
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid[:16])
-    assert run_python("import accelcore; print(accelcore.installed()['cuda'].count)").strip() == "1"
+    script = f"import os; os.environ['CUDA_VISIBLE_DEVICES'] = {uuid[:16]!r}; import accelcore"
+    assert run_python(f"{script}; print(accelcore.installed()['cuda'].count)").strip() == "1"
 
 
 def test_the_next_index_is_refused():

@@ -40,7 +40,7 @@ def test_a_known_bug_is_named_and_hides_no_other(findings, left, monkeypatch):
     """Only findings that the bug's pattern matches as a whole are the bug."""
     bug = KnownFault("tanh", "torch", ">=2", "its gradient is off", "nothing", "a reference", "", findings)
     plugin = SimpleNamespace(faults=(bug,))
-    monkeypatch.setattr("accelcore.testing.suite.operators.find", lambda name: plugin)
+    monkeypatch.setattr("accelcore.testing.support.found.find", lambda name: plugin)
     said = {}
     with lies.LIES["gradient_that_is_a_little_off"].around():
         if not left:
@@ -124,7 +124,7 @@ def test_a_kernel_that_makes_the_device_unusable_is_named_once_and_not_run_if_kn
     monkeypatch.setattr(usable, "_lost", {})
     samples = r"tanh, \w+, (as it is|transposed|in place as it is).*"
     bug = KnownFault("tanh", "torch", ">=2", "it is lost", "nothing", "a reference", "", unusable=samples)
-    monkeypatch.setattr("accelcore.testing.suite.operators.find", lambda name: SimpleNamespace(faults=(bug,)))
+    monkeypatch.setattr("accelcore.testing.support.found.find", lambda name: SimpleNamespace(faults=(bug,)))
     said = {}
     with Misaligned():
         suite.TestOperators().test_operator(create(), "tanh", said.__setitem__)
@@ -132,7 +132,7 @@ def test_a_kernel_that_makes_the_device_unusable_is_named_once_and_not_run_if_kn
     assert str(bug) in said["known_bug"]
     assert not usable.why_unusable()
 
-    monkeypatch.setattr("accelcore.testing.suite.operators.find", lambda name: None)
+    monkeypatch.setattr("accelcore.testing.support.found.find", lambda name: None)
     with (
         Misaligned(),
         pytest.raises(pytest.fail.Exception, match=r"since tanh, float32, as it is, .*behind other elements, every"),

@@ -65,14 +65,15 @@ SCANS = KnownFault(
     findings=r"(cumsum|logcumsumexp), b?float16, as it is, of (columns|planes) of \d+: .* 0 is wrong in .*",
 )
 COPIED_NEGATIVE = KnownFault(
-    kernel="Tensor.copy_ between the host and a GPU, of a view with gaps that is negative by a mark, as x.conj().imag",
+    kernel="Tensor.copy_ between the host and a GPU, of a view that is conjugate or negative by a mark, and has gaps "
+    "or other strides than the target, as x.mH and x.conj().imag",
     package="torch",
     versions=">=2.7",
-    what="the copy has the opposite sign",
-    instead="nothing: copy resolve_neg() of it; Tensor.to() and accelcore's transfers are right",
+    what="the copy is not conjugate, or has the opposite sign",
+    instead="nothing: copy resolve_conj() or resolve_neg() of it; Tensor.to() and accelcore's transfers are right",
     reference="tests/cuda/fault_probes.py",
     seen="torch 2.11.0, NVIDIA H100",
-    findings=r"what is negative (arrives by copy_|copied to the host by \w+) with .*",
+    findings=r"what is (negative|adjoint) (arrives by copy_|copied to the host by \w+) with .*",
 )
 EIGENVALUES = KnownFault(
     kernel="torch.linalg.eig and eigvals on a GPU, of a matrix whose columns are contiguous",
