@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelcore import Backend
 from accelcore.testing.suite.drawn import DrawnTests
+from accelcore.testing.suite.dropped import DroppedTests
 from accelcore.testing.suite.transfers import TransferTests, kept_memory
 from accelcore.testing.support.declared import declared, refused
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
@@ -79,7 +80,7 @@ _SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Sums of many values into few places."""
 
 
-class TestRuntime(DrawnTests, TransferTests, DeviceTests):
+class TestRuntime(DrawnTests, DroppedTests, TransferTests, DeviceTests):
     """Seeds, random states, memory, transfers."""
 
     def test_seed(self, accel: Backend) -> None:

@@ -325,3 +325,21 @@ drawn("bernoulli_of_another_rate", "test_moments", "mean",
       {"bernoulli": lambda function, p: function(p * 0.95)}, draw="bernoulli")  # fmt: skip
 drawn("multinomial_without_weights", "test_whole_numbers", "multinomial",
       {"multinomial": lambda function, weights, *args, **named: function(weights * 0 + 1, *args, **named)})  # fmt: skip
+
+
+# Dropout inside of operators.
+
+
+def _not_rescaled(function, *args, dropout_p=0.0, **options):
+    return function(*args, dropout_p=dropout_p, **options) * (1 - dropout_p)
+
+
+def _at_half_the_rate(function, rows, hidden, weights, bias, layers, dropout, *options):
+    return function(rows, hidden, weights, bias, layers, dropout / 2, *options)
+
+
+_note("attention_that_does_not_rescale", "TestRuntime.test_dropout_inside", "attention at 0.2 makes",
+      {"name": "attention", "how": "at once"},
+      lambda: WrongFunction({"scaled_dot_product_attention": _not_rescaled}))  # fmt: skip
+_note("recurrent_layers_that_drop_less", "TestRuntime.test_dropout_inside", "LSTM at 0.6 keeps",
+      {"name": "LSTM", "how": "autocast"}, lambda: WrongFunction({"lstm": _at_half_the_rate}))  # fmt: skip
