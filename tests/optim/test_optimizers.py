@@ -7,8 +7,6 @@ import time
 import pytest
 import torch
 from accelcore_cpu.known_faults import LOW_PRECISION_SGD
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import accelcore
 from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
@@ -139,15 +137,6 @@ def test_each_route_updates_every_element_in_each_dtype(accel, name, route, dtyp
 
 
 @pytest.mark.parametrize(("name", "route"), ROUTED)
-def test_a_parameter_may_get_its_first_gradient_later_than_the_others(accel, name, route):
-    one, other = torch.tensor([1.0, -2.0]), torch.tensor([0.5])
-    gradients = [[one, None], [one, other], [None, other], [one, other]]
-    ours, theirs = step_both(accel, name, route, [one, other], gradients)
-    for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "route"), ROUTED)
 def test_strides_of_weights_change_nothing(accel, name, route):
     """Gradients are those of autograd, which lays each out as its weight; a kernel may count on that."""
     kind, options = CASES[name]
@@ -169,45 +158,6 @@ def test_strides_of_weights_change_nothing(accel, name, route):
     assert not results[0][0].is_contiguous()
     for mine, expected in zip(*results, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "route"), ROUTED)
-def test_a_channels_last_model_trains_as_with_torchs_own_class(accel, name, route):
-    kind, options = CASES[name]
-    torch.manual_seed(11)
-    model = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-    other = copy.deepcopy(model)
-    data = [(torch.randn(2, 4, 6, 6), torch.randn(2, 8, 4, 4)) for _ in range(3)]
-    train(model, accel.optimizers.create(name, model.parameters(), route=route, **options), data)
-    train(other, kind(other.parameters(), foreach=False, **options), data)
-    for weight, expected in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-5)
-
-
-@settings(max_examples=40)
-@given(
-    lr=st.floats(1e-4, 1.0),
-    beta1=st.floats(0.0, 0.99),
-    beta2=st.floats(0.0, 0.999),
-    eps=st.floats(1e-8, 1e-2),
-    decay=st.floats(0.0, 0.5),
-    factors=st.lists(st.floats(-10, 10).map(lambda g: round(g, 3)), min_size=1, max_size=5),
-    route=st.sampled_from(["fused", "loop"]),
-)
-def test_adamw_follows_the_formula_of_its_paper(lr, beta1, beta2, eps, decay, factors, route):
-    """Loshchilov and Hutter, 2019, algorithm 2, in Python's doubles."""
-    weight = parameter(1.5, dtype=torch.float64)
-    optimizer = accelcore.select("cpu").optimizers.create(
-        "adamw", [weight], lr=lr, route=route, betas=(beta1, beta2), eps=eps, weight_decay=decay
-    )
-    theta, m, v = 1.5, 0.0, 0.0
-    for t, g in enumerate(factors, 1):
-        weight.grad = torch.tensor([g], dtype=torch.float64)
-        optimizer.step()
-        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        corrected = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)) ** 0.5 + eps)
-        theta = theta - lr * decay * theta - lr * corrected
-    assert weight.item() == pytest.approx(theta, rel=1e-7, abs=1e-9)
 
 
 # Parameters, in every form that torch takes.
@@ -233,16 +183,6 @@ def test_a_learning_rate_is_passed_on_and_without_one_torchs_default_holds(accel
     assert accel.optimizers.create("adamw", [parameter()], 0.25).param_groups[0]["lr"] == 0.25  # as torch's take it
     assert accel.optimizers.create("adamw", [parameter()]).param_groups[0]["lr"] == 1e-3
     assert accel.optimizers.create("adamw", [parameter()], lr=0).param_groups[0]["lr"] == 0
-
-
-def test_a_learning_rate_may_be_a_tensor_that_changes(accel):
-    weight, lr = parameter(4.0), torch.tensor(0.5)
-    optimizer = accel.optimizers.create("sgd", [weight], lr=lr)
-    weight.grad = torch.ones(1)
-    optimizer.step()
-    lr.fill_(1.0)
-    optimizer.step()
-    assert weight.item() == 2.5
 
 
 @pytest.mark.parametrize("route", ["auto", "loop"])

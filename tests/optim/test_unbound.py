@@ -153,23 +153,6 @@ def test_torchs_grad_scaler_drives_it_and_skips_what_overflowed(accel, name, rou
     assert results[0][1] == results[1][1] == 512.0
 
 
-@NAMES
-@ROUTES
-def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(accel, name, route):
-    losses = []
-    for model, optimizer in pair(accel, name, route):
-
-        def closure(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = model(feed(1)[0]).square().mean()
-            loss.backward()
-            return loss
-
-        losses.append([optimizer.step(closure).item() for _ in range(3)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0][2] < losses[0][0]
-
-
 def test_every_fused_class_starts_state_in_the_layout_of_its_parameter(accel):
     for name in FUSED:
         parameter = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
