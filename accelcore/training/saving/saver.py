@@ -48,7 +48,6 @@ from accelcore.training.step import Step
 from accelcore.training.window import Window
 from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole
-from accelcore.util.trial import requested_trial
 
 
 class Checkpoints(ABC):
@@ -101,7 +100,7 @@ class Checkpoints(ABC):
         metric, folder = _metric(best, mode), store.as_path(folder)
         trainings = self._trainings(new)
         # Neither a trial nor a replay may replace what the user has trained.
-        if requested_trial() is not None or not all(each.saver.writes for each in trainings.values()):
+        if not all(each.saver.writes for each in trainings.values()):
             self.extra = new
             return folder
         backend, agreement = _agreement(trainings)
@@ -171,8 +170,6 @@ class Checkpoints(ABC):
                 state is restored, nothing can train any more, on any rank.
         """
         trainings, folder = self._trainings(None), store.as_path(folder)
-        if requested_trial() is not None and not must_exist:
-            return None
         starts_at = next(iter(trainings.values())).saver.starts_at
         if starts_at == 0 and not must_exist:
             return None
@@ -219,8 +216,8 @@ class Checkpoints(ABC):
 class Saver:
     """The state of one trainer, as parts of a checkpoint."""
 
-    writes = True  # whether `save` writes checkpoints. A replay of a recording writes none.
-    starts_at: int | None = None  # of a replay, the number of steps after which the recorded run began
+    writes = True  # whether `save` writes checkpoints. Neither a replay nor a trial writes any.
+    starts_at: int | None = None  # of a replay, the number of steps after which the recorded run began; of a trial, 0
     spares_start = False  # whether the checkpoint that was resumed from is never deleted: a replay can begin there
     step: Step  # the trainer's; it makes a new one, and sets this, in each `refresh`
 
