@@ -180,7 +180,7 @@ def here(machine, monkeypatch):
         (["run", "--device", "", "missing.py"], "there is no script 'missing.py'"),  # counts as unset
         (["run", "--device", "cppu", "--nproc", "2", "script.py"], "--device='cppu': there is no backend 'cppu'"),
         (["run", "--device", "cpu:3", "script.py"], "--device='cpu:3': there is no device cpu:3"),
-        (["run", "--device", "cpu:3", "--nproc", "2", "script.py"], "choose one of those"),
+        (["run", "--device", "cpu:3", "--nproc", "2", "script.py"], "choose cpu:0"),
         (["run", "missing.py"], "there is no script 'missing.py'"),
         (["run", "skript.py"], "did you mean script.py? Else"),
         (["run", "."], "there is no script '.'"),
