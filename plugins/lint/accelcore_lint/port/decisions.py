@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import cast
 
 import libcst as cst
 from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.guards import GUARDS, Guard, Test, body_of, names_in, set_in, tests_of
+from accelcore_lint.port.guards import GUARDS, Guard, Test, body_of, names_in, set_in, tests_of, turned_off
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
-from accelcore_lint.port.syntax import is_import, reasons_above, text_of
+from accelcore_lint.port.syntax import is_import, loses_comment, reasons_above, text_of
 from accelcore_lint.port.uses import STOPS
 
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
@@ -78,6 +77,7 @@ class Decisions(cst.CSTVisitor):
         self._scopes: set[cst.CSTNode] = set()
         self._unset: set[str] = set()
         self._kept_in: set[cst.CSTNode] = set()
+        self._fixed: set[cst.CSTNode | None] = set()
         self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
         self.rewrites: dict[cst.CSTNode, Rewrite] = {}
         self.comments: dict[cst.CSTNode, list[str]] = defaultdict(list)
@@ -106,6 +106,8 @@ class Decisions(cst.CSTVisitor):
                 return True
             guard = self._guard_of(node) if decision.retry is not None else None
             name = self._name_of(node) if guard is None and decision.retry is not None else ""
+            name = name or turned_off(guard, self._facts.code)
+            guard = None if name else guard
             if decision.some and guard is None and not name:
                 around = itertools.takewhile(lambda outer: isinstance(outer, _PARTS), self._facts.parents(node))
                 guard = next((each for each in reversed([*around]) if isinstance(each, cst.BooleanOperation)), None)
@@ -132,7 +134,8 @@ class Decisions(cst.CSTVisitor):
             whole = all(note.rule == "replicas" for note in self.left[left:])  # DataParallel works on other devices
             some = done[0] > rewritten or self._is_portable(guard)
             opens = (done[1] > actions or whole) if decision.some else (some and whole)
-            if decision.some and any(note.rule in _FAILS for note in self.left[left:]):
+            fails = body_of(guard) in self._fixed or any(note.rule in _FAILS for note in self.left[left:])
+            if decision.some and fails:
                 opens = False
             if original_node is not guard or isinstance(guard, Test):
                 opens = whole  # what follows an early return, or a test
@@ -170,6 +173,7 @@ class Decisions(cst.CSTVisitor):
             is_open = self._opens(name, original_node, some=decision.some)
             is_open = is_open and not (self._asserts(node) and self._scope_of(node) in self._kept_in)
             is_open = is_open and self._shut.isdisjoint(self._facts.parents(node))
+            is_open = is_open and self._facts.function_of(node) not in self._fixed
             if is_open and isinstance(original_node, cst.ClassDef):
                 is_open = self._unset.isdisjoint(self._members_in(node))
             if decision.retry is not None and is_open:
@@ -311,6 +315,9 @@ class Decisions(cst.CSTVisitor):
             self.harmless.append(note)
             return
         self.left.append(note)
+        around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
+        if rule.name == "device string" and isinstance(next(around), cst.Assign):
+            self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere
         statement = self._statement(node)
         if isinstance(statement, cst.SimpleStatementLine) and rule.name != "replicas":
             attributes = set(map(text_of, matchers.findall(statement, matchers.Attribute())))
@@ -346,7 +353,7 @@ class Decisions(cst.CSTVisitor):
             return None if rule.optional else Left(str(unplaced))
         if isinstance(decision, Rewrite) and rule.name != "device check" and self._is_tried(node):
             return Left(_TRIED, node.children)
-        if isinstance(decision, Rewrite) and _loses_comment(node, decision):
+        if isinstance(decision, Rewrite) and loses_comment(node, decision):
             if rule.optional:
                 self._facts.place.forget(node)
             return None if rule.optional else Left("comments within it would be lost: move them above it")
@@ -381,18 +388,6 @@ def _takes_cpu(handler: cst.ExceptHandler) -> bool:
     is_broad = handler.type is None or _ERRORS.search(text_of(handler.type)) is not None
     body = text_of(handler.body)
     return is_broad and _NONE.search(body) is not None and not (STOPS.search(body) or "memory" in body)
-
-
-def _loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
-    if "#" not in cst.Module([]).code_for_node(node):
-        return False
-    made = rewrite.build(node)
-    new = list(made) if isinstance(made, cst.FlattenSentinel) else [made] if isinstance(made, cst.CSTNode) else []
-    return len(_comments(node)) > sum(len(_comments(each)) for each in new)
-
-
-def _comments(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    return matchers.findall(node, matchers.Comment())
 
 
 def _passes(node: cst.CSTNode) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 from libcst import matchers
 
@@ -12,6 +14,9 @@ Test = cst.FunctionDef | cst.ClassDef
 
 Guard = cst.If | cst.IfExp | cst.For | cst.BaseSimpleComp | cst.BooleanOperation | Test
 GUARDS = (cst.If, cst.IfExp, cst.For, cst.BaseSimpleComp, cst.BooleanOperation)
+
+_OFF = re.compile(r"[\w.]+?(?:\.|\[[\"'])(\w+)(?:[\"']\])? *= *False\b.*", re.DOTALL)
+"""A line that turns a flag of the script off, as `config["use_cuda"] = False`."""
 
 
 def body_of(guard: Guard) -> cst.CSTNode:
@@ -40,6 +45,13 @@ def set_in(guard: Guard) -> set[str]:
     if isinstance(guard, Test | cst.BaseSimpleComp | cst.BooleanOperation):
         return set()
     return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
+
+
+def turned_off(guard: Guard | None, code: str) -> str:
+    """Return the flag that an `if` turns off, by the name by which the file asks it elsewhere; "" if none."""
+    off = _OFF.fullmatch(text_of(guard.body).strip()) if isinstance(guard, cst.If) and guard.orelse is None else None
+    asked = re.findall(rf"\b\w+\.{off[1]}\b(?! *[(.=])", code) if off else []
+    return next((name for name in asked if name not in text_of(cst.ensure_type(guard, cst.If).test)), "")
 
 
 def _assigned(node: cst.CSTNode) -> set[str]:

@@ -22,6 +22,8 @@ _CURRENT = ("current_device", "current_accelerator", *(f"current_device_{n}" for
 DEFAULT = "a default is set when this module is imported, before a script chooses a device: choose it in the function"
 """Reason to leave the default of a parameter."""
 
+_FIXES = re.compile(r"is_available\(|device_count\(|current_device\(|\.(cuda|npu)\(")
+"""Questions that fix which devices are visible; a seed waits for the first tensor, and an empty cache asks nothing."""
 _ASKS = re.compile(r"is_available\(|autocast\(|device_count\(|current_device\(|\.(cuda|npu)\(|seed|memory")
 """Words of lines that ask CUDA which devices there are."""
 
@@ -129,12 +131,12 @@ class Place:
             return False
         return not self._asks(site)
 
-    def _asks(self, site: cst.CSTNode) -> bool:
+    def _asks(self, site: cst.CSTNode, question: re.Pattern[str] = _ASKS) -> bool:
         """Return whether the line of a site, or a condition on it, asks for devices in the original."""
         around = [site, *self._tree.parents(site)]
         line = next(outer for outer in around if isinstance(outer, (cst.Decorator, cst.BaseStatement)))
         tests = [outer.test for outer in around if isinstance(outer, cst.If)]
-        return any(_ASKS.search(text_of(part)) for part in (line, *tests))
+        return any(question.search(text_of(part)) for part in (line, *tests))
 
     def kind(self, site: cst.CSTNode) -> str:
         """Return the source of the device's type, a string. Raises as `device`."""
@@ -148,6 +150,13 @@ class Place:
             return chosen.value
         self._use(site)
         return self.name
+
+    def check_question(self, site: cst.CSTNode) -> None:
+        """Raise an error if a line that asks for no device in the original must not ask: some are hidden below it."""
+        scope, tree = self._scope(site), self._tree
+        late = any(tree.line(site) < tree.line(each) and scope in (self._scope(each), None) for each in tree.hidden_by)
+        if self._torch_level and late and not self._asks(site, _FIXES):
+            raise UnplacedError(self._obstacle(site))
 
     def forget(self, site: cst.CSTNode) -> None:
         """Take back what was asked for an expression that is left after all."""

@@ -220,7 +220,7 @@ def _known_of_each(
             device_given=not reading.isdisjoint({path, *files}) and setting.isdisjoint({path, *files}),
             meets_torch=not with_torch.isdisjoint({path, *files}),
             # A package may load its files by names in a configuration, so that those in folders below count, too.
-            keeps_questions=next((kept[each] for each in (path, *sorted(files)) if each in kept), "")
+            keeps_questions=next((kept[each] for each in (path, *sorted(files | users)) if each in kept), "")
             or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
             asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import libcst as cst
+from libcst import matchers
 from libcst.helpers import get_full_name_for_node
 
-from accelcore_lint.port.rule import TODO
+from accelcore_lint.port.rule import TODO, Rewrite
 
 
 def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:
@@ -16,6 +17,16 @@ def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:
     lines = [*getattr(statement, "leading_lines", ()), *(module.header if statement is module.body[0] else ())]
     comments = [line.comment.value for line in lines if line.comment]
     return [comment.removeprefix(TODO) for comment in comments if comment.startswith(TODO)]
+
+
+def loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
+    """Return whether a comment in a node is not in what replaces it."""
+    if "#" not in cst.Module([]).code_for_node(node):
+        return False
+    made = rewrite.build(node)
+    new = list(made) if isinstance(made, cst.FlattenSentinel) else [made] if isinstance(made, cst.CSTNode) else []
+    before, *after = (len(matchers.findall(each, matchers.Comment())) for each in (node, *new))
+    return before > sum(after)
 
 
 def text_of(node: cst.CSTNode) -> str:

@@ -25,6 +25,7 @@ _USES = {
         r"|\bFP16_Optimizer\b|\bLARC\b|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
         r"|\bopt\w*\.(?:state|_\w+|defaults)\b(?!_dict)"
         r"|\b(?:deepspeed|horovod|byteps|colossalai|fairscale)\b"
+        r"|= *list\([\w.]+\.state_dict\(\)\.(?:values|items)\(\)\)|= *\[(\w+)\.(?:data|detach\(\)) for \1 in\b"
     ),
     "wrapper": re.compile(
         r"\.module\b|\.no_sync\(|\.require_backward_grad_sync\b|\.register_comm_hook\(|\._set_static_graph\("
@@ -42,7 +43,7 @@ _USES = {
 
 - scaler: torch's own methods, attributes and arguments.
 - optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form, a library that
-  wraps it.
+  wraps it, and lists of the parameters' tensors, whose memory a fused optimizer no longer uses.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
 - is_cuda: a truth value or a property of the project's own.
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
@@ -51,6 +52,9 @@ _USES = {
 - hidden: a condition below which all devices are hidden, so that the answer of CUDA is that there is none.
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
 """
+
+ASSERTED = re.compile(rf"\b(?:assert\b[^\n#]*|if\b[^\n#]*\bnot )\bin *[\[({{][^\])}}]*[\"']({_DEVICES})[\"']")
+"""A line that stops for other names of devices than those of a list."""
 
 _FROM = re.compile(r"(?m)^[ \t]*from[ \t]+(?!apex\b|accelcore\b)([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
 _DRIVERS = re.compile(r"mm(cv|engine)\b")
@@ -84,6 +88,10 @@ TAKES_REST = re.compile(r"\bnot [\w.]+\.is_cuda\b[^\n]*:\s*\n[^\n]*_cpu\w*[.(]")
 
 _BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*rank")
 
+_GROUPS = re.compile(
+    r"(?m)^([ \t]*)elif [^\n]*\b(?:mps|xpu)\b[^\n]*:\n(?:\1[ \t]+[^\n]*\n)*?\1[ \t]+[^\n]*\binit_process_group\("
+)
+
 
 def kept_questions(text: str) -> str:
     """Return the reason why questions for a device stay in a program with a file of this text; "" if there is none."""
@@ -94,6 +102,8 @@ def kept_questions(text: str) -> str:
             "CUDA_VISIBLE_DEVICES gives each rank its device, and other devices do not read it: "
             "make one current by torch.accelerator.set_device_index(rank) instead"
         )
+    if _GROUPS.search(text):
+        return "the process group is chosen for CUDA, another accelerator or the CPU: choose one for each device there"
     return ""
 
 

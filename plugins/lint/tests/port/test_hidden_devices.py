@@ -203,3 +203,16 @@ def test_a_line_of_the_guard_asks_below_the_one_that_hides_devices(is_first):
     if is_first:
         asked = outcome.source.index("accelerator.current_accelerator(")
         assert outcome.source.index('= "0, 1"') < asked < outcome.source.index("torch.ones(2)")
+
+
+@pytest.mark.parametrize("line", ["torch.cuda.manual_seed(3)", "torch.cuda.empty_cache()"])
+@pytest.mark.parametrize(
+    ("before", "after", "kept"), [("{}", "", 1), ("", "{}", 0), ("if torch.cuda.is_available():\n        {}", "", 0)]
+)
+def test_a_line_that_asks_for_no_device_does_not_begin_to_above_one_that_hides_them(line, before, after, kept):
+    source = (
+        f"import os\nimport torch\n\n\ndef main(gpu):\n    {before.format(line)}\n"
+        f'    os.environ["CUDA_VISIBLE_DEVICES"] = gpu\n    {after.format(line)}\n\n\nmain("1")\n'
+    )
+    outcome = port_source(source, Level.TORCH)
+    assert outcome.source.count("torch.cuda.") == len(outcome.left) == kept

@@ -46,6 +46,27 @@ def test_all_questions_stay_in_a_program_whose_tensors_another_device_cannot_exc
     assert (len(alone.left) >= 3) is kept
 
 
+GROUPS = (
+    "import torch\nif torch.cuda.is_available():\n    torch.distributed.init_process_group('nccl')\n"
+    "elif torch.backends.mps.is_available():\n    rank = 0\n    torch.distributed.init_process_group('gloo')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kept"),
+    [(BY_RANK, True), (GROUPS, True), (GROUPS.replace("elif torch.backends.mps.is_available()", "else"), False)],
+)
+def test_questions_stay_in_a_file_that_the_script_of_such_a_program_imports(tmp_path, launcher, kept):
+    files = {
+        "train.py": "import torch\n\n\ndef dev():\n    return 'cuda' if torch.cuda.is_available() else 'cpu'\n",
+        "launch.py": f"import train\n{launcher}",
+    }
+    paths = written(tmp_path, files)
+    outcome = port_source(files["train.py"], Level.TORCH, read_project(paths[:1]).known(paths[0]))
+    assert ("torch.cuda.is_available()" in outcome.source) is kept
+    assert [note.line for note in outcome.left] == ([5] if kept else [])
+
+
 ENGINE = (
     "import torch\n\n\nclass Engine:\n    def __init__(self, use_gpu=True):\n"
     "        self.use_gpu = torch.cuda.is_available() and use_gpu\n"

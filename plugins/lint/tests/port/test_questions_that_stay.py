@@ -1,5 +1,6 @@
 """Questions about a vendor that stay, because a line that depends on them would fail or change on other devices."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -24,6 +25,8 @@ LOAD = "state = torch.load(path, map_location={})"
         (LOAD.format("None if torch.cuda.is_available() else torch.device('cpu')"), True),
         ("map_location = None if torch.cuda.is_available() else 'cpu'", True),
         ("batch = 8 if torch.cuda.device_count() > 1 else 4", False),
+        ("rank = torch.distributed.get_rank() if torch.cuda.is_available() else 0", True),
+        ("rank = torch.distributed.is_available() if torch.cuda.is_available() else 0", False),
     ],
 )
 def test_a_question_stays_whose_answer_elsewhere_is_the_originals(line, kept):
@@ -257,3 +260,82 @@ def test_a_condition_with_a_check_in_it_is_no_assertion():
         "            raise ValueError\ngpu = torch.cuda.is_available() and torch.cuda.get_device_name(0)\n"
     )
     assert "if torch.accelerator.is_available():" in port_source(source, Level.TORCH).source
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("assert device in ['cuda', 'cpu']", True),
+        ("if device not in ('cpu', 'cuda'):\n        raise ValueError(device)", True),
+        ("print(device in ['cuda', 'cpu'])", False),
+    ],
+)
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "device = 'cuda' if torch.cuda.is_available() else 'cpu'",
+        "if torch.cuda.is_available():\n        device = 'cuda'\n    else:\n        device = 'cpu'",
+    ],
+)
+def test_a_name_of_a_device_stays_if_a_list_of_such_names_is_asserted(chosen, line, kept):
+    source = f"import torch\n\n\ndef f():\n    {chosen}\n    {line}\n    return device\n"
+    module = imported(port_source(source, Level.TORCH).source)
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")),
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+    ):
+        assert module.f() == ("cpu" if kept else "meta")
+
+
+@pytest.mark.parametrize("flag", ["config['use_cuda']", "config.use_cuda"])
+@pytest.mark.parametrize(("below", "kept"), [("Net().cuda()", True), ("torch.ones(1).cuda()", False)])
+def test_a_question_stays_that_turns_off_a_flag_of_a_line_that_is_left(flag, below, kept):
+    source = (
+        "import torch\nfrom nets import Net\n\n\ndef check(config):\n"
+        f"    if {flag} and not torch.cuda.is_available():\n        {flag} = False\n        print('CPU')\n"
+        f"    return config\n\n\ndef run(args):\n    if args.use_cuda:\n        {below}\n"
+    )
+    known = Known(own_moves=frozenset({"Net"}))
+    assert ("not torch.cuda.is_available()" in port_source(source, Level.TORCH, known).source) is kept
+
+
+@pytest.mark.parametrize(("name", "kept"), [("where", True), ("device", False)])
+@pytest.mark.parametrize(
+    ("lines", "question"),
+    [
+        (
+            "{0} = 'cuda:0'\n    n = torch.cuda.device_count()\n    if n == 0:\n        {0} = 'cpu'",
+            "cuda.device_count()",
+        ),
+        (
+            "{0} = 'cpu'\n    if torch.cuda.is_available():\n        x = x.cuda()\n        {0} = 'cuda'",
+            "cuda.is_available()",
+        ),
+    ],
+)
+def test_a_question_stays_beside_the_name_of_a_device_that_is_left(lines, question, name, kept):
+    source = f"import torch\n\n\ndef f(x):\n    {lines.format(name)}\n    return x, {name}\n"
+    assert (question in port_source(source, Level.TORCH).source) is kept
+
+
+@pytest.mark.parametrize("given", ["amp_device", "device_type=amp_device"])
+@pytest.mark.parametrize(("use", "kept"), [("pass", True), ("x.to(amp_device)", False)])
+def test_a_name_that_only_autocast_gets_does_not_begin_to_work_on_the_cpu(given, use, kept):
+    source = (
+        "import torch\n\n\ndef f(x, other):\n    amp_device = 'mps' if other else 'cuda'\n    "
+        f"with torch.autocast({given}, dtype=torch.bfloat16):\n        return (x @ x).dtype\n    {use}\n"
+    )
+    ported = port_source(source, Level.TORCH).source
+    assert ("'cuda'" in ported) is kept
+    with pytest.warns(UserWarning, match="CUDA is not available") if kept else contextlib.nullcontext():
+        assert imported(ported).f(torch.ones(2, 2), False) is (torch.float32 if kept else torch.bfloat16)
+
+
+@pytest.mark.parametrize(("other", "kept"), [("mps", True), ("none", False)])
+def test_an_autocast_for_one_vendor_does_not_begin_on_an_accelerator_that_the_script_names(other, kept):
+    test = "x.device.type == 'cuda'"
+    source = (
+        f"import contextlib\nimport torch\n\n\ndef f(x, kind='{other}'):\n"
+        f"    with torch.autocast(x.device.type) if {test} else contextlib.nullcontext():\n        return x @ x\n"
+    )
+    assert (test in port_source(source, Level.TORCH).source) is kept

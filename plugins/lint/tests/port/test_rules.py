@@ -62,9 +62,12 @@ def test_a_word_in_the_name_of_a_device(name):
         ("sparse=False", "", 0),
         ("", "torch.optim.SparseAdam", 1),
         ("", "FullyShardedDataParallel(net)", 1),
+        ("", "averaged = list(net.state_dict().values())", 1),
+        ("", "averaged = [p.data for p in net.parameters()]", 1),
+        ("", "averaged = [q.dtype for q in net.parameters()]", 0),
     ],
 )
-def test_an_optimizer_of_gradients_that_may_be_sparse_stays(made, other, kept):
+def test_an_optimizer_of_gradients_that_may_be_sparse_or_of_tensors_that_are_held_stays(made, other, kept):
     source = (
         f"import torch\nnet = torch.nn.Embedding(5, 2, {made}).cuda()\n{other}\n"
         "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"

@@ -12,8 +12,9 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.uses import ASSERTED
 from accelcore_lint.port.vendors import DEVICES
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
@@ -27,6 +28,7 @@ _HIDDEN = (
 )
 _CONFIGURED = "a move beside a device that a configuration gives the program, which may be the CPU: move to that one"
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(")
+_NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
@@ -109,6 +111,10 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     if isinstance(holder, (cst.If, cst.IfExp)) and holder.test is whole_test:
         if isinstance(holder, cst.IfExp) and _is_location(holder, facts):
             return Left(_LOADS, node.children, harmless=True)
+        if text_of(holder.body).endswith(("get_rank()", "get_world_size()")):
+            return Left("an answer for a process group: ask torch.distributed.is_initialized()", node.children)
+        if ASSERTED.search(facts.code) and _NAMES.search(text_of(holder.body)):
+            return Left(NAMED, node.children)
         if "hidden" in facts.uses_of and _MOVES.search(text_of(holder.body)):
             return Left(_HIDDEN, node.children)
         if facts.known.device_given and _MOVES.search(text_of(holder.body)):

@@ -20,7 +20,7 @@ _UNSURE = "a comparison with a vendor's name, which may be that of something els
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|synchronize\(|empty_cache\(|\.(cuda|npu)\(")
 """Lines that MPS has as other accelerators do."""
 
-_ASKS = re.compile(r"get_device|capability|memory_|Stream|Event|Graph")
+_ASKS = re.compile(r"get_device|capability|memory_|Stream|Event|Graph|autocast\(")
 
 _OPTIONS = re.compile(r"pin_memory|non_blocking|(\w+_)?fused")
 """Options that torch has for every accelerator."""

@@ -84,6 +84,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     given = "" if device is None or new == "empty_cache" else index_source(device)
     if name not in (*_RESETS, "empty_cache"):
         return _guarded(facts, node, f"{module}.{new}({given})")
+    facts.place.check_question(node)
     of = f"{facts.torch}.get_device_module()"  # torch.accelerator has these from torch 2.9, and not for MPS
     return _guarded(facts, node, f"{of}.{new}({given})", f'hasattr({of}, "{new}")' if name in _RESETS else "")
 

@@ -12,6 +12,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.uses import ASSERTED
 from accelcore_lint.port.vendors import DEVICES
 
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
@@ -26,7 +27,10 @@ SETTINGS = re.compile(
 _LOOKS_UP = ("get", "pop", "setdefault", "getattr", "getenv")
 """Functions that return a default if there is no such key or attribute."""
 
+NAMED = "the name of a device, of which this file asserts that it is one of a list: add others there"
 DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
+
+_AUTOCAST = Left("autocast of one device, which does nothing on the CPU: write enabled= with the device's type")
 
 
 def whole(node: cst.BaseExpression, text: str, imports: Sequence[str] = ()) -> Rewrite:
@@ -162,8 +166,8 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in _branches(choice)]
     if any(made):
         return _of_devices(facts, node, names) if all(made) and choice is node else None
-    if facts.keeps_questions and len(_branches(choice)) > 1:
-        return Left(facts.keeps_questions, node.children)
+    if (reason := facts.keeps_questions or (ASSERTED.search(facts.code) and NAMED)) and len(_branches(choice)) > 1:
+        return Left(reason, node.children)
     index = index_of(names[0])[1]
     if len(names) != 1 or _has_others(choice, facts):
         return None
@@ -270,11 +274,20 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = str(holder.key.evaluated_value)
     if isinstance(holder, cst.Return) and facts.guards(node) and AVAILABLE not in facts.known.replaced:
         name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
+    if name is not None and _is_for_autocast(name, facts):
+        return _AUTOCAST
     if isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts):
         return Left(DECLARED)
     if name is not None and is_device_name(name):
         return "location" if _LOCATION.search(name) else "kind"
     return unknown
+
+
+def _is_for_autocast(name: str, facts: Facts) -> bool:
+    """Return whether all that a name is used for is autocast's device."""
+    uses = re.findall(rf"(?<![\w.]){re.escape(name)}\b(?! *=[^=])", facts.code)
+    given = re.findall(rf"\bautocast\((?:device_type *= *)?{re.escape(name)}\b", facts.code)
+    return 0 < len(uses) == len(given)
 
 
 def _is_field(assign: cst.AnnAssign, facts: Facts) -> bool:
@@ -294,7 +307,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     if method == "startswith":
         return Left("a question about one vendor's device: other accelerators answer no")
     if keyword == "device_type" and text_of(call.func).split(".")[-1] in ("partial", "dict"):
-        return Left("autocast of one device, which does nothing on the CPU: write enabled= with the device's type")
+        return _AUTOCAST
     if (
         name == "torch.device"
         or (keyword == "device_type" and (name.startswith("torch.") or isinstance(call.func, cst.Name)))

@@ -67,6 +67,7 @@ def _of_device(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, func
     """Call a function of the module that torch has for the device, where there is one."""
     of = "" if facts.level is Level.TORCH else facts.place.device(node)
     test = f'{of}.type != "cpu"' if of else f"{facts.torch}.accelerator.is_available()"
+    facts.place.check_question(node)
     func = cst.parse_expression(f"{facts.torch}.get_device_module({of}).{function}")
 
     def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
