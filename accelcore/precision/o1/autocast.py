@@ -46,6 +46,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.torch_depth = 0
+        self.cached: dict[str, torch.dtype | None] = {}  # of each device type, the dtype of the casts in torch's cache
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
 
 
@@ -76,6 +77,8 @@ class Region:
 
     def __init__(self, device_type: str, dtype: torch.dtype, table: str, dispatch_key: str) -> None:
         self._is_o1 = table == "O1"
+        self._device_type, self._dtype = device_type, dtype
+        self._outer: torch.dtype | None = None  # of the casts that torch's cache held when this region was entered
         self._autocast = torch.autocast(device_type, dtype, cache_enabled=not self._is_o1)
         kernels = _o1_kernels if self._is_o1 else _refusals
         name = dispatch_key if self._is_o1 else f"refused on {dispatch_key}"
@@ -83,6 +86,8 @@ class Region:
 
     def __enter__(self) -> None:
         overrides.install(*self._kernels)
+        if not self._is_o1:
+            self._enter_cache()
         self._autocast.__enter__()  # type: ignore[no-untyped-call]
         if not self._is_o1:
             _state.torch_depth += 1
@@ -100,6 +105,20 @@ class Region:
                 _mark_compiled_code(-1)
                 _state.casts.clear()
         self._autocast.__exit__(*error)
+        if not self._is_o1:
+            _state.cached[self._device_type] = self._outer
+            if self._outer is not self._dtype:
+                torch.clear_autocast_cache()
+
+    def _enter_cache(self) -> None:
+        """Drop the casts of an outer region in another dtype: torch's cache would return them for this one's."""
+        kind = self._device_type
+        self._outer = _state.cached.get(kind)
+        if self._outer is None and torch.is_autocast_enabled(kind):  # by torch.autocast itself
+            self._outer = torch.get_autocast_dtype(kind)
+        if self._outer not in (None, self._dtype):
+            torch.clear_autocast_cache()
+        _state.cached[kind] = self._dtype
 
 
 def is_o1_active() -> bool:

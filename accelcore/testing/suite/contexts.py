@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from accelcore import Backend
 from accelcore.known_faults import CAST_WITHOUT_GRADIENT
-from accelcore.testing.support.declared import TABLES, declared, refused
+from accelcore.testing.support.declared import TABLES, declared
 from accelcore.testing.support.oracles import eps, error
-from accelcore.util.text import first_line
 
 _of_tables = pytest.mark.parametrize("table", TABLES)
 
@@ -184,11 +183,15 @@ class ContextTests:
                 with accel.autocast(outer, table=table):
                     layer(rows)
                     with accel.autocast(inner, table=table):
-                        try:
-                            output = layer(rows)
-                        except RuntimeError as error:
-                            refused(first_line(error))  # torch's cache of weights knows one dtype
-                    after = (rows @ rows.T).dtype
+                        output = layer(rows)
+                    with accel.autocast(enabled=False), accel.autocast(inner, table=table):
+                        again = layer(rows)
+                    after = layer(rows).dtype
+                with accel.autocast(enabled=False):
+                    for dtype in (outer, inner):
+                        with accel.autocast(dtype, table=table):
+                            assert layer(rows).dtype == dtype, f"behind a region of {outer}, one of {dtype} is wrong"
+                assert torch.equal(again, output), "a region inside of a disabled one computes something else"
                 assert output.dtype == inner, f"in a region of {inner} it computes in {output.dtype}"
                 assert output.item() == 8 * weight, f"in a region of {inner} a weight was rounded to {outer} first"
                 assert after == outer, f"after a region of {inner} inside of it, one of {outer} computes in {after}"
