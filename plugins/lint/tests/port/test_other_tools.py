@@ -299,6 +299,7 @@ def test_a_test_that_skips_itself_still_does_so_if_a_line_of_it_is_left(skip, as
         ("torch.manual_seed(1); torch.cuda.manual_seed(1)", "seeds of one vendor's devices"),
         ("isinstance(x, torch.cuda.FloatTensor)", "a question about one"),
         ("f(torch.cuda.FloatTensor)", "a type of tensor of one"),
+        ("torch.cuda.set_device(number := rank())", "arguments of set_device that are not known"),
     ],
 )
 def test_what_is_left_has_its_own_reason(line, reason):

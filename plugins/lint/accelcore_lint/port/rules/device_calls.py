@@ -64,7 +64,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     name, call = found
     module = f"{facts.torch}.accelerator"
     device = argument(call, "device", 0)
-    if len(call.args) > 1 or (device is not None and index_of(device) == (False, None) and _is_vendors(device)):
+    foreign = device is not None and index_of(device) == (False, None) and _is_vendors(device)
+    if len(call.args) > 1 or foreign or isinstance(device, cst.NamedExpr):  # a name is set with and without a device
         return Left(f"arguments of {name} that are not known")
     named, index = index_of(device) if device is not None else (True, None)
     own = named or device is None or facts.is_local_rank(device) or text_of(device) == "0"
