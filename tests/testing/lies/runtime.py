@@ -141,7 +141,7 @@ def fetch_by_way_of_fp32(backend):
     return replaced(backend, "runtime", fetch=fetch)
 
 
-@lie("TestRuntime.test_conjugates_and_negatives_travel", says="what is negative, fetched, has the values", way="to")
+@lie("TestRuntime.test_conjugates_and_negatives_travel", says="what is negative fetched by to", way="to")
 def fetch_without_a_negative_mark(backend):
     def fetch(honest, tensor):
         return honest.fetch(torch._neg_view(tensor) if tensor.is_neg() else tensor)

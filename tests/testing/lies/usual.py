@@ -360,6 +360,6 @@ def _without_its_mark(function, target, source, *args, **options):
 
 LIES["copy_without_a_conjugate_mark"] = Lie(
     "copy_without_a_conjugate_mark", lambda backend: backend, "TestRuntime.test_conjugates_and_negatives_travel",
-    "what is conjugate, arrives, has the values", {"way": "copy_"},
+    "what is conjugate arrives by copy_", {"way": "copy_"},
     around=lambda: WrongFunction({"copy_": _without_its_mark}),
 )  # fmt: skip
