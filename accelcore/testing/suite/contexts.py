@@ -19,6 +19,7 @@ from accelcore.testing.support.declared import TABLES, declared
 from accelcore.testing.support.oracles import eps, error
 
 _of_tables = pytest.mark.parametrize("table", TABLES)
+_of_dtypes = pytest.mark.parametrize("which", [0, -1], ids=["preferred", "last"])  # of the declared ones
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:
@@ -29,11 +30,12 @@ def _in_thread(work: Callable[[], Any]) -> Any:
 class ContextTests:
     """Autocast in the contexts of a training script."""
 
+    @_of_dtypes
     @_of_tables
-    def test_autocast_without_gradients(self, accel: Backend, table: str) -> None:
+    def test_autocast_without_gradients(self, accel: Backend, table: str, which: int) -> None:
         """Autocast computes in low precision also under no_grad and inference_mode, and inside of either order."""
         with _declared(accel, table):
-            low, layer, rows = _of(accel)
+            low, layer, rows = _of(accel, which)
             for guard in (torch.no_grad, torch.inference_mode):
                 with guard(), accel.autocast(low, table=table):
                     assert layer(rows).dtype == low, f"under {guard.__name__} autocast does nothing"
@@ -105,11 +107,12 @@ class ContextTests:
                 off = error(products[name], exact @ operand)
                 assert off < 4 * eps(low), f"the product with the {name} is that with another one"
 
+    @_of_dtypes
     @_of_tables
-    def test_autocast_in_threads(self, accel: Backend, table: str) -> None:
+    def test_autocast_in_threads(self, accel: Backend, table: str, which: int) -> None:
         """A region is its thread's: another thread begins without one, may open its own, and changes no other."""
         with _declared(accel, table):
-            low, layer, rows = _of(accel)
+            low, layer, rows = _of(accel, which)
             outside = _in_thread(lambda: layer(rows).dtype)
             assert outside == torch.float32, "a thread computes in low precision without a region"
             with accel.autocast(low, table=table):
@@ -136,11 +139,12 @@ class ContextTests:
                 assert layer(rows).dtype == low, "one context that serves two threads ends in both"
             assert layer(rows).dtype == torch.float32
 
+    @_of_dtypes
     @_of_tables
-    def test_autocast_nests(self, accel: Backend, table: str) -> None:
+    def test_autocast_nests(self, accel: Backend, table: str, which: int) -> None:
         """Regions nest in any order: enabled in disabled in enabled, and each ends by itself."""
         with _declared(accel, table):
-            low, layer, rows = _of(accel)
+            low, layer, rows = _of(accel, which)
             on, off = accel.autocast(low, table=table), accel.autocast(enabled=False)
             found = []
             with on:
@@ -196,11 +200,12 @@ class ContextTests:
                 assert output.item() == 8 * weight, f"in a region of {inner} a weight was rounded to {outer} first"
                 assert after == outer, f"after a region of {inner} inside of it, one of {outer} computes in {after}"
 
+    @_of_dtypes
     @_of_tables
-    def test_autocast_decorates(self, accel: Backend, table: str) -> None:
+    def test_autocast_decorates(self, accel: Backend, table: str, which: int) -> None:
         """As a decorator, autocast holds in each call of a function, and ends with it, also by an error."""
         with _declared(accel, table):
-            low, layer, rows = _of(accel)
+            low, layer, rows = _of(accel, which)
 
             @accel.autocast(low, table=table)
             def run(depth: int) -> list[torch.dtype]:
@@ -259,11 +264,12 @@ class ContextTests:
                 for what, one, other in (("result", result, expected), *_gradients(found, exact)):
                     assert error(one, other) < 16 * eps(low), f"the {what} of attention over {keys} keys is wrong"
 
+    @_of_dtypes
     @_of_tables
-    def test_autocast_in_backward(self, accel: Backend, table: str) -> None:
+    def test_autocast_in_backward(self, accel: Backend, table: str, which: int) -> None:
         """Backward outside of the region gives gradients of the parameters' dtype; a checkpoint is computed alike."""
         with _declared(accel, table):
-            low, layer, rows = _of(accel)
+            low, layer, rows = _of(accel, which)
             seen: list[torch.dtype] = []
 
             def part(x: Tensor) -> Tensor:
@@ -342,8 +348,8 @@ def _declared(accel: Backend, table: str) -> Any:
     return declared(bool(known.autocast_dtypes) and table in known.autocast_tables, f"autocast by table {table}")
 
 
-def _of(accel: Backend) -> tuple[torch.dtype, Any, Tensor]:
-    low = getattr(torch, (*accel.capabilities.autocast_dtypes, "bfloat16")[0])
+def _of(accel: Backend, which: int = 0) -> tuple[torch.dtype, Any, Tensor]:
+    low = getattr(torch, (accel.capabilities.autocast_dtypes or ("bfloat16",))[which])
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(8, 8)
     with torch.no_grad():

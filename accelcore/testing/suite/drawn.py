@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -323,6 +324,19 @@ class DrawnTests:
             assert accel.runtime.set_rng_state(state) == []
             again = [torch.randn(3, device=accel.device).cpu(), *(_DRAWS[draw](accel)[:999].cpu() for _ in range(2))]
             assert all(map(torch.equal, again, expected)), f"{draw}: a state that was put back gives other numbers"
+
+    @_of_draws
+    def test_draws_in_threads(self, accel: Backend, draw: str) -> None:
+        """Another thread draws from the generator that `seed` and a state set, and this one continues behind it."""
+        accel.runtime.seed(27)
+        state = accel.runtime.rng_state()
+        expected = [_DRAWS[draw](accel).cpu() for _ in range(2)]
+        for begin in (lambda: accel.runtime.seed(27), lambda: accel.runtime.set_rng_state(state)):
+            begin()
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(lambda: _DRAWS[draw](accel).cpu()).result()
+            assert torch.equal(found, expected[0]), f"{draw}: another thread draws other numbers after the same seed"
+            assert torch.equal(_DRAWS[draw](accel).cpu(), expected[1]), f"{draw}: what a thread drew is drawn again"
 
     @pytest.mark.parametrize("draw", ["rand", "randn", "randint", "randperm", "bernoulli", "multinomial"])
     def test_own_generator(self, accel: Backend, draw: str) -> None:

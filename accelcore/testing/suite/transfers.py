@@ -69,13 +69,22 @@ class TransferTests:
 
     @pytest.mark.parametrize("layout", _LAYOUTS)
     def test_copies_into_other_strides(self, accel: Backend, layout: str) -> None:
-        """`copy_` between host and device puts each element in its place if the strides differ."""
+        """`copy_` to, from and on the device puts each element in its place if the strides differ, also unawaited."""
         tensor = _LAYOUTS[layout]()
-        there = torch.full(tensor.shape, 77.0, device=accel.device).copy_(tensor)
-        back = torch.full(tensor.shape, 77.0).copy_(tensor.to(accel.device))
-        accel.runtime.synchronize()
-        for place, arrived in (("device", there), ("host", back)):
-            assert torch.equal(arrived.cpu(), tensor), f"on the {place} the values are others"
+        for awaited in (True, False):
+            sent, other = tensor.to(accel.device), {"non_blocking": not awaited}
+            dense = torch.full(tensor.shape, 77.0)
+            found = {
+                "to the device": dense.to(accel.device).copy_(tensor, **other),
+                "on the device": dense.to(accel.device).copy_(sent, **other),
+                "to the host": dense.clone().copy_(sent, **other),
+                "back into its own strides": torch.empty_like(tensor).copy_(
+                    dense.to(accel.device).copy_(sent), **other
+                ),
+            }
+            accel.runtime.synchronize()
+            for what, arrived in found.items():
+                assert torch.equal(arrived.cpu(), tensor), f"{what} with {other} the values are others"
 
     @_of_ways
     def test_large_tensors_travel(self, accel: Backend, way: str) -> None:

@@ -33,17 +33,33 @@ def _losing(backend, lost):
     )
 
 
-@lie("TestPrecision.test_autocast_without_gradients", says="under no_grad autocast does nothing", table="torch")
+@lie("TestPrecision.test_autocast_without_gradients", says="under no_grad autocast", table="torch", which=0)
 def autocast_that_needs_gradients(backend):
     return _losing(backend, lambda: not torch.is_grad_enabled())
 
 
-@lie("TestPrecision.test_autocast_in_threads", says="own region does nothing", table="O1")
+@lie("TestPrecision.test_autocast_in_threads", says="own region does nothing", table="O1", which=0)
 def autocast_of_the_main_thread(backend):
     return _losing(backend, lambda: threading.current_thread() is not threading.main_thread())
 
 
-@lie("TestPrecision.test_autocast_nests", says="wrong order", table="torch")
+@lie("TestPrecision.test_autocast_nests", says="wrong order", table="O1", which=-1)
+def autocast_of_the_preferred_dtype_behind_a_disabled_region(backend):
+    class Off(_Elsewhere):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+
+    return replaced(
+        backend,
+        "precision",
+        autocast=lambda honest, *args, enabled=True, **kwargs: (nullcontext if enabled else Off)(
+            honest.autocast(*args, enabled=enabled, **kwargs), *(() if enabled else (lambda: False,))
+        ),
+    )
+
+
+@lie("TestPrecision.test_autocast_nests", says="wrong order", table="torch", which=0)
 def autocast_that_counts_its_regions(backend):
     """Within a disabled region no other is enabled."""
     depth = []
