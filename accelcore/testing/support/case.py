@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,9 +16,21 @@ from torch.utils import _pytree as pytree
 
 from accelcore.testing.support.decompositions import Unique
 from accelcore.testing.support.expected import Expected
-from accelcore.testing.support.found import Found, is_refusal
+from accelcore.testing.support.found import Found, is_refusal, says_fallback
 from accelcore.testing.support.host_kernels import HostKernels
-from accelcore.testing.support.layouts import BEHIND, LAYOUTS, beside, laid_out, placed, tensors, wide
+from accelcore.testing.support.layouts import (
+    BEHIND,
+    LAYOUTS,
+    MARKED,
+    beside,
+    drawn_weights,
+    laid_out,
+    memory_differs,
+    memory_of,
+    placed,
+    tensors,
+    wide,
+)
 from accelcore.testing.support.rounding import Rounding
 from accelcore.testing.support.samples import (
     CONVERTS,
@@ -28,6 +39,7 @@ from accelcore.testing.support.samples import (
     IGNORES_OUT,
     NOT_UNIQUE,
     READS_MEMORY,
+    SAMPLED,
     TIED,
     is_comparable,
     tolerance,
@@ -51,6 +63,9 @@ ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
 ZEROS = "with zeros"
 """Says of a sample that zeros of both signs are among its numbers."""
 
+ALIKE = "with masks that are all alike"
+"""Says of a sample that its masks, or the numbers that an operator counts, choose everything or nothing."""
+
 EQUAL = "with equal numbers"
 """Says of a sample that its numbers are whole, and of an operator that it chooses among equal ones as the CPU does."""
 
@@ -59,11 +74,12 @@ INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 
 ALONE = (
     *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
-    *(OTHERWISE, FROZEN, ENDS, COMPLEX, EQUAL, ZEROS),
+    *(OTHERWISE, FROZEN, ENDS, COMPLEX, ALIKE, EQUAL, ZEROS),
 )
 """What is said of samples of which only the result as it is is compared."""
 
 _EMPTY = "of no elements"  # memory that the operator resizes
+_UNCOUNTED = "it does not count as a change, of which autograd has to know"
 _SAME = 8  # units in which an argument may differ that is written to as it was
 
 
@@ -111,6 +127,8 @@ class Case:
             memory = self._memory
         except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
             return
+        if self.layout == MARKED and self._written:
+            return  # torch resolves the mark into a copy, and the operator writes there
         once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
         rounded = cache(partial(self._all_rounded, exact, range(1 if once else 3), len(right)))
         further = cache(partial(self._all_rounded, exact, range(3, 3 if once else 11), len(right)))
@@ -128,7 +146,7 @@ class Case:
                 part,
                 tensor,
                 self.dtype,
-                tolerance(self.name, many=self.what == "of many elements"),
+                tolerance(self.name, many=self.what in ("of many elements", OF_GRADIENT)),
                 partial(one_of, number, overflowed),
                 self.what != LARGE and (self.what not in INFINITE or not part.startswith("the gradient")),
                 () if self.what == EQUAL else (partial(of, number, rounded), partial(of, number, further)),
@@ -143,6 +161,8 @@ class Case:
                 begin = f"{layout}, {BEHIND}".removeprefix(", ")
             self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
+        if values and any(leaf.requires_grad for leaf in tensors(self.arguments)):
+            self._check("under no_grad", values, self._without_graph)
         if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE) and not self.writes:
             return
         if self.what != "broadcast" and self.info.inplace_variant is not None:
@@ -200,6 +220,12 @@ class Case:
             assert kept, f"it changes its argument {number}"
         return found
 
+    def _without_graph(self) -> list[tuple[str, Tensor]]:
+        given, options = self._placed(self.layout, graph=True)
+        with torch.no_grad():
+            found = tensors(self.info.op(*given, **options))
+        return [(f"result {number}", tensor) for number, tensor in enumerate(found)]
+
     def _rounded(self, exact: Any, rounding: Rounding) -> list[tuple[str, Tensor]]:
         moved = rounding.inputs(exact)
         with rounding:
@@ -231,7 +257,7 @@ class Case:
         given, options = arguments
         leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
         result = tensors(self.info.op(*given, **options))
-        self._memory = _memory(result, (given, options))
+        self._memory = memory_of(result, (given, options))
         one, two = ("the gradient", "the second derivative") if self.what == OF_GRADIENT else ("result", "the gradient")
         found = [(f"{one} {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
         roots = [tensor for tensor in result if tensor.requires_grad and not tensor.is_complex()]
@@ -253,9 +279,10 @@ class Case:
         (target, *given), options = arguments
         with torch.no_grad():
             place = target.view_as(target)  # as_strided_ takes the tensor elsewhere
-            before = beside(place)
+            before, version = beside(place), target._version
             returned = self.info.inplace_variant(target, *given, **options)
         assert returned is target, "it returns another tensor"
+        assert target._version > version or self.name not in SAMPLED, _UNCOUNTED
         assert torch.equal(beside(place), before), "it wrote beside the tensor"
         return [("result 0", target)]
 
@@ -309,7 +336,7 @@ class Case:
             if works():
                 (self.found.refused.append if refuses else self.found.note)(f"{where}: {type(error).__name__}: {text}")
             return
-        self.found.on_host |= kernels.names | {self.name for each in said if _says_fallback(str(each.message))}
+        self.found.on_host |= kernels.names | {self.name for each in said if says_fallback(str(each.message))}
         if len(results) != len(expected):
             if works():
                 self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}")
@@ -319,7 +346,7 @@ class Case:
                 floating = self.dtype.is_floating_point and each.right.dtype.is_floating_point
                 kinds = (self.dtype, torch.float64) if floating else (each.right.dtype, each.right.dtype)
                 if (tensor.dtype, each.right.dtype) == kinds:  # or it is a conversion, which may or may not be a copy
-                    for difference in _memory_differs(own, of_cpu):
+                    for difference in memory_differs(own, of_cpu):
                         self.found.note(f"{where}: {part} {difference}")
         for (part, tensor), each in zip(results, expected, strict=True):
             said_wrong = each.differs_in_form(tensor)
@@ -355,10 +382,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.detach().double(), other.detach().double(), rtol=close, atol=0.0, equal_nan=True)
 
 
-def _says_fallback(message: str) -> bool:
-    return bool(re.search(r"fall(s|ing)? ?back", message, re.I) and re.search(r"\bcpu\b", message, re.I))
-
-
 def _unwritten(value: Any, *, layout: str, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -366,33 +389,3 @@ def _unwritten(value: Any, *, layout: str, dtype: torch.dtype | None) -> Any:
         return value.new_empty(0)
     value = value.to(dtype) if dtype and value.is_floating_point() else value
     return laid_out(torch.full_like(value, 1 if value.dtype == torch.bool else 77), value.device, layout)
-
-
-@lru_cache(maxsize=16)
-def drawn_weights(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return weights of a result on the host, the same for every device, in values that every dtype has."""
-    generator = torch.Generator().manual_seed(shape.numel())
-    return (torch.randint(1, 9, shape, generator=generator) / 4 - 1.125).to(dtype)
-
-
-def _memory(results: list[Tensor], arguments: Any) -> list[tuple[bool, bool]]:
-    """Return for each result whether it shares memory with an argument, and whether its own elements do."""
-    dense = [each for each in tensors(arguments) if each.layout == torch.strided and each.numel()]
-    taken = {each.untyped_storage().data_ptr() for each in dense}
-    found = []
-    for each in results:
-        if each.layout != torch.strided or not each.numel():
-            found.append((False, False))
-        else:
-            expanded = any(size > 1 and not stride for size, stride in zip(each.shape, each.stride(), strict=True))
-            found.append((each.untyped_storage().data_ptr() in taken, expanded))
-    return found
-
-
-def _memory_differs(found: tuple[bool, bool], right: tuple[bool, bool]) -> Iterator[str]:
-    if found[0] and not right[0]:
-        yield "shares memory with an argument, and that of the CPU does not"
-    if right[0] and not found[0]:
-        yield "is a copy, and that of the CPU is a view"
-    if found[1] and not right[1]:
-        yield "has elements that share memory, and that of the CPU has none"

@@ -131,7 +131,13 @@ def _options(arguments: Any) -> set[tuple[Any, ...]]:
         if value is None or isinstance(value, bool | str)
     }
     masks = {(key, value.dim(), unequal) for key, value in options if _is_mask(value)}
-    return {(key, _kind(value)) for key, value in options} | words | masks
+    beside_words = {  # such as the weights of a loss that is averaged
+        (key, word, value, sizes)
+        for key, given in named.items()
+        for word, value in named.items()
+        if isinstance(given, Tensor) and isinstance(value, str)
+    }
+    return {(key, _kind(value)) for key, value in options} | words | masks | beside_words
 
 
 def _is_mask(value: Any) -> bool:

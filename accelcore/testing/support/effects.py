@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.testing.support.case import drawn_weights
-from accelcore.testing.support.layouts import mapped, placed, tensors, wide
+from accelcore.testing.support.layouts import drawn_weights, mapped, placed, tensors, wide
 from accelcore.testing.support.samples import needs_lapack
 
 _MOST_SAMPLES, _MOST_CHANGED, _MOST_REVALUED = 12, 2, 12  # of an option

@@ -63,3 +63,8 @@ def known_faults(accel: Backend) -> list[KnownFault]:
 def is_refusal(error: Exception) -> bool:
     """Return whether a device says by an error that it has no such kernel."""
     return isinstance(error, NotImplementedError) or bool(_REFUSES.search(" ".join(str(error).splitlines()[:2])[:200]))
+
+
+def says_fallback(message: str) -> bool:
+    """Return whether a warning reports that the CPU computed in place of the device."""
+    return bool(re.search(r"fall(s|ing)? ?back", message, re.I) and re.search(r"\bcpu\b", message, re.I))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any
 
@@ -18,6 +19,9 @@ MIXED = "the first in another order"
 
 BEHIND = "behind other elements"
 """Layout of the sample, in memory that begins and ends with an element of another tensor."""
+
+MARKED = "negative or conjugate by a mark"
+"""Layout of numbers of which the memory holds the negative, or the conjugate, and torch knows it."""
 
 _MANY, _MOST = (70_001, 4099, 2051, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
@@ -79,6 +83,10 @@ def laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
         return value.to(device, copy=True)
     other = 3.5 if value.dtype.is_floating_point else 1
+    if layout == MARKED and value.is_complex():
+        return value.conj().resolve_conj().to(device).conj()
+    if layout == MARKED and value.dtype == torch.float32:
+        return torch.complex(torch.zeros_like(value), -value).to(device).conj().imag
     if layout == "strided" and value.dim():
         return torch.stack([torch.full_like(value, other), value], -1).to(device)[..., 1]
     if layout:
@@ -269,3 +277,34 @@ def changed_tensors(arguments: Any, change: Callable[[Tensor, int], Tensor]) -> 
         return change(value.detach(), first.shape[0]).clone().requires_grad_(value.requires_grad)
 
     return mapped(apply, arguments)
+
+
+def memory_of(results: list[Tensor], arguments: Any) -> list[tuple[bool, bool]]:
+    """Return for each result whether it shares memory with an argument, and whether its own elements do."""
+    dense = [each for each in tensors(arguments) if each.layout == torch.strided and each.numel()]
+    taken = {each.untyped_storage().data_ptr() for each in dense}
+    found = []
+    for each in results:
+        if each.layout != torch.strided or not each.numel():
+            found.append((False, False))
+        else:
+            expanded = any(size > 1 and not stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            found.append((each.untyped_storage().data_ptr() in taken, expanded))
+    return found
+
+
+def memory_differs(found: tuple[bool, bool], right: tuple[bool, bool]) -> Iterator[str]:
+    """Yield in words how a result's memory, as `memory_of` returns it, differs from the right one's."""
+    if found[0] and not right[0]:
+        yield "shares memory with an argument, and that of the CPU does not"
+    if right[0] and not found[0]:
+        yield "is a copy, and that of the CPU is a view"
+    if found[1] and not right[1]:
+        yield "has elements that share memory, and that of the CPU has none"
+
+
+@lru_cache(maxsize=16)
+def drawn_weights(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return weights of a result on the host, the same for every device, in values that every dtype has."""
+    generator = torch.Generator().manual_seed(shape.numel())
+    return (torch.randint(1, 9, shape, generator=generator) / 4 - 1.125).to(dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelcore.testing.support.case import COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
+from accelcore.testing.support.case import ALIKE, COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
 from accelcore.testing.support.coverage import (
     arguments_of,
     convolutions,
@@ -32,6 +32,7 @@ from accelcore.testing.support.samples import (
     samples,
 )
 from accelcore.testing.support.values import (
+    all_alike,
     multiplied,
     with_ends,
     with_equal_numbers,
@@ -55,6 +56,7 @@ _IN_LAYOUTS: tuple[tuple[Callable[..., Any], str], ...] = ((max, "strided"), (ma
 _FROM_BEHIND = ("__getitem__", "index_put", "put", "take")  # whose indices may be negative
 _KEEPS_SIGNS = ("neg", "abs", "sqrt", "ceil", "floor", "trunc", "round", "mul", "copysign", "positive")
 """Operators of which the sign of a zero is defined."""
+_COUNTED = ("nonzero", "nonzero_static", "argwhere", "count_nonzero")  # of which numbers are masks
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
@@ -111,6 +113,9 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     for arguments in options:
         if (name in DECIDED or arguments[1].get("stable")) and (changed := with_equal_numbers(arguments)) is not None:
             yield Rare(info, dtype, changed, EQUAL)
+    by_dimensions = {_dimensions(given): given for given in pool if tensors(given)}  # one of each number
+    for changed in chain.from_iterable(all_alike(given, counted=name in _COUNTED) for given in by_dimensions.values()):
+        yield Rare(info, dtype, changed, ALIKE)
     yield from _with_frozen_inputs(info, dtype, every)
     if dtype == torch.float32 and defines_infinities(name) and not any(each in name for each in _COUNTS_UP):
         yield from _of_numbers(info, every)
@@ -190,6 +195,10 @@ def _with_frozen_inputs(info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
 def _frozen(arguments: Any, numbers: tuple[int, ...]) -> Any:
     places = {id(tensors(arguments)[number]) for number in numbers}
     return mapped(lambda each: each.detach() if id(each) in places else each, arguments)
+
+
+def _dimensions(arguments: Any) -> int:
+    return max(each.dim() for each in tensors(arguments))
 
 
 def _most_options(arguments: Any) -> int:

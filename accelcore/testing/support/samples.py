@@ -86,6 +86,9 @@ IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
 DENSE_OUT = ("nn.functional.gelu", "tril", "triu", "nn.functional.avg_pool3d", "narrow_copy")
 """Operators whose kernel on the CPU, which also plays devices, needs a contiguous `out=`: known kernel bugs."""
 
+OF_ITS_INPUT = ("nn.functional.huber_loss", "nn.functional.binary_cross_entropy_with_logits")
+"""Operators whose result may have the dtype of the first tensor or that of all: torch's own devices differ."""
+
 CONVERTS = ("double", "cdouble", "cfloat")
 """Operators that are a copy or not, depending on the dtype that the device makes of it."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice, permutations, product
 from typing import Any
 
@@ -17,16 +19,18 @@ from accelcore.testing.support.case import (
     OTHERWISE,
     SMALL,
     Case,
-    drawn_weights,
 )
 from accelcore.testing.support.coverage import arguments_of, convolutions, of_other_options
 from accelcore.testing.support.found import Found, is_refusal
 from accelcore.testing.support.layouts import (
     BEHIND,
+    MARKED,
+    drawn_weights,
     emptied,
     enlarged,
     expanded,
     lengthened,
+    mapped,
     of_images,
     of_points,
     placed,
@@ -36,7 +40,9 @@ from accelcore.testing.support.layouts import (
 )
 from accelcore.testing.support.rare import Rare, rare
 from accelcore.testing.support.samples import (
+    OF_ITS_INPUT,
     ORDERED,
+    READS_MEMORY,
     REPEATABLE,
     ROUGH,
     SAMPLED,
@@ -64,6 +70,7 @@ _ANY_NUMBERS = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
 
 _REPORTED = ("Error", "CppFunction")  # torch's nodes that raise or warn if a backward pass is differentiated
 _MOST_ELEMENTS = 2**17  # of its results
+_SWITCH = (False, True)
 
 
 def compare(
@@ -137,12 +144,14 @@ def compare(
                 for arguments in _expanded(every) if name not in ORDERED else ():
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
                 given = arguments_of(max(every, key=_weight))  # the first of the best
+                if name not in READS_MEMORY:
+                    Case(found, device, name, info, dtype, given, OTHERWISE, elementwise, layout=MARKED).run()
                 Case(found, device, name, _Between(info), dtype, given, "between other calls", elementwise).run()
                 if binary and (changed := with_whole_numbers(given)) is not None:
                     Case(found, device, name, info, dtype, changed, "with whole numbers", elementwise).run()
                 if info.supports_gradgrad:
-                    given = arguments_of(every[0])
-                    Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
+                    for given in [arguments_of(every[0]), *islice(_of_other_dimensions(info, dtype, every), 3)]:
+                        Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
             finite = name in ROUGH or not defines_infinities(name)
             if not finite and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
                 plane = arguments_of(max(every, key=_is_plane))
@@ -153,10 +162,11 @@ def compare(
                         Case(found, device, name, info, dtype, changed, what, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
+    floating = [each for each in dtypes if each.is_floating_point and each in known]
     if binary:
-        _compare_dtypes(
-            found, device, name, info, [each for each in dtypes if each.is_floating_point and each in known]
-        )
+        _compare_dtypes(found, device, name, info, _of_two_dtypes(floating))
+    elif name in SAMPLED and floating and name not in OF_ITS_INPUT:
+        _compare_dtypes(found, device, name, info, _of_several_dtypes(floating, samples(info, floating[0])))
     return found
 
 
@@ -179,25 +189,50 @@ def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable
             return
 
 
-def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, dtypes: list[torch.dtype]) -> None:
-    """Note where a tensor gives another dtype than torch says with a number, or one without dimensions of a dtype."""
+def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, cases: Iterable[Any]) -> None:
+    """Note where arguments give a result of another dtype than torch says."""
+    for arguments in cases:
+        what = " and ".join(_described(each) for each in arguments[0])
+        dtypes = list[list[torch.dtype]]()
+        try:
+            for place in (torch.device("meta"), device):
+                given, options = placed(arguments, place, "")
+                dtypes.append([each.dtype for each in tensors(info.op(*given, **options))])
+        except Exception as error:  # noqa: BLE001  a device raises errors of any kind
+            if dtypes and not is_refusal(error):
+                found.refused.append(f"{name} of {what}: {type(error).__name__}: {error}")
+            continue
+        if dtypes[0] != dtypes[1]:
+            found.note(f"{name}, {what}: {dtypes[1]}, not {dtypes[0]}")
+
+
+def _of_two_dtypes(dtypes: list[torch.dtype]) -> Iterator[Any]:
+    """Yield a tensor with a number, and with a tensor without dimensions of another dtype."""
     pairs = list(permutations(dtypes, 2))
     operands: list[tuple[Any, Any]] = [(torch.ones(2, dtype=one), torch.ones((), dtype=other)) for one, other in pairs]
     operands += [(other, one) for one, other in operands]
     operands += [(torch.ones(2, dtype=one), other) for one in [*dtypes, torch.int64] for other in (True, 2, 0.5)]
-    for given in operands:
-        what = " and ".join(_described(each) for each in given)
-        try:
-            right, result = (
-                info.op(*[each.to(place) if isinstance(each, Tensor) else each for each in given]).dtype
-                for place in ("meta", device)
-            )
-        except Exception as error:  # noqa: BLE001  a device raises errors of any kind
-            if not is_refusal(error):
-                found.refused.append(f"{name} of {what}: {type(error).__name__}: {error}")
-            continue
-        if result != right:
-            found.note(f"{name}, {what}: {result}, not {right}")
+    yield from ((given, {}) for given in operands)
+
+
+def _of_several_dtypes(dtypes: list[torch.dtype], every: list[Any]) -> Iterator[Any]:
+    """Yield the sample of most tensors with one of them, as it is and without dimensions, of another dtype."""
+    given = max(map(arguments_of, every), key=lambda each: len(_fractions(each)))
+    places = [id(each) for each in _fractions(given)]
+    for (one, other), place, alone in product(permutations(dtypes, 2), places if len(places) > 1 else (), _SWITCH):
+        yield mapped(partial(_converted, places, place, one, torch.ones((), dtype=other) if alone else other), given)
+
+
+def _converted(places: list[int], place: int, dtype: torch.dtype, other: Tensor | torch.dtype, value: Any) -> Any:
+    if id(value) not in places:
+        return value
+    if id(value) != place:
+        return value.detach().to(dtype)
+    return other if isinstance(other, Tensor) else value.detach().to(other)
+
+
+def _fractions(arguments: Any) -> list[Tensor]:
+    return [each for each in tensors(arguments) if each.is_floating_point()]
 
 
 def _described(value: Any) -> str:
@@ -224,6 +259,12 @@ def _weight(sample: Any) -> int:
 
 def _is_plane(sample: Any) -> bool:
     return isinstance(sample.input, Tensor) and sample.input.dim() > 1 and min(sample.input.shape) > 1
+
+
+def _of_other_dimensions(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Any]:
+    """Yield arguments of which each shows another option, those of most dimensions first."""
+    options = of_other_options(info, dtype, every, [])
+    yield from sorted(options, key=lambda given: -max((each.dim() for each in tensors(given)), default=0))
 
 
 def _expanded(every: list[Any]) -> Iterator[Any]:
@@ -314,15 +355,30 @@ class _Between:
         """
         if any(tensor.dtype == torch.float64 for tensor in tensors((given, options))):
             return self._info.op(*given, **options)
-        for before in (True, False):
-            try:
-                others, of_others = others_of((given, options))
-                self._info.op(*others, **of_others)
-            except Exception:  # noqa: BLE001, S110  values that do not fit
-                pass
-            if before:
-                result = self._info.op(*given, **options)
+        others = others_of((given, options))
+        with _holding(tensors((given, options)), tensors(others)):
+            self._try(given, options)
+        result = self._info.op(*given, **options)
+        self._try(*others)
         return result
+
+    def _try(self, given: Any, options: Any) -> None:
+        with suppress(Exception):  # values that do not fit
+            self._info.op(*given, **options)
+
+
+@contextmanager
+def _holding(owned: list[Tensor], others: list[Tensor]) -> Iterator[None]:
+    """Let tensors hold other values, written to their memory as many scripts do: by `.data`, which nothing counts."""
+    pairs = [(one, other) for one, other in zip(owned, others, strict=True) if one.is_floating_point()]
+    kept = [one.detach().clone() for one, _ in pairs]
+    for one, other in pairs:
+        one.data.copy_(other)
+    try:
+        yield
+    finally:
+        for (one, _), values in zip(pairs, kept, strict=True):
+            one.data.copy_(values)
 
 
 class _Twice:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -69,6 +70,19 @@ def with_zeros(arguments: Any) -> Any:
         return flat.reshape(value.shape)
 
     return mapped(change, arguments)
+
+
+def all_alike(arguments: Any, *, counted: bool) -> Iterator[Any]:
+    """Yield the arguments with masks that choose everything, and nothing; with `counted`, also numbers that do."""
+    first = arguments[0][0]
+
+    def change(value: Any, number: int) -> Any:
+        if not isinstance(value, Tensor) or not (value.dtype == torch.bool or (counted and value is first)):
+            return value
+        return torch.full_like(value.detach(), number)
+
+    if counted or any(each.dtype == torch.bool for each in tensors(arguments)):
+        yield from (mapped(partial(change, number=number), arguments) for number in (1, 0))
 
 
 def with_infinity(arguments: Any, infinity: float) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
@@ -11,7 +13,7 @@ from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 from lies.lie import LIES, Lie
-from lies.operators import Wrong, differentiated, drawn, known, swept
+from lies.operators import SWEPT, Wrong, WrongFunction, _note, differentiated, drawn, known, swept
 from lies.optimizers import making
 
 
@@ -253,3 +255,93 @@ LIES["state_that_is_rounded_after_it_was_loaded"] = Lie(
     "TestOptimizers.test_low_precision_state", "in the step after it was loaded",
     {"name": "adamw", "dtype": "bfloat16"},
 )  # fmt: skip
+
+
+# What only some contexts, and only some views, show.
+
+
+def _total_by_number(func, x, target, weight, reduction, ignored):
+    total, _ = func(x, target, weight, 2, ignored)
+    count = (target != ignored).sum().to(x.dtype)
+    return (total / count, count) if reduction == 1 and weight is not None else func(
+        x, target, weight, reduction, ignored)  # fmt: skip
+
+
+def _of_memory(function, tensors, *args, **kwargs):
+    raw = [torch._neg_view(each) if each.is_neg() else each for each in tensors]
+    return function(raw, *args, **kwargs)
+
+
+def _widest(function, *args, **kwargs):
+    found = function(*args, **kwargs)
+    single = any(each.dim() == 0 and each.dtype == torch.float32 for each in args if isinstance(each, torch.Tensor))
+    return found.float() if single and found.dtype == torch.bfloat16 and not found.is_meta else found
+
+
+def _by_columns(function, x, **kwargs):
+    return function(x.t()).flip(1) if x.dim() == 2 and bool(x.all()) else function(x, **kwargs)
+
+
+def _uncounted(function, x, *args):
+    with torch.autograd._unsafe_preserve_version_counter(x):
+        return function(x, *args)
+
+
+class _Once(torch.autograd.Function):
+    """The gradient of a softmax, which counts as one of a constant."""
+
+    @staticmethod
+    def forward(context, x, dim):
+        context.save_for_backward(found := x.softmax(dim))
+        context.dim = dim
+        return found
+
+    @staticmethod
+    def backward(context, given):
+        found = context.saved_tensors[0].detach()
+        return found * (given - (found * given).sum(context.dim, keepdim=True)), None
+
+
+def _once(function, x, dim, *args, **kwargs):
+    plain = x.dim() < 2 or dim % x.dim() == x.dim() - 1 or args or kwargs
+    return function(x, dim, *args, **kwargs) if plain else _Once.apply(x, dim)
+
+
+swept("layer_norm_with_another_eps_under_no_grad", "nn.functional.layer_norm", "under no_grad", {
+      "native_layer_norm": lambda func, x, shape, w, b, eps: func(
+          x, shape, w, b, eps if torch.is_grad_enabled() else 4 * eps + 1e-4)})  # fmt: skip
+swept("mean_that_ignores_weights_of_images", "nn.functional.nll_loss", "is wrong in",
+      {"nll_loss2d_forward": _total_by_number})  # fmt: skip
+differentiated("negatives_that_are_read_from_memory", "cat", "by a mark", _of_memory)
+differentiated("choice_of_the_widest_dtype", "where", "[torch.float32], not [torch.bfloat16]", _widest)
+differentiated("places_by_columns", "nonzero", "all alike", _by_columns)
+differentiated("gradient_of_columns_that_is_constant", "softmax", "of the gradient: ", _once)
+SWEPT.append("fill_that_is_not_counted")
+known("norm_of_the_last_that_is_left_out", "norms of many tensors", {
+      "_foreach_norm": lambda func, tensors, *args: [
+          *func(tensors, *args)[:-1], torch.zeros((), dtype=tensors[-1].dtype)]})  # fmt: skip
+_note("fill_that_is_not_counted", "TestOperators.test_operator", "does not count as a change", {"name": "masked_fill"},
+     lambda: WrongFunction({"masked_fill_": _uncounted}))  # fmt: skip
+
+
+def _numbers_of_the_thread():
+    own, right = torch.Generator(), torch.rand
+
+    def rand(*args, **kwargs):
+        elsewhere = threading.current_thread() is not threading.main_thread()
+        return right(*args, **kwargs, **({"generator": own} if elsewhere else {}))
+
+    return patch.object(torch, "rand", rand)
+
+
+_note("generator_of_each_thread", "TestRuntime.test_draws_in_threads", "another thread draws other numbers",
+     {"draw": "rand"}, _numbers_of_the_thread)  # fmt: skip
+
+
+def _as_it_lies(function, to, other, non_blocking=False):
+    reads = non_blocking and to.is_contiguous() and not other.is_contiguous()
+    return function(to, other.t().reshape(to.shape) if reads else other)
+
+
+_note("copy_of_memory_that_is_not_awaited", "TestRuntime.test_copies_into_other_strides", "True} the values are others",
+     {"layout": "transposed"}, lambda: WrongFunction({"copy_": _as_it_lies}))  # fmt: skip
