@@ -25,7 +25,7 @@ _SIGMAS = 6.5  # a right rate is beyond it once in 1e10
 _ALPHA = -1.7580993408473766  # where SELU saturates
 _CHANNELS: dict[type[nn.Module], int] = {nn.Dropout2d: 2, nn.Dropout3d: 1, nn.FeatureAlphaDropout: 2}
 """Those that drop whole channels, and the dimension at which one begins."""
-_MASK = torch.linspace(-1, 1, _WIDTH**2).reshape(_WIDTH, _WIDTH).mul(8).round() / 8
+_MASK = torch.linspace(-1, 1, _WIDTH**2).reshape(_WIDTH, _WIDTH).mul(8).round().div(8)
 _FUTURE = torch.full((_WIDTH, _WIDTH), -math.inf).triu(1)
 
 Shares = list[tuple[Tensor, float]]

@@ -62,7 +62,7 @@ def test_there_is_no_second_cpu(monkeypatch, given, places):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu:1")
     with pytest.raises(BackendUnavailableError, match="no device cpu:1") as caught:
         accelcore.select(given)
-    assert (caught.value.available, caught.value.remedy) == ("cpu:0", f"choose one of those{places}")
+    assert (caught.value.available, caught.value.remedy) == ("cpu:0", f"choose cpu:0{places}")
 
 
 # What it declares, beside what the conformance suite looks at.
