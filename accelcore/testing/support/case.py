@@ -41,6 +41,7 @@ from accelcore.testing.support.samples import (
     READS_MEMORY,
     SAMPLED,
     TIED,
+    in_place,
     is_comparable,
     tolerance,
 )
@@ -165,7 +166,7 @@ class Case:
             self._check("under no_grad", values, self._without_graph)
         if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE) and not self.writes:
             return
-        if self.what != "broadcast" and self.info.inplace_variant is not None:
+        if self.what != "broadcast" and in_place(self.info) is not None:
             kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
             written = [each if each.right.dtype == kind else each.cast(kind) for each in values]
             for layout in ("",) if self.name in READS_MEMORY else (BEHIND, "strided", "transposed"):
@@ -280,7 +281,7 @@ class Case:
         with torch.no_grad():
             place = target.view_as(target)  # as_strided_ takes the tensor elsewhere
             before, version = beside(place), target._version
-            returned = self.info.inplace_variant(target, *given, **options)
+            returned = in_place(self.info)(target, *given, **options)
         assert returned is target, "it returns another tensor"
         assert target._version > version or self.name not in SAMPLED, _UNCOUNTED
         assert torch.equal(beside(place), before), "it wrote beside the tensor"

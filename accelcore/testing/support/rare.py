@@ -197,8 +197,8 @@ def _frozen(arguments: Any, numbers: tuple[int, ...]) -> Any:
     return mapped(lambda each: each.detach() if id(each) in places else each, arguments)
 
 
-def _dimensions(arguments: Any) -> int:
-    return max(each.dim() for each in tensors(arguments))
+def _dimensions(arguments: Any) -> tuple[int, ...]:
+    return tuple(each.dim() for each in tensors(arguments))
 
 
 def _most_options(arguments: Any) -> int:

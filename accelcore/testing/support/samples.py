@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn import functional
 
 SAMPLED = (
     *("mm", "bmm", "addmm", "matmul", "baddbmm", "mv", "dot", "outer", "einsum", "nn.functional.linear"),
@@ -159,6 +161,15 @@ def operators() -> dict[str, Any]:
             f"torch's operator samples need more packages ({error}): pip install '.[testing]' in a clone of accelcore"
         )
     return {".".join(filter(None, (info.name, info.variant_test_name))): info for info in op_db}
+
+
+def in_place(info: Any) -> Any:
+    """Return an operator's form in place, which torch does not list of each function with `inplace=`; None without."""
+    name = getattr(info, "name", "").removeprefix("nn.functional.")
+    function = getattr(functional, name, None)
+    if info.inplace_variant is not None or not inspect.isfunction(function) or "dropout" in name:
+        return info.inplace_variant
+    return partial(function, inplace=True) if "inplace" in inspect.signature(function).parameters else None
 
 
 def tolerance(name: str, *, many: bool) -> int:

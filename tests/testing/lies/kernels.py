@@ -13,7 +13,7 @@ from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 from lies.lie import LIES, Lie
-from lies.operators import SWEPT, Wrong, WrongFunction, _note, differentiated, drawn, known, swept
+from lies.operators import SWEPT, Wrong, WrongFunction, _note, differentiated, drawn, known, on_a_copy, swept
 from lies.optimizers import making
 
 
@@ -345,3 +345,4 @@ def _as_it_lies(function, to, other, non_blocking=False):
 
 _note("copy_of_memory_that_is_not_awaited", "TestRuntime.test_copies_into_other_strides", "True} the values are others",
      {"layout": "transposed"}, lambda: WrongFunction({"copy_": _as_it_lies}))  # fmt: skip
+swept("activation_in_place_on_a_copy", "nn.functional.relu", "in place", {"relu_": on_a_copy})
