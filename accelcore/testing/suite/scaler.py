@@ -211,18 +211,21 @@ class TestScaler(GradientsOfScaler, DeviceTests):
         take_step(scaler, optimizer)
         assert all(map(torch.equal, weights([first, late]), after)), f"an overflow in {way} that came later was missed"
 
-    def test_calls_out_of_order(self, accel: Backend) -> None:
-        """Unscaling twice, stepping twice, or updating before a step is an error; `abandon` begins the step again."""
+    @every_optimizer
+    def test_calls_out_of_order(self, accel: Backend, make: Make) -> None:
+        """A call twice, unscaling after a step, or updating before it is an error; `abandon` begins the step again."""
         parameters = parameters_of(accel)
-        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create()
+        optimizer, scaler = make(accel, parameters), accel.scaler.create()
         with pytest.raises(TrainingError):
             scaler.update()
-        for _ in range(2):
+        for calls in ((scaler.unscale_, scaler.step), (scaler.step,)):
             new_gradients(accel, scaler, parameters)
-            for call in (scaler.unscale_, scaler.step):
+            for call in calls:
                 call(optimizer)
                 with pytest.raises(TrainingError):
                     call(optimizer)
+            with pytest.raises(TrainingError):
+                scaler.unscale_(optimizer)
             scaler.abandon()
         new_gradients(accel, scaler, parameters)
         take_step(scaler, optimizer)
