@@ -69,7 +69,9 @@ def _show(error: click.ClickException, arguments: Sequence[str]) -> None:
         context = error.ctx or _context(arguments)
         remedy = f"see {context.command_path} --help"
         if isinstance(error, click.NoSuchOption) and error.possibilities:
-            text, remedy = error.message, f"did you mean {' or '.join(error.possibilities)}? Else {remedy}"
+            has_nproc = any("--nproc" in option.opts for option in context.command.params)
+            near = ["--nproc"] if has_nproc and error.option_name == "--ranks" else error.possibilities
+            text, remedy = error.message, f"did you mean {' or '.join(near)}? Else {remedy}"
         elif isinstance(error, click.MissingParameter) and error.param is not None:
             given = next((name for name in error.param.opts if name in arguments and name.startswith("-")), None)
             if given is not None:

@@ -124,7 +124,8 @@ def decide(
     wishes: Iterable[tuple[Choice, Candidate | None]]
     if choices is None:
         request = "auto"
-        ranking = sorted(plugins.probe_all().values(), key=lambda entry: (-entry.probe.priority, entry.name))
+        # Broken plugins first: nobody knows their priority, and they have to be among the devices that do not work.
+        ranking = sorted(plugins.probe_all().values(), key=lambda it: (it.error is None, -it.probe.priority, it.name))
         wishes = ((Choice(candidate.name), candidate) for candidate in ranking)
     else:
         request = f"{source}={shown(text)}"

@@ -190,6 +190,7 @@ def here(machine, monkeypatch):
         (["run", "--nproc", "two", "script.py"], "'two' is not a valid number of ranks"),
         (["run", "--nproc", "2", "-"], "stdin"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
+        (["run", "--ranks", "2", "script.py"], "did you mean --nproc?"),
         (["run", "--nnodes", "2", "script.py"], "--nnodes cannot be used without --rdzv-endpoint or --master-addr"),
         (["run", "--rdzv-endpoint", "a:1", "script.py"], "--rdzv-endpoint cannot be used without --nnodes"),
         (["run", "--nnodes", "2", "--master-addr", "a", "script.py"], "without --node-rank"),

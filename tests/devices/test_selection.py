@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 import pytest
@@ -163,6 +164,14 @@ def test_auto_passes_over_a_backend_that_cannot_be_created(fakes):
     backend = accelcore.select()
     assert backend.name == "host"
     assert "the driver is too old" in backend.passed_over[0].reason
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_auto_names_a_plugin_that_is_broken(fakes, caplog):
+    fakes.backend("host", priority=100)
+    fakes.install(BROKEN, backends=["rotten"])
+    assert accelcore.select().name == "host"
+    assert re.search("auto chose host:0; rotten does not work: .*libdevice.so.1 is missing", caplog.text)
 
 
 @pytest.mark.usefixtures("nothing_installed")
