@@ -42,6 +42,23 @@ def test_what_the_trainer_does_itself_is_found_in_its_loop(line):
     assert not marked(before=line if "t." not in line else "")  # before the trainer is made
 
 
+@pytest.mark.parametrize(
+    ("loop", "found"),
+    [
+        ("for i, b in enumerate(t.batches(loader)):", True),
+        ("for b in loader:", False),
+        ("for b in t.evaluate(loader):", False),
+    ],
+)
+def test_a_loop_over_its_batches_that_never_calls_the_trainer_is_found(loop, found):
+    text = SCRIPT.format(line="pass", before="", options="", loss="f").partition("for b in")[0]
+    text += f"{loop}\n    loss = f(net, b)\n    loss.backward()\n    o.step()\n    o.zero_grad()\n"
+    marks = [(each.line, each.write) for each in check(text) if each.code == "ACC315"]
+    first = text.count("\n") - 2
+    assert marks == ([(first, "Write t.backward(loss)."), (first + 1, "Write t.update().")] if found else [])
+    assert not [each for each in check(text.replace("o.step", "p.step")) if each.code == "ACC315"]
+
+
 def test_a_scaled_loss_of_the_trainer_is_found():
     assert marked(loss="lambda m, b: scaler.scale(f(m, b))")
     scaled = "def f(m, b): return t.scaler.scale(m(b))"

@@ -23,6 +23,7 @@ def _check(script: Script) -> Iterator[Mark]:
             if isinstance(model, ast.Name | ast.Attribute) and isinstance(optimizer, ast.Name | ast.Attribute):
                 trainer = ast.unparse(assigned.targets[0])
                 yield from _in_loops(script, trainer, ast.unparse(model), ast.unparse(optimizer))
+                yield from _in_place_of(script, trainer, ast.unparse(optimizer))
                 yield from _scaled(script, trainer, argument(made, "loss"))
                 yield from _unknown_scheduler(script, made, trainer, ast.unparse(optimizer))
 
@@ -52,6 +53,31 @@ def _in_loops(script: Script, trainer: str, model: str, optimizer: str) -> Itera
             if found is not None and call not in marked:
                 marked.add(call)
                 yield Mark(call, *found)
+
+
+def _in_place_of(script: Script, trainer: str, optimizer: str) -> Iterator[Mark]:
+    """Find loops over the trainer's batches that train without calling the trainer."""
+    for loop in script.all(ast.For):
+        calls = {
+            call: ast.unparse(call.func)
+            for statement in loop.body
+            for call in ast.walk(statement)
+            if isinstance(call, ast.Call)
+        }
+        reads = any(
+            isinstance(node, ast.Call) and ast.unparse(node.func) == f"{trainer}.batches"
+            for node in ast.walk(loop.iter)
+        )
+        if not reads or f"{optimizer}.step" not in calls.values():
+            continue
+        if {trainer, f"{trainer}.backward", f"{trainer}.update"} & set(calls.values()):
+            continue
+        why = "The trainer makes no step: the gradients are neither averaged over ranks, scaled nor clipped."
+        for call, name in calls.items():
+            if name == f"{optimizer}.step":
+                yield Mark(call, why, f"Write {trainer}.update().")
+            elif name.endswith(".backward") and isinstance(call.func, ast.Attribute):
+                yield Mark(call, why, f"Write {trainer}.backward({ast.unparse(call.func.value)}).")
 
 
 def _scaled(script: Script, trainer: str, loss: ast.expr | None) -> Iterator[Mark]:
@@ -96,8 +122,9 @@ RULE = Rule(
     code="ACC315",
     name="beside-trainer",
     about="What accelcore's trainer does itself, and the script does once more beside it: `zero_grad()`, "
-    "`optimizer.step()`, `clip_grad_norm_` or `scaler.scale(loss)`. Or a scheduler that the trainer was not given, so "
-    "that its checkpoints lack it. The trainer, its model and its optimizer must have names in the same script.",
+    "`optimizer.step()`, `clip_grad_norm_` or `scaler.scale(loss)`. Or `loss.backward()` and `optimizer.step()` "
+    "in a loop over its batches that never calls it. Or a scheduler that the trainer was not given, so that its "
+    "checkpoints lack it. The trainer, its model and its optimizer must have names in the same script.",
     check=_check,
     found="""
         import accelcore
