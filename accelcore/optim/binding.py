@@ -23,7 +23,7 @@ class RunBinding:
 
     A run and its state are divided if only some of its parameters receive a gradient, or if the options of their groups
     differ. `groups` are the optimizer's own, which hold the model's parameters. `entries` are the state to begin with,
-    by parameter. If `in_part`, other ranks update some of the parameters: a step may find no gradient on this rank.
+    by parameter.
     """
 
     def __init__(
@@ -32,14 +32,13 @@ class RunBinding:
         runs: Sequence[Run],
         groups: Groups,
         entries: Mapping[Tensor, Entry],
-        *,
-        in_part: bool,
     ) -> None:
-        self._implementation, self.runs, self._in_part = implementation, runs, in_part
+        self._implementation, self.runs = implementation, runs
         self._place_runs = as_engine(implementation).place_runs
         self._sizes = [len(group["params"]) for group in groups]
         self.on_leaves = any(run.value.requires_grad for run in runs)  # updates then need `torch.no_grad()`
-        self.updated_by = ""  # the trainer's last call, if it updates by itself; the trainer sets it
+        self.is_due = True  # whether `step` may be called now; a trainer sets it, and what updates by itself
+        self.updated_by = ""  # the trainer's last call, if that updates
         self.load_state(entries)
 
     @property
@@ -55,17 +54,18 @@ class RunBinding:
 
     def prepare(self, groups: Groups) -> None:
         """Give the implementation the current options and gradients. Called before each update."""
-        self._refresh_options(groups)
-        self._refresh_gradients()
-        if not self._in_part and all(run.value.grad is None for run in self.runs):
+        if not self.is_due:
             raise TrainingError(
-                "this optimizer found no gradient in a step",
-                why="a trainer has bound it, and collects the gradients of flat parameters and masters itself",
+                "optimizer.step() was called, and a trainer steps this optimizer",
+                why="the trainer averages the gradients over ranks, unscales and clips them, and steps the scheduler",
                 remedy=f"remove the call of optimizer.step(): {self.updated_by} updates the parameters by itself; "
                 "a loss of your own needs trainer.backward(loss) and trainer.update()"
                 if self.updated_by
-                else "call trainer.backward(loss) and trainer.update(), or make an optimizer without a trainer",
+                else "call trainer(batch), or trainer.backward(loss) and trainer.update(); or make an optimizer "
+                "without a trainer",
             )
+        self._refresh_options(groups)
+        self._refresh_gradients()
 
     def increment_versions(self) -> None:
         """Let autograd see that parameters in flat memory were updated: writing to it does not."""
@@ -165,7 +165,7 @@ class GroupBinding:
             if self._flat is None:
                 self._memories = lay_flat(_slots(groups), joint_groups(self._name, groups))
                 runs = list(chain.from_iterable(each.runs(each.values, each.gradients) for each in self._memories))
-                self._flat = RunBinding(self._implementation, runs, groups, self.state, in_part=True)
+                self._flat = RunBinding(self._implementation, runs, groups, self.state)
                 self.on_leaves = False
             for memory in self._memories:
                 memory.collect()

@@ -105,12 +105,11 @@ class RoutedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "binding"):
             raise TrainingError("the state of this optimizer is a view", remedy="use load_state_dict")
 
-    def bind(self, runs: Sequence[Run], *, in_part: bool = False) -> None:
+    def bind(self, runs: Sequence[Run]) -> None:
         """Update these runs from now on, with the state of each parameter. The caller sets the gradients before a step.
 
         Args:
             runs: of every parameter that is trained; each belongs to one group. All or none are flat memory.
-            in_part: whether other ranks update some of them, so that a step may find no gradient on this rank.
 
         Raises:
             UnsupportedError: no route supports them.
@@ -121,7 +120,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
         members = [[run.value for run in runs if run.group == number] for number in range(len(self.param_groups))]
         sharded = any(is_sharded(slot.parameter) for run in runs for slot in run.slots)
         self._choose_for(members, flat=flat, sharded=sharded)
-        self.binding = RunBinding(self.implementation, runs, self.param_groups, entries, in_part=in_part)
+        self.binding = RunBinding(self.implementation, runs, self.param_groups, entries)
 
     def replace(self, replacements: Mapping[Tensor, Tensor], entries: dict[Tensor, Entry]) -> None:
         """Replace parameters by others with this state, before it is bound to them."""

@@ -71,6 +71,12 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
     if type(returned) is tuple:
         if len(returned) != 2:
             raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS_OF_LOSS}")
+        if not _is_scalar(returned[0]) and _is_scalar(returned[1]):
+            raise TrainingError(
+                "the second of the two values that were returned is a scalar, and the first is not",
+                why="the trainer takes a pair for (loss, outputs)",
+                remedy="return the loss first: (loss, outputs)",
+            )
         return returned[0], returned[1]
     if isinstance(returned, Mapping) and "loss" in returned:
         loss = returned["loss"]
@@ -85,6 +91,10 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
             remedy="put the labels into the batch",
         )
     return loss, returned
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _refuse_backward(*_: Any, **__: Any) -> None:
@@ -137,6 +147,16 @@ def second_backward(step: int) -> TrainingError:
         why="the first call frees what backward needs",
         remedy="add the losses of a forward pass up, and call trainer.backward(sum) once. Call detach() on what is kept"
         " from an earlier batch",
+    )
+
+
+def no_step(what: str) -> TrainingError:
+    """Return the error for a loop that trains without calling its trainer."""
+    return TrainingError(
+        what,
+        why="such updates are neither averaged over ranks, scaled, clipped nor counted, and step no scheduler",
+        remedy="call trainer(batch), or trainer.backward(loss) and trainer.update(), instead of loss.backward() and "
+        "optimizer.step()",
     )
 
 

@@ -17,7 +17,7 @@ from accelcore.training.captured import CapturedStep
 from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.loss import LossOfModel, hint_of, no_loss, no_update, second_backward, split_loss
+from accelcore.training.loss import LossOfModel, hint_of, no_loss, no_step, no_update, second_backward, split_loss
 from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
@@ -53,6 +53,7 @@ class Step:
         fused = not self._captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None  # instead of the optimizer's slower own step
         self._binding = getattr(plan.optimizer, "binding", None)
+        self._expect_step(False)
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
         self._reads_norm = norm is None and plan.listeners.measures_norm
@@ -62,6 +63,8 @@ class Step:
         self._updated = next(updated, torch.empty(0))  # any of what the optimizer updates; a group may be empty
         self._version: int | None = None  # its version when a window's first backward began, until that is compared
         self._updated_by = ""  # "trainer(batch)" or "trainer.update()" if that was the trainer's last call
+        self._epoch: tuple[dict[int, Any], list[int]] | None = None  # see `begin_epoch`; None after any update
+        self._idle = False  # whether an epoch without a step was reported
         self._added = False  # whether a backward pass was added that no micro-batch has counted
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -204,11 +207,35 @@ class Step:
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
 
-    def end_epoch(self, began: int | None) -> None:
-        """Report gradients that updated nothing, and check that the parameters are finite.
+    def begin_epoch(self) -> None:
+        """Note the steps of all trainers, and how often each parameter was written to."""
+        self._epoch = dict(self._job.steps), self._versions()
+
+    def check_epoch(self, when: str) -> bool:
+        """Return whether no trainer made a step since the epoch began; raise TrainingError if the script trained."""
+        if self._epoch is None or self._epoch[0] != self._job.steps:
+            return False
+        if all(map(int.__gt__, versions := self._versions(), self._epoch[1])) and versions:
+            raise no_step(f"{when}, and the script changed the parameters without the trainer")
+        return True
+
+    def _versions(self) -> list[int]:
+        members = (each for group in self._optimizer.param_groups for each in group["params"])
+        return [each._version for each in members if each.requires_grad]
+
+    def end_epoch(self, began: int | None, *, had_batches: bool) -> None:
+        """Report gradients and batches that updated nothing, and check that the parameters are finite.
 
         `began`: the number of steps when the epoch began; None if a window was open then.
         """
+        if self.check_epoch("an epoch has ended") and had_batches and not self._idle:
+            self._idle = True
+            if self._job.rank == 0:
+                logger.warning(
+                    "an epoch of trainer.batches(...) has ended without a step of a trainer: to train, call "
+                    "trainer(batch), or trainer.backward(loss) and trainer.update(); to evaluate, loop over "
+                    "trainer.evaluate(loader)"
+                )
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")
@@ -220,7 +247,8 @@ class Step:
         self.finite.check(self._window.steps)
 
     def check_saved(self) -> None:
-        """Raise TrainingError if there is nothing to save but gradients that no update has used."""
+        """Raise TrainingError if the trainer has made no step of what is saved."""
+        self.check_epoch("trainer.save() was called")
         if self.is_open and self._window.steps == self._window.micro == 0:
             raise no_update("trainer.save() was called")
 
@@ -302,6 +330,7 @@ class Step:
         takes `found_inf`, else by not calling the optimizer. `Strategy.agree` makes one rank's overflow every rank's.
         """
         optimize = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
+        self._expect_step(True)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
                 self._strategy.update(self._gradients, optimize)
@@ -312,11 +341,18 @@ class Step:
                 error,
             )
             raise
+        finally:
+            self._expect_step(False)
+
+    def _expect_step(self, is_due: bool) -> None:
+        """Let an optimizer by name refuse `step`, but while the trainer updates."""
+        if self._binding is not None:
+            self._binding.is_due = is_due
 
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.is_open = self._added = opened
-        self.shared.left = None
+        self.shared.left = self._epoch = None
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)

@@ -253,9 +253,10 @@ class Trainer(Suggests, Checkpoints):
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
         began = None if self._step.is_open else self.steps
-        yield from self._stream.batches(loader, shard=shard)
+        self._step.begin_epoch()
+        taken = yield from self._stream.batches(loader, shard=shard)
         self.flush()
-        self._step.end_epoch(began)
+        self._step.end_epoch(began, had_batches=taken > 0)
 
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.

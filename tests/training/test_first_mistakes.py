@@ -180,7 +180,7 @@ def test_slips_outside_of_a_trainer_say_what_was_meant(accel, call, says):
 
 def test_optimizer_step_in_place_of_update_is_reported_at_the_next_backward(accel, caplog):
     model = net()
-    trainer = accel.trainer(model, sgd(model))
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters()))
 
     def warnings():
         trainer.backward(model(torch.ones(2, 4)).sum())

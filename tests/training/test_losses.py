@@ -81,6 +81,9 @@ def test_a_model_may_return_more_and_a_loss_of_ones_own_may_not(accel):
         train(accel, lambda loss, logits: (loss, logits, 3), lambda model, batch: model(batch))
     with pytest.raises(accelcore.TrainingError, match="a tuple of 1"):
         train(accel, lambda loss, logits: (loss,), None)
+    for own in (None, lambda model, batch: model(batch)):
+        with pytest.raises(accelcore.TrainingError, match=r"first is not(.|\n)*return the loss first"):
+            train(accel, lambda loss, logits: (logits, loss), own)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,69 @@ def test_a_checkpoint_of_gradients_without_any_update_is_refused(accel, tmp_path
     assert trainer.save(tmp_path).name.endswith("1")
 
 
+def make_by(accel, kind):
+    model = net()
+    create = torch.optim.SGD if kind == "torch" else accel.optimizers.create
+    return accel.trainer(model, create(*[*(() if kind == "torch" else ["sgd"]), model.parameters()], lr=0.1))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("kind", ["torch", "by name"])
+def test_a_loop_that_trains_without_its_trainer_is_an_error(accel, tmp_path, kind, saves):
+    trainer = make_by(accel, kind)
+
+    def train():
+        for batch in trainer.batches(data(3)):
+            loss_of(trainer.model, batch).backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            if saves:
+                trainer.save(tmp_path)
+
+    says = "an epoch has ended" if kind == "torch" else r"optimizer\.step\(\) was called"
+    says = r"trainer\.save\(\) was called" if saves and kind == "torch" else says
+    with pytest.raises(accelcore.TrainingError, match=says + r"(.|\n)*call trainer\(batch\)"):
+        train()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["torch", "by name"])
+def test_epochs_without_a_step_are_reported_once_and_others_not_at_all(accel, caplog, tmp_path, kind):
+    trainer, other = make_by(accel, kind), make_by(accel, kind)
+    for _ in range(2):
+        for batch in trainer.batches(data(3)):
+            loss_of(trainer.model, batch)
+    assert caplog.text.count("without a step of a trainer") == 1
+    trainer.save(tmp_path)
+    caplog.clear()
+    read = make_by(accel, kind)
+    for batch in read.batches(data(3)):  # as a GAN's generator trains on the batches of its critic
+        other.backward(loss_of(other.forward, batch))
+        other.update()
+    for _ in read.epochs(1):
+        with pytest.raises(accelcore.TrainingError, match=r"inside the loop(.|\n)*before the loop"):
+            read.resume(tmp_path)
+        break
+    for _ in read.batches(data(1)):
+        read.resume(tmp_path)
+        break
+    read.save(tmp_path)
+    assert "without a step" not in caplog.text
+
+
+def test_epochs_without_batches_and_steps_are_reported_once(accel, caplog):
+    trainer = make(accel)
+    for _ in trainer.epochs(3):
+        pass
+    assert caplog.text.count("without a step") == 1
+    caplog.clear()
+    other = make(accel)
+    for _ in other.epochs(2):
+        for batch in data(3):
+            other(batch)
+    assert "without a step" not in caplog.text
+
+
 def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off(accel):
     trainer = make(accel)
     batches = list(data(3))

@@ -8,7 +8,7 @@ workers. A loader with `state_dict` and `load_state_dict` restores its own posit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -45,15 +45,15 @@ class DataStream:
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._warned = self._had_batches = self._was_empty = False  # of epochs
+        self._warned = self._had_batches = self._was_empty = self._was_idle = self._in_epochs = False  # of epochs
         self._total_epochs: int | None = None
         self._batches: int | None = None
         self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
         self.load_state_dict(_BEGINNING)
         _all.add(self)
 
-    def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
-        """Yield one epoch of `loader`, or the rest of it after a resume."""
+    def batches(self, loader: Iterable[Any], *, shard: bool) -> Generator[Any, None, int]:
+        """Yield one epoch of `loader`, or the rest of it after a resume; return how many batches the epoch had."""
         source = self._source_of(loader, shard)
         sampler = getattr(source, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler is not getattr(loader, "sampler", None):
@@ -95,6 +95,7 @@ class DataStream:
                 self._was_empty = True
                 if self._collectives.rank == 0:
                     logger.warning("the loader has no batches: this epoch trains nothing; look for drop_last=True")
+            return self.taken
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
                 self._had_batches = self._had_batches or self.taken > 0
@@ -119,13 +120,34 @@ class DataStream:
     def _epochs(self, total: int) -> Iterator[int]:
         # An epoch ends when the loop asks for the next one, even if its batches were not read here.
         while self.epoch < total:
-            epoch, loop = self.epoch, self.loop
-            yield epoch
+            epoch, loop, steps = self.epoch, self.loop, dict(self._collectives.steps)
+            self._in_epochs = True
+            try:
+                yield epoch
+            finally:
+                self._in_epochs = False
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
+                if steps == self._collectives.steps and not self._was_idle:
+                    self._was_idle = True
+                    if self._collectives.rank == 0:
+                        logger.warning(
+                            "an epoch of trainer.epochs(...) has ended without a batch, and without a step of a "
+                            "trainer: write `for batch in trainer.batches(loader): trainer(batch)` in it"
+                        )
         if self._was_empty and not self._had_batches:
             raise TrainingError(
                 "the training has ended, and none of its epochs had a batch", remedy="look for drop_last=True"
+            )
+
+    def check_resumable(self) -> None:
+        """Raise TrainingError in the loop over `epochs`."""
+        if self._in_epochs:
+            raise TrainingError(
+                "trainer.resume() was called inside the loop over trainer.epochs(...)",
+                why="each call goes back to the checkpoint's epoch, so that the loop may never end",
+                remedy="call it once, before the loop; to go back while training, leave the loop by break, resume, and "
+                "begin another",
             )
 
     def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
@@ -265,8 +287,10 @@ def _form_of(source: Any) -> dict[str, Any]:
     """Return what decides which rows the batches of an epoch hold, as far as a loader tells."""
     sampler = getattr(source, "sampler", None)
     form: dict[str, Any] = {} if sampler is None else {"sampler": type(sampler).__name__}
-    with suppress(TypeError, NotImplementedError):  # it has no length
-        form["number of batches"] = len(source)
+    rows: Any = getattr(sampler, "dataset", sampler)  # a DistributedSampler's length is that of one rank's share
+    for what, of in (("number of batches", source), ("number of rows", rows)):
+        with suppress(TypeError, NotImplementedError):  # it has no length
+            form[what] = len(of)
     return form
 
 

@@ -170,6 +170,8 @@ class Checkpoints(ABC):
                 state is restored, nothing can train any more, on any rank.
         """
         trainings, folder = self._trainings(None), store.as_path(folder)
+        for training in trainings.values():
+            training.saver.check_resumable()
         starts_at = next(iter(trainings.values())).saver.starts_at
         if starts_at == 0 and not must_exist:
             return None
@@ -235,6 +237,9 @@ class Saver:
             commits, rest = prepare_foreign(training.parts, file)
         _commit({"": training}, {"": commits}, {"": self.steps}, agreement)
         return rest
+
+    def check_resumable(self) -> None:
+        self._stream.check_resumable()
 
     @property
     def steps(self) -> int:

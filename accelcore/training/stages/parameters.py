@@ -74,7 +74,7 @@ class Bind(Stage):
         plan.gradients.refresh(thorough=True)
         plan.gradients, plan.exact = _gradients(plan), {}
         if isinstance(plan.optimizer, RoutedOptimizer):
-            plan.optimizer.bind(_runs(plan.gradients), in_part=plan.strategy.owners is not None)
+            plan.optimizer.bind(_runs(plan.gradients))
         else:
             _give_masters(plan)
 

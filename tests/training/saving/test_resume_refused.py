@@ -236,13 +236,14 @@ def test_reading_a_planted_pickle_runs_nothing(accel, tmp_path, build):
     [
         (lambda noisy: DataLoader(noisy(22), 8, shuffle=True), "number of batches was '6', and the loader's is '3'"),
         (lambda noisy: DataLoader(noisy(20), 4, shuffle=True), "number of batches"),
+        (lambda noisy: DataLoader(noisy(21), 4, shuffle=True), "number of rows was '22', and the loader's is '21'"),
         (
             lambda noisy: DataLoader(noisy(22), 4),
             "sampler was 'RandomSampler', and the loader's is 'SequentialSampler'",
         ),
         (lambda noisy: (batch for batch in DataLoader(noisy(8), 4)), "has only 2"),
     ],
-    ids=["batch size", "rows", "order", "iterator"],
+    ids=["batch size", "batches", "rows", "order", "iterator"],
 )
 def test_an_epoch_goes_on_with_the_same_batches_only(accel, tmp_path, build, run, noisy, make, says):
     trainer, loader = build(accel)
