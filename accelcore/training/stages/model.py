@@ -135,3 +135,10 @@ class Cast(Stage):
                 len(low),
                 low[0],
             )
+        is_fp16 = torch.float16 in (parameter.dtype for _, parameter in trained)
+        if is_fp16 and (policy.model_dtype, policy.loss_scale) == (None, None) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the model has fp16 parameters, and its gradients no loss scale: small ones become zero; give "
+                'precision="16-true", which has one, or call model.float() before the optimizer is made'
+            )

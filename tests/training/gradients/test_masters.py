@@ -78,6 +78,13 @@ def test_a_hundred_small_steps_are_not_lost(accel, create, flat, precision):
         assert entry["exp_avg"].dtype == torch.float32, parameter.dtype
 
 
+@pytest.mark.parametrize(("precision", "warns"), [("fp32", 1), ("16-true", 0)])
+def test_fp16_parameters_without_a_loss_scale_are_reported(accel, caplog, precision, warns):
+    model = nn.Linear(3, 4).half()
+    accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), precision=precision)
+    assert caplog.text.count("no loss scale") == warns
+
+
 @KINDS
 @FLAT
 def test_without_masters_small_steps_are_lost_and_it_is_said_once(accel, create, flat, caplog):
