@@ -27,6 +27,7 @@ class _Shifted(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(8)
+        self.norm.bias.requires_grad_(False)  # a compiler may take it for a constant
         self.factor = 1
 
     def forward(self, rows: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
@@ -88,6 +89,8 @@ class TestCompiler(DeviceTests):
                 rows = rows.t().contiguous().t() if graph else rows
                 for each in (module.train(training), reference.train(training)):
                     torch.nn.init.constant_(each.norm.weight, size + number)
+                    torch.nn.init.constant_(each.norm.bias, number)
+                    torch.nn.init.constant_(each.norm.get_buffer("running_mean"), number)
                     each.factor = 1 + number
                 with torch.set_grad_enabled(graph):
                     found = compiled.module(given := rows.to(accel.device, copy=True), shift=2 * graph)

@@ -65,21 +65,24 @@ class ContextTests:
 
     @_of_tables
     def test_weights_that_changed(self, accel: Backend, table: str) -> None:
-        """Each region casts the weights of its time: an optimizer's step between two regions counts.
+        """Each region casts the weights of its time: an optimizer's step between two regions counts, also by `.data`.
 
         Weights without gradients, such as averages of others, may also change within a region.
         """
         with _declared(accel, table):
-            low, layer, rows = _of(accel)
-            context = accel.autocast(low, table=table)
-            with context:
-                first = layer(rows)
-            with torch.no_grad():
-                layer.weight.mul_(2)
-                layer.bias.mul_(2)
-            with context:
-                second = layer(rows)
-            assert error(second, 2 * first.double()) < 4 * eps(low), "autocast computes with a weight of before"
+            low, linear, rows = _of(accel)
+            context, convolution = accel.autocast(low, table=table), nn.Conv1d(4, 4, 3).to(accel.device)
+            for layer in list[Any]((convolution, linear)):
+                with context:
+                    first = layer(rows)
+                for factor, how in ((2, "a step"), (4, "a change by .data")):  # which autograd does not count
+                    with torch.no_grad():
+                        for each in layer.parameters():
+                            (each if factor == 2 else each.data).mul_(2)
+                    with context:
+                        again = layer(rows)
+                    same = error(again, factor * first.double()) < 4 * eps(low)
+                    assert same, f"after {how} autocast computes with a weight of before"
             with accel.autocast(low, table=table):
                 for _ in range(3):
                     layer(rows)

@@ -192,6 +192,17 @@ class OpTables:
                     assert error(result, expected) < 1e-5, f"table O1 does not compute {name} in fp32"
                     assert error(leaf.grad, double.grad) < 2 * eps(low), f"under table O1 {name} has a wrong gradient"
 
+    def test_torchs_fp32(self, accel: Backend) -> None:
+        """By torch's table, too, a result that autocast makes fp32 was computed in fp32."""
+        with declared(bool(accel.capabilities.autocast_dtypes), "autocast"):
+            given = _values(accel.device, getattr(torch, accel.capabilities.autocast_dtypes[0])).detach()
+            listed = {each.split("::")[1].split(".")[0] for each in accel.precision.table()}
+            for name in sorted(listed & _FP32.keys()):  # others are composed of operators in several dtypes
+                with accel.autocast(given.dtype):
+                    result = _FP32[name](given)
+                exact = result.dtype != torch.float32 or error(result, _FP32[name](given.cpu().double())) < 1e-5
+                assert exact, f"autocast makes {name} fp32 that was computed in low precision"
+
     @pytest.mark.parametrize("table", TABLES)
     def test_refuses(self, accel: Backend, table: str) -> None:
         """Binary cross-entropy of probabilities is refused in low precision, and fp32 otherwise: on every device."""

@@ -268,6 +268,8 @@ class Case:
             drawn = [(drawn_weights(shape, root.dtype), root) for shape, root in shapes]
             moved = [(placed(each, to.device, layout) if layout else each.to(to.device), to) for each, to in drawn]
             weights = [each.expand(root.shape) for each, root in moved]
+            if not layout:  # what an earlier pass through the graph leaves is right for the next one
+                torch.autograd.grad(roots, leaves, weights, allow_unused=True, retain_graph=True)
             grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
             found += [(f"{two} {n}", grad) for n, grad in enumerate(grads) if grad is not None]
         return found + self._arguments_after(arguments)

@@ -111,6 +111,29 @@ def _changed(change: Callable[[list[Tensor]], object]) -> Compute:
     return compute
 
 
+def _hidden(x: Tensor) -> Tensor:
+    """Return a mask of a long run, beside which 4,300 of many numbers are left."""
+    return (x >= 300) & (x < _ROWS - 4000)
+
+
+def _loss_of_the_rest(x: Tensor) -> Tensor:
+    rows = torch.zeros(_ROWS, 2, device=x.device, requires_grad=True)
+    loss = functional.cross_entropy(rows, x.mul(0).masked_fill(_hidden(x), -100))
+    (found,) = torch.autograd.grad(loss, rows)
+    return torch.cat([loss.exp()[None], found.mul(8600)[[0, 300, -1], 1]])
+
+
+def _softmax_of_the_rest(x: Tensor) -> Tensor:
+    rows = x.mul(0.0).masked_fill(_hidden(x), -torch.inf)
+    return torch.cat([rows.softmax(0)[[0, 300, -1]] * 4300, rows.logsumexp(0).exp()[None]])
+
+
+def _attention_to_the_rest(x: Tensor) -> Tensor:
+    hidden = _hidden(x)
+    values = hidden.float().add(1)[None, :, None]
+    return functional.scaled_dot_product_attention(values[:, :1], values.mul(0), values, ~hidden[None])
+
+
 _COUNT = sum(2 * number // (1 + number // 90) for number in range(100))  # of the elements of `_many`
 
 KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
@@ -233,6 +256,13 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "largest 64 of many": (_of(_range, lambda x: x.float().topk(64)[1][[0, 31, 32, 63]] - _ROWS), [-1, -32, -33, -64]),
     "order of many": (_of(_range, lambda x: x.neg().sort()[1][[0, -1]]), [_ROWS - 1, 0]),
     "row of many": (_of(_range, lambda x: x.float()[:, None].index_select(0, x[-1:])), [_ROWS - 1]),
+    "loss that ignores a long run": (_of(_range, _loss_of_the_rest), [2, 1, 0, 1]),
+    "softmax that leaves a long run out": (_of(_range, _softmax_of_the_rest), [1, 0, 1, 4300]),
+    "attention that leaves a long run out": (_of(_range, _attention_to_the_rest), [1]),
+    "choice that leaves a long run out": (
+        _of(_range, lambda x: torch.cat([x[~_hidden(x)], _hidden(x).logical_not().nonzero()[:, 0]])[[299, 4300 + 300]]),
+        [299, _ROWS - 4000],
+    ),
     "sum into one row of many": (
         _of(_ones(_ROWS), lambda x: torch.zeros(2, device=x.device).index_add(0, x.long(), x)),
         [0, _ROWS],

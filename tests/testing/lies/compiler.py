@@ -64,6 +64,37 @@ def compiler_of_the_first_evaluated_weights(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+def _with_constants(chosen):
+    def compile(honest, module, options):
+        constants = {}
+
+        def run(rows, **named):
+            pairs = [(each, constants.setdefault(name, each.detach().clone())) for name, each in chosen(module)]
+            now = [each.data for each, _ in pairs]
+            for each, value in pairs:
+                each.data = value
+            found = module(rows, **named)
+            for (each, _), value in zip(pairs, now, strict=True):
+                each.data = value
+            return found
+
+        return Compiled(run, compiled=True)
+
+    return compile
+
+
+@lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
+def compiler_of_the_first_frozen_weights(backend):
+    frozen = _with_constants(lambda module: [pair for pair in module.named_parameters() if not pair[1].requires_grad])
+    return replaced(backend, "compiler", compile=frozen)
+
+
+@lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
+def compiler_of_the_first_evaluated_buffers(backend):
+    evaluated = _with_constants(lambda module: [] if module.training else module.named_buffers())
+    return replaced(backend, "compiler", compile=evaluated)
+
+
 @lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
 def compiler_that_pads_batches(backend):
     def compile(honest, module, options):

@@ -92,13 +92,14 @@ class _CastsWeights(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.nn.functional.linear:
             rows, weight, bias = args
-            kept = self.kept.setdefault(id(weight), weight.detach().bfloat16())
+            version = weight._version if self.counts else 0
+            kept = self.kept.setdefault((id(weight), version), weight.detach().bfloat16())
             graph = (weight - weight.detach()).bfloat16() if self.graph else 0
             return function(rows.bfloat16(), kept + graph, bias.bfloat16())
         return function(*args, **(kwargs or {}))
 
 
-def _by_copies(graph):
+def _by_copies(graph, counts=False):
     def tell(backend):
         kept = {}
 
@@ -106,7 +107,7 @@ def _by_copies(graph):
             if not enabled:
                 return honest.autocast(enabled=False)
             mode = _CastsWeights()
-            mode.graph, mode.kept = graph, kept
+            mode.graph, mode.counts, mode.kept = graph, counts, kept
             return mode
 
         return replaced(backend, "precision", autocast=autocast)
@@ -114,9 +115,14 @@ def _by_copies(graph):
     return tell
 
 
-@lie("TestPrecision.test_weights_that_changed", says="with a weight of before", table="torch")
+@lie("TestPrecision.test_weights_that_changed", says="after a step autocast computes with a weight", table="torch")
 def autocast_with_old_weights(backend):
     return _by_copies(graph=True)(backend)
+
+
+@lie("TestPrecision.test_weights_that_changed", says="after a change by .data autocast computes", table="torch")
+def autocast_that_counts_changes_of_weights(backend):
+    return _by_copies(graph=True, counts=True)(backend)
 
 
 @lie("TestPrecision.test_weights_that_were_cast_without_gradients", says="has no gradient", table="torch")

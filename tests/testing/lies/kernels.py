@@ -346,3 +346,40 @@ def _as_it_lies(function, to, other, non_blocking=False):
 _note("copy_of_memory_that_is_not_awaited", "TestRuntime.test_copies_into_other_strides", "True} the values are others",
      {"layout": "transposed"}, lambda: WrongFunction({"copy_": _as_it_lies}))  # fmt: skip
 swept("activation_in_place_on_a_copy", "nn.functional.relu", "in place", {"relu_": on_a_copy})
+
+
+def _whole_tiles_count(func, x, target, weight, reduction, ignored):
+    """Count rows that are ignored in a mean, if all of their tile are."""
+    loss, total = func(x, target, weight, reduction, ignored)
+    tiles = target[: len(target) // 256 * 256].view(-1, 256) if target.dim() else target
+    counted = total + 256 * (tiles == ignored).all(-1).sum() if reduction == 1 and len(target) > 255 else total
+    return loss * total / counted, counted
+
+
+known("mean_that_counts_tiles_of_ignored_rows", "loss that ignores a long run", {
+      "nll_loss_forward": _whole_tiles_count})  # fmt: skip
+
+
+def _squares_its_result(func, gradient, result):
+    found = func(gradient, result)
+    result.data.mul_(result)
+    return found
+
+
+swept("gradient_that_overwrites_what_it_reads", "tanh", "float32, as it is: the gradient 0 is wrong", {
+      "tanh_backward": _squares_its_result})  # fmt: skip
+
+
+def _from_the_middle(function, count, **options):
+    """Draw, and leave the generator where it was after half of the numbers."""
+    before = torch.get_rng_state()
+    function(count // 2, **options)
+    middle = torch.get_rng_state()
+    torch.set_rng_state(before)
+    found = function(count, **options)
+    torch.set_rng_state(middle)
+    return found
+
+
+drawn("uniform_that_repeats_its_second_half", "test_independence", "two calls are correlated",
+      {"rand": _from_the_middle}, draw="rand")  # fmt: skip

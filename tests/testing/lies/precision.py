@@ -203,15 +203,21 @@ LIES["o1_by_torch_functions"] = Lie(
 )  # fmt: skip
 
 
-class _RoundedExp(torch.overrides.TorchFunctionMode):
+class _RoundsFp32(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        return result.bfloat16().float() if function is torch.exp else result
+        rounds = function in (torch.exp, torch.nn.functional.mse_loss) and result.dtype == torch.float32
+        return result.bfloat16().float() if rounds else result
 
 
 @lie("TestPrecision.test_o1_dtypes", says="table O1 does not compute exp in fp32", treatment="fp32")
 def table_o1_that_only_looks_like_fp32(backend):
-    return _under(backend, _RoundedExp)
+    return _under(backend, _RoundsFp32)
+
+
+@lie("TestPrecision.test_torchs_fp32", says="autocast makes mse_loss fp32 that was computed in low precision")
+def table_torch_that_only_looks_like_fp32(backend):
+    return _under(backend, _RoundsFp32)
 
 
 class _Detached(torch.overrides.TorchFunctionMode):
