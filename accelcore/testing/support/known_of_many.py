@@ -130,8 +130,8 @@ def _softmax_of_the_rest(x: Tensor) -> Tensor:
 
 def _attention_to_the_rest(x: Tensor) -> Tensor:
     hidden = _hidden(x)
-    values = hidden.float().add(1)[None, :, None]
-    return functional.scaled_dot_product_attention(values[:, :1], values.mul(0), values, ~hidden[None])
+    values = hidden.float().add(1)[None, None, :, None]
+    return functional.scaled_dot_product_attention(values[:, :, :1], values.mul(0), values, ~hidden[None])
 
 
 _COUNT = sum(2 * number // (1 + number // 90) for number in range(100))  # of the elements of `_many`
@@ -259,9 +259,10 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "loss that ignores a long run": (_of(_range, _loss_of_the_rest), [2, 1, 0, 1]),
     "softmax that leaves a long run out": (_of(_range, _softmax_of_the_rest), [1, 0, 1, 4300]),
     "attention that leaves a long run out": (_of(_range, _attention_to_the_rest), [1]),
-    "choice that leaves a long run out": (
-        _of(_range, lambda x: torch.cat([x[~_hidden(x)], _hidden(x).logical_not().nonzero()[:, 0]])[[299, 4300 + 300]]),
-        [299, _ROWS - 4000],
+    "choice that leaves a long run out": (_of(_range, lambda x: x[~_hidden(x)][[299, 300]]), [299, _ROWS - 4000]),
+    "gradient of an embedding that pads a long run": (
+        _of_weights(lambda x, weight: functional.embedding((~_hidden(_range(x.device))).long(), weight, 0), (2, 1)),
+        [0, 6 * 4300],
     ),
     "sum into one row of many": (
         _of(_ones(_ROWS), lambda x: torch.zeros(2, device=x.device).index_add(0, x.long(), x)),

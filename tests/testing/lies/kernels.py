@@ -383,3 +383,6 @@ def _from_the_middle(function, count, **options):
 
 drawn("uniform_that_repeats_its_second_half", "test_independence", "two calls are correlated",
       {"rand": _from_the_middle}, draw="rand")  # fmt: skip
+known("padding_that_hides_what_is_behind_it", "gradient of an embedding that pads a long run", {
+      "embedding_dense_backward": lambda func, grad, places, *args: func(
+          grad, places.where(places.roll(256) != 0, 0), *args)})  # fmt: skip
