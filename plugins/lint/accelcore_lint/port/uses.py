@@ -31,6 +31,7 @@ _USES = {
         r"\.module\b|\.no_sync\(|\.require_backward_grad_sync\b|\.register_comm_hook\(|\._set_static_graph\("
     ),
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
+    "get_device": re.compile(r"(?m)^[ \t]+def get_device\b"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
     "fork": FORKS,
     "hidden": re.compile(r"(?m)^[ \t]+[^\n#]*_VISIBLE_DEVICES[\"'](?:\] *=|,) *[\"'](?:-1)?[\"']"),
@@ -46,6 +47,7 @@ _USES = {
   wraps it, and lists of the parameters' tensors, whose memory a fused optimizer no longer uses.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
 - is_cuda: a truth value or a property of the project's own.
+- get_device: a method of the project's own by the name of a tensor's.
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
   import of apex without which the program goes on.
 - fork: processes of the project that cannot use CUDA if their parent has asked for it.

@@ -121,3 +121,19 @@ def test_a_module_that_the_project_defines_is_torchs(tmp_path, learner, net, kep
     nets = f"import torch.nn as nn\n\n\n{net}\n    pass\n"
     source = f"import torch\nfrom nets import Net\n\n\n{learner}        return self\n"
     assert ("self.net.cuda()" in _ported(tmp_path, source, nets=nets)) is kept
+
+
+@pytest.mark.parametrize("where", ["user", "nets", ""])
+@pytest.mark.parametrize("owner", ["self", "self.net", "x", "devices"])
+def test_an_object_with_a_get_device_of_its_own_may_have_no_device(tmp_path, owner, where):
+    own = "\n    def get_device(self):\n        return next(self.parameters()).device.index\n"
+    nets = "import torch.nn as nn\nfrom other import devices\n\n\nclass Net(nn.Module):\n"
+    step = f"    def step(self, x, mask):\n        return x * mask.cuda({owner}.get_device(), non_blocking=True)\n"
+    ported = _ported(
+        tmp_path,
+        f"import torch\n{nets}{step}{own * (where == 'user')}",
+        nets=f"{nets}    pass\n{own * (where == 'nets')}",
+    )
+    is_tensors = not where and owner in ("self.net", "x")
+    assert (f"mask.to({owner}.device, non_blocking=True)" in ported) is is_tensors
+    assert (f"mask.cuda({owner}.get_device(), non_blocking=True)" in ported) is not is_tensors

@@ -20,6 +20,7 @@ _PLAIN = re.compile(r"[\w.]+(\[[\w.-]+\])*")
 """An expression that may be written twice."""
 
 _DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
+_OWN_DEVICE = "get_device() may be the project's own, of an object that has no device: give the device itself"
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
@@ -47,8 +48,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         source: str | Left = text_of(index)
     elif index is not None and _is_device(index, facts):  # `x.to(None)` moves nothing
         source = f"{text_of(index)} if {text_of(index)} is not None else {facts.place.device(node)}"
-    elif index is not None and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
-        source = f"{tensor[1]}.device"
+    elif isinstance(index, cst.Call) and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
+        source = Left(_OWN_DEVICE) if _is_own_device(index, tensor[1], facts) else f"{tensor[1]}.device"
     else:
         source = device_source(facts, node, index)
     if isinstance(source, Left) and index is not None and facts.place.is_apart(node):
@@ -82,6 +83,11 @@ def _is_tensors(device: cst.BaseExpression, facts: Facts) -> bool:
     if not isinstance(device, cst.Attribute) or device.attr.value != "device" or text_of(device) in facts.assigned:
         return False
     return not SETTINGS.fullmatch(text_of(device.value)) and facts.name(device) is None
+
+
+def _is_own_device(call: cst.Call, owner: str, facts: Facts) -> bool:
+    """Return whether `x.get_device()` may be a module's function, or a method of the project's own."""
+    return owner in ("self", "cls") or facts.name(call.func) is not None or "get_device" in facts.uses_of
 
 
 def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
