@@ -243,7 +243,7 @@ swept("attention_that_is_causal_for_equal_lengths", "nn.functional.scaled_dot_pr
       {"_scaled_dot_product_flash_attention_for_cpu": _causal_for_equal_lengths})  # fmt: skip
 swept("embedding_gradient_that_is_never_scaled", "nn.functional.embedding", "the gradient",
       {"embedding_dense_backward": lambda func, *args: func(*args[:-1], False)})  # fmt: skip
-swept("maximum_in_the_dtype_of_a_scalar", "maximum", "torch.float32, not torch.bfloat16", {"maximum": _in_fp32})
+swept("maximum_in_the_dtype_of_a_scalar", "maximum", "[torch.float32], not [torch.bfloat16]", {"maximum": _in_fp32})
 LIES["layer_norm_in_eights"] = Lie(
     "layer_norm_in_eights", lambda backend: backend, "TestOperators.test_rows", "of rows of 9: result",
     {"name": "layer_norm"}, around=lambda: Wrong({"native_layer_norm": _in_eights}),
