@@ -112,6 +112,11 @@ class Facts(DeviceNumbers):
         return self.known.keeps_questions or kept_questions(self.code)
 
     @cached_property
+    def hides_all(self) -> bool:
+        """Return whether the file hides all devices for a choice of the CPU, which others than CUDA's do not read."""
+        return bool(self.hidden_by) and "hidden" in uses_in(self.code)
+
+    @cached_property
     def names_others(self) -> bool:
         """Return whether the project speaks of accelerators beside those that it is ported from, such as `"mps"`."""
         return self.known.names_others or OTHERS.search(self.code) is not None

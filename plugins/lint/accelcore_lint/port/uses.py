@@ -58,6 +58,10 @@ _USES = {
 ASSERTED = re.compile(rf"\b(?:assert\b[^\n#]*|if\b[^\n#]*\bnot )\bin *[\[({{][^\])}}]*[\"']({_DEVICES})[\"']")
 """A line that stops for other names of devices than those of a list."""
 
+HIDDEN = (
+    "a file of the project hides all devices by CUDA_VISIBLE_DEVICES, which others do not read: ask an option instead"
+)
+
 _FROM = re.compile(r"(?m)^[ \t]*from[ \t]+(?!apex\b|accelcore\b)([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
 _DRIVERS = re.compile(r"mm(cv|engine)\b")
 _APEX = re.compile(r"(?m)^[ \t]*(?:from|import)[ \t]+apex\b")

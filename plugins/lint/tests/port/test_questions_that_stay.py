@@ -132,6 +132,26 @@ def test_a_move_stays_below_a_question_that_a_file_of_the_project_answers_by_hid
 
 
 @pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')", True),
+        ("device = torch.device('cuda') if torch.cuda.is_available() else torch.device('cpu')", True),
+        ("use_cuda = torch.cuda.is_available()", True),
+        ("use_cuda = not args.cpu and torch.cuda.is_available()", False),
+        ("print('there is one' if torch.cuda.is_available() else 'there is none')", False),
+    ],
+)
+@pytest.mark.parametrize(("env", "hidden"), [("os.environ", ""), ("os.environ", "1"), ("env", "-1")])
+def test_a_choice_stays_in_a_file_that_hides_all_devices(env, hidden, line, kept):
+    source = (
+        "import os\nimport torch\n\n\ndef main(args):\n    env = os.environ.copy()\n    if args.cpu:\n"
+        f"        {env}['CUDA_VISIBLE_DEVICES'] = '{hidden}'\n    {line}\n    return locals()\n"
+    )
+    asked = "torch.cuda.is_available()" in port_source(source, Level.TORCH).source
+    assert asked is (kept and env == "os.environ" and hidden != "1")
+
+
+@pytest.mark.parametrize(
     "test",
     [
         *("given == dist.Backend.NCCL", "'CUDA out of memory. ' not in str(given)"),

@@ -14,7 +14,7 @@ from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.uses import ASSERTED
+from accelcore_lint.port.uses import ASSERTED, HIDDEN
 from accelcore_lint.port.vendors import DEVICES
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
@@ -23,9 +23,6 @@ _HIDES = "a condition on one vendor's device: where it is true, a file hides dev
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
-_HIDDEN = (
-    "a file of the project hides all devices by CUDA_VISIBLE_DEVICES, which others do not read: ask an option instead"
-)
 _CONFIGURED = "a move beside a device that a configuration gives the program, which may be the CPU: move to that one"
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
@@ -116,7 +113,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         if ASSERTED.search(facts.code) and _NAMES.search(text_of(holder.body)):
             return Left(NAMED, node.children)
         if "hidden" in facts.uses_of and _MOVES.search(text_of(holder.body)):
-            return Left(_HIDDEN, node.children)
+            return Left(HIDDEN, node.children)
         if facts.known.device_given and _MOVES.search(text_of(holder.body)):
             return Left(_CONFIGURED, node.children)
     if isinstance(facts.parent(node), cst.UnaryOperation) and any(map(_asks_for_other, _operands(whole_test))):
@@ -127,6 +124,8 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     around = list(facts.parents(node))
     flag = next((name for name, call in facts.options.items() if call in around), "")
     flag = text_of(assign.targets[0].target).split(".")[-1] if isinstance(assign, cst.Assign) else flag
+    if facts.hides_all and isinstance(holder, cst.Assign) and whole_test is node:
+        return Left(HIDDEN, node.children)
     if flag in facts.known.asked:
         return Left(facts.known.asked[flag], node.children)
     if flag in facts.known.hiding and "_VISIBLE_DEVICES" not in facts.code:

@@ -12,7 +12,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.uses import ASSERTED
+from accelcore_lint.port.uses import ASSERTED, HIDDEN
 from accelcore_lint.port.vendors import DEVICES
 
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
@@ -163,11 +163,12 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     names = _chosen(facts, choice)
     if not names:
         return None
+    reason = facts.keeps_questions or (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED)
+    if reason and len(_branches(choice)) > 1:
+        return Left(reason, node.children)
     made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in _branches(choice)]
     if any(made):
         return _of_devices(facts, node, names) if all(made) and choice is node else None
-    if (reason := facts.keeps_questions or (ASSERTED.search(facts.code) and NAMED)) and len(_branches(choice)) > 1:
-        return Left(reason, node.children)
     index = index_of(names[0])[1]
     if len(names) != 1 or _has_others(choice, facts):
         return None
