@@ -160,6 +160,22 @@ def no_step(what: str) -> TrainingError:
     )
 
 
+def wrong_update(*, after_batch: bool) -> TrainingError:
+    """Return the error for `trainer.update()` after `trainer(batch)`, or else without `trainer.backward(loss)`."""
+    if after_batch:
+        return TrainingError(
+            "trainer.update() was called after trainer(batch)",
+            why="trainer(batch) updates the parameters by itself, at the end of each window",
+            remedy="remove the call of trainer.update()",
+        )
+    return TrainingError(
+        "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
+        why="gradients of loss.backward() are neither scaled, weighted nor averaged over ranks",
+        remedy="call trainer.backward(loss) in place of loss.backward(), and trainer.update() once after it; to skip a "
+        "batch, call neither",
+    )
+
+
 def no_update(when: str) -> TrainingError:
     """Return the error for gradients that no update has used until `when`."""
     return TrainingError(

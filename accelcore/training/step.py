@@ -17,8 +17,8 @@ from accelcore.training.captured import CapturedStep
 from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.loss import LossOfModel, hint_of, no_loss, no_step, no_update, second_backward, split_loss
-from accelcore.training.model_changes import ModelSnapshot
+from accelcore.training.loss import LossOfModel, hint_of, no_loss, no_update, second_backward, split_loss, wrong_update
+from accelcore.training.model_changes import EpochWithoutSteps, ModelSnapshot
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
@@ -63,8 +63,7 @@ class Step:
         self._updated = next(updated, torch.empty(0))  # any of what the optimizer updates; a group may be empty
         self._version: int | None = None  # its version when a window's first backward began, until that is compared
         self._updated_by = ""  # "trainer(batch)" or "trainer.update()" if that was the trainer's last call
-        self._epoch: tuple[dict[int, Any], list[int]] | None = None  # see `begin_epoch`; None after any update
-        self._idle = False  # whether an epoch without a step was reported
+        self.epoch = EpochWithoutSteps(plan.optimizer, plan.backend.collectives)
         self._added = False  # whether a backward pass was added that no micro-batch has counted
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -207,35 +206,12 @@ class Step:
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
 
-    def begin_epoch(self) -> None:
-        """Note the steps of all trainers, and how often each parameter was written to."""
-        self._epoch = dict(self._job.steps), self._versions()
-
-    def check_epoch(self, when: str) -> bool:
-        """Return whether no trainer made a step since the epoch began; raise TrainingError if the script trained."""
-        if self._epoch is None or self._epoch[0] != self._job.steps:
-            return False
-        if all(map(int.__gt__, versions := self._versions(), self._epoch[1])) and versions:
-            raise no_step(f"{when}, and the script changed the parameters without the trainer")
-        return True
-
-    def _versions(self) -> list[int]:
-        members = (each for group in self._optimizer.param_groups for each in group["params"])
-        return [each._version for each in members if each.requires_grad]
-
     def end_epoch(self, began: int | None, *, had_batches: bool) -> None:
         """Report gradients and batches that updated nothing, and check that the parameters are finite.
 
         `began`: the number of steps when the epoch began; None if a window was open then.
         """
-        if self.check_epoch("an epoch has ended") and had_batches and not self._idle:
-            self._idle = True
-            if self._job.rank == 0:
-                logger.warning(
-                    "an epoch of trainer.batches(...) has ended without a step of a trainer: to train, call "
-                    "trainer(batch), or trainer.backward(loss) and trainer.update(); to evaluate, loop over "
-                    "trainer.evaluate(loader)"
-                )
+        self.epoch.end(had_batches=had_batches)
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")
@@ -248,25 +224,16 @@ class Step:
 
     def check_saved(self) -> None:
         """Raise TrainingError if the trainer has made no step of what is saved."""
-        self.check_epoch("trainer.save() was called")
+        self.epoch.check("trainer.save() was called")
         if self.is_open and self._window.steps == self._window.micro == 0:
             raise no_update("trainer.save() was called")
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
         if self._updated_by == "trainer(batch)":
-            raise TrainingError(
-                "trainer.update() was called after trainer(batch)",
-                why="trainer(batch) updates the parameters by itself, at the end of each window",
-                remedy="remove the call of trainer.update()",
-            )
+            raise wrong_update(after_batch=True)
         if not self._added:
-            error = TrainingError(
-                "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
-                why="gradients of loss.backward() are neither scaled, weighted nor averaged over ranks",
-                remedy="call trainer.backward(loss) in place of loss.backward(), and trainer.update() once after it; "
-                "to skip a batch, call neither",
-            )
+            error = wrong_update(after_batch=False)
             self.drop(error)
             raise error
 
@@ -352,7 +319,7 @@ class Step:
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.is_open = self._added = opened
-        self.shared.left = self._epoch = None
+        self.shared.left = self.epoch.began = None
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)

@@ -253,7 +253,7 @@ class Trainer(Suggests, Checkpoints):
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
         began = None if self._step.is_open else self.steps
-        self._step.begin_epoch()
+        self._step.epoch.begin()
         taken = yield from self._stream.batches(loader, shard=shard)
         self.flush()
         self._step.end_epoch(began, had_batches=taken > 0)
