@@ -59,9 +59,11 @@ BEST: dict[str, Callable[..., Path]] = {"min": min, "max": max}
 def as_path(given: Any) -> Path:
     """Return a path that the user gave; raise ConfigurationError if no file can have it."""
     try:
+        if given == "":
+            raise ValueError("it is empty")
         path = Path(given)
         path.stat()
-    except (TypeError, ValueError) as error:  # a NUL in it, or not a path at all
+    except (TypeError, ValueError) as error:  # empty, a NUL in it, or not a path at all
         raise ConfigurationError(f"{given!r} is not a path", remedy="give a string or a pathlib.Path") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

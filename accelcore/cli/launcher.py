@@ -51,9 +51,8 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
     if text := _lost(failure):
         return text, code
     if isinstance(failure.message, dict):
-        first, _, rest = str(failure.message["message"]).partition("\n")
-        why = rest.partition("\n")[0]
-        message = first[:_LONGEST] + (f"\n{why[:_LONGEST]}" if why.startswith("  why: ") else "")
+        first, *rest = str(failure.message["message"]).split("\n")
+        message = "\n".join(line[:_LONGEST] for line in (first, *filter(_is_of_error, rest)))
         return f"rank {rank} failed first, with exit code {code}: {message}", code
     if failure.exitcode < 0:
         hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
@@ -74,6 +73,11 @@ def _lost(failure: ProcessFailure) -> str:
     """Return the message of a rank that lost another one, which it names; "" for any other failure."""
     message = str(failure.message["message"]) if isinstance(failure.message, dict) else ""
     return message.removeprefix("DistributedError: ") if message.startswith("DistributedError: ") else ""
+
+
+def _is_of_error(line: str) -> bool:
+    """Return whether a line is a further one of an error of accelcore's."""
+    return line.startswith(("  why: ", "  available: ", "  what to do: "))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -269,11 +269,13 @@ def show(card: Scorecard, *, tracebacks: bool = False) -> None:
     if handed:
         click.echo(f"\n{click.style('on the host', fg='yellow')}  operators: {', '.join(handed)}")
     failed = card.counts()["failed"]
+    tested = [role for role in ROLES if card.counts(role)]
+    part = "the tested part of " if card.conforms and len(tested) < len(ROLES) else ""
     conclusion = "conforms" if card.conforms else f"does not conform: {failed} failed"
     if card.hardly_tried:
         conclusion += f"; not tried: {', '.join(card.hardly_tried)}"
     color = "green" if card.conforms else "red"
-    click.secho(f"\n{emulated}{backend['name']} {conclusion}", fg=color, bold=True)
+    click.secho(f"\n{emulated}{part}{backend['name']} {conclusion}", fg=color, bold=True)
 
 
 def _case(verdict: Verdict) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import MARK
 from accelcore.util.text import kind_of
 
+_OTHER_DTYPE = re.compile("(?i)bfloat16|half|mixed dtype")  # in torch's errors for operands of several dtypes
 _FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
 
 
@@ -131,8 +134,8 @@ def no_loss(loss: object) -> TrainingError:
     if not torch.is_grad_enabled():
         return TrainingError(
             "the loss has no graph, because gradients are off where the trainer is called",
-            remedy="call it outside of torch.no_grad(); an evaluation that is left by break, and kept in a variable, "
-            "leaves them off: delete it, or loop over trainer.evaluate(loader) itself",
+            remedy="call it outside of torch.no_grad(), and outside of a loop over trainer.evaluate(loader). An "
+            "evaluation that is left by break, and kept in a variable, leaves gradients off: delete it",
         )
     return TrainingError(
         "the loss depends on no trained parameter",
@@ -207,6 +210,10 @@ def hint_of(error: BaseException, model: object, loss: object, batch: object) ->
     said = str(error).replace("'", "") if isinstance(error, TypeError | AttributeError) else ""
     if "numpy.ndarray" in said:
         return "; torch takes tensors: torch.from_numpy(array), or a DataLoader, which converts arrays"
+    if isinstance(error, RuntimeError | ValueError) and _OTHER_DTYPE.search(str(error)):
+        dtypes = {each.dtype for each in getattr(model, "parameters", tuple)()}
+        for low in (str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION if dtype in dtypes):
+            return f"; the model is in {low}: cast the batch, or set Policy(model_dtype={low!r}, autocast={low!r})"
     name, kind = type(model).__name__, type(batch).__name__
     signs = (f"{name} object", f": {name} and", f" and {name}", f"{kind} object is not callable")
     is_swapped = any(sign in said for sign in signs) and not isinstance(loss, LossOfModel)

@@ -278,7 +278,7 @@ def test_the_honest_backend_conforms(forked, verify):
     """Here and in a fork; in a process, as a user's, in tests/examples/test_third_party.py. The counts add up."""
     code, out, err = verify("cpu", "--only", "backend", "--only", "precision")
     assert code == 0, out + err
-    assert out.endswith("cpu conforms\n")
+    assert out.endswith("\nthe tested part of cpu conforms\n")
     assert "\x1b" not in out
     counted = ("  backend ", "  precision ", "  all ")
     *parts, total = [list(map(int, line.split()[1:])) for line in out.splitlines() if line.startswith(counted)]

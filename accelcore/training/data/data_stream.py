@@ -21,7 +21,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, TrainingError,
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
-from accelcore.util.text import is_whole, shown
+from accelcore.util.text import is_whole
 
 _BEGINNING: dict[str, Any] = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "loader": None}
 
@@ -176,7 +176,8 @@ class DataStream:
             same = ", and all ranks train on the same data unless the script divides it" if in_job else ""
             logger.warning(
                 "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
-                f"data{same}. Write `for batch in trainer.batches(loader):`, or set trainer.epoch yourself"
+                f"data{same}. Write `for batch in trainer.batches(loader):`. A script that finds its place in the data "
+                "itself ends this warning by trainer.epoch = epoch, before each epoch"
             )
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -248,8 +249,8 @@ class DataStream:
         for what, now_is in (_form_of(source) if saved is None else {}).items():
             if self._form.get(what, now_is) != now_is:
                 raise CheckpointError(
-                    f"the checkpoint was saved within an epoch, whose {what} was {shown(str(self._form[what]))}, and "
-                    f"the loader's is {shown(str(now_is))}",
+                    f"the checkpoint was saved within an epoch, whose {what} was {self._form[what]}, and the loader's "
+                    f"is {now_is}",
                     why="the rest of the epoch would repeat rows, and omit others",
                     remedy="give the loader the dataset, batch size and shuffle= that it had, or resume from the end "
                     "of an epoch",

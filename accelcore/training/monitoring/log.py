@@ -24,6 +24,7 @@ from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole, kind_of, replace_file
 
 _OLD = "log-before.jsonl"
+_OWN = ("step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "memory_peak", "seconds")
 
 Sink = tuple[Callable[[dict[str, Any], int], object], Callable[[], object]]
 """Functions that take the figures of a step, and that close what took them."""
@@ -128,7 +129,8 @@ class Log(Meter):
             values: numbers, or tensors of one element.
 
         Raises:
-            ConfigurationError: a value has no name or is not a number, or the log was given to no trainer.
+            ConfigurationError: a value has no name, or a name of the log's own figures, or is not a number; or the log
+                was given to no trainer.
         """
         if unnamed:
             raise ConfigurationError(
@@ -137,6 +139,12 @@ class Log(Meter):
             )
         found = {name: item(value) for name, value in values.items()}
         for name, value in found.items():
+            if name in _OWN:
+                raise ConfigurationError(
+                    f"{name}= is a figure that the log writes itself",
+                    available="any name but " + ", ".join(_OWN),
+                    remedy=f"give another name, such as valid_{name}",
+                )
             if not is_number(value):
                 raise ConfigurationError(f"{name}={value!r} is not a number", remedy="give a number, such as a mean")
         if self._trainer is None:

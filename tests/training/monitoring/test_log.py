@@ -276,6 +276,7 @@ def test_wrong_options_are_refused(accel, tmp_path):
     for options, message in (
         ({"folder": tmp_path, "every": 0}, "every=0"),
         ({"folder": 3}, "3 is not a path"),
+        ({"folder": ""}, "'' is not a path"),
     ):
         with pytest.raises(accelcore.ConfigurationError, match=message):
             accelcore.Log(**options)
@@ -285,6 +286,9 @@ def test_wrong_options_are_refused(accel, tmp_path):
     trainer = make(accel, log)
     with pytest.raises(accelcore.ConfigurationError, match="accuracy='high'"):
         log.write(accuracy="high")
+    for own in ("step", "epoch", "loss", "lr"):
+        with pytest.raises(accelcore.ConfigurationError, match=f"{own}= is a figure(.|\n)*valid_{own}"):
+            log.write(**{own: 3.0})
     with pytest.raises(accelcore.ConfigurationError, match=r"a dict without a name(.|\n)*log\.write\(\*\*figures\)"):
         log.write({"accuracy": 1.0})
     with pytest.raises(accelcore.ConfigurationError, match="two trainers"):

@@ -234,12 +234,12 @@ def test_reading_a_planted_pickle_runs_nothing(accel, tmp_path, build):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda noisy: DataLoader(noisy(22), 8, shuffle=True), "number of batches was '6', and the loader's is '3'"),
+        (lambda noisy: DataLoader(noisy(22), 8, shuffle=True), "number of batches was 6, and the loader's is 3"),
         (lambda noisy: DataLoader(noisy(20), 4, shuffle=True), "number of batches"),
-        (lambda noisy: DataLoader(noisy(21), 4, shuffle=True), "number of rows was '22', and the loader's is '21'"),
+        (lambda noisy: DataLoader(noisy(21), 4, shuffle=True), "number of rows was 22, and the loader's is 21"),
         (
             lambda noisy: DataLoader(noisy(22), 4),
-            "sampler was 'RandomSampler', and the loader's is 'SequentialSampler'",
+            "sampler was RandomSampler, and the loader's is SequentialSampler",
         ),
         (lambda noisy: (batch for batch in DataLoader(noisy(8), 4)), "has only 2"),
     ],
