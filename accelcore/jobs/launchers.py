@@ -240,5 +240,5 @@ class _Reader:
             remedy = f"{all_set}; for one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
         elif variable in ("MASTER_ADDR", "MASTER_PORT"):
             remedy = f"set {variable} to the same value for all ranks"
-        why = f"{rule}. {found} is set, so the launcher is {launcher.name}"
+        why = f"{rule}. {found} is set, as by {launcher.name}"
         return ConfigurationError(f"the environment variable {variable} {state}", why=why, remedy=remedy)

@@ -53,8 +53,9 @@ class Record(Observer):
 
     If neither model nor optimizer is given, torch's hooks on all modules and optimizers of the process find them. A
     *step* ends with `optimizer.step()`; steps are counted from 1. A forward pass under `no_grad` is not recorded, and
-    the modules of a compiled model are not seen. The recorded run has the same bits as an unrecorded one. `save(keep=)`
-    does not delete the checkpoint from which a recorded trainer has resumed: a replay begins there.
+    the modules of a compiled model are not seen. The recorded steps have the same bits as unrecorded ones. An
+    evaluation need not: torch's fused kernel for `nn.TransformerEncoderLayer` does not run if a module has hooks.
+    `save(keep=)` does not delete the checkpoint from which a recorded trainer has resumed: a replay begins there.
 
     Args:
         folder: made if it does not exist; an older recording in it is replaced. Each rank writes a folder of its own.

@@ -24,6 +24,7 @@ class ModelSnapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
+        self._training, self._warned = model.training, False
         self._members = [list(group["params"]) for group in optimizer.param_groups]  # alive, so that ids stay theirs
         self._groups = self._groups_now()
         self._by_name = dict(model.named_parameters())
@@ -31,8 +32,20 @@ class ModelSnapshot:
         self._trainable = list(map(_TRAINABLE, self._parameters))
         self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
 
-    def check(self) -> None:
-        """Raise TrainingError for a change of the known parameters or the optimizer's groups."""
+    def check(self, *, warns: bool = False) -> None:
+        """Raise TrainingError for a change of the known parameters or the optimizer's groups.
+
+        If it `warns`, log once that the script has put the model into evaluation mode.
+        """
+        if warns and self._model.training is not self._training:
+            self._training = self._model.training
+            if not self._training and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the model is trained in evaluation mode, without dropout, and with frozen BatchNorm statistics: "
+                    "model.eval() was called. Call model.train() after an evaluation of your own, or loop over "
+                    "trainer.evaluate(loader). If this is on purpose, call model.eval() before accel.trainer(...)"
+                )
         if list(map(_DTYPE, self._parameters)) != self._dtypes:
             raise TrainingError(
                 "the model was cast after its trainer was made",

@@ -93,7 +93,8 @@ class TrainerOptions(TypedDict, total=False):
         total_steps: number of updates of the whole training; None if epochs and loader tell it.
         schedule_by: when the scheduler is stepped. `"window"`, the default: after each update, even if it was skipped
             for overflow. `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric
-            for ReduceLROnPlateau. Under `"window"` a script that does so gets an error.
+            for ReduceLROnPlateau. Under `"window"` a script that does so gets an error. A scheduler made for epochs,
+            such as `StepLR(optimizer, 10)`, needs `"script"`: under `"window"` its 10 are updates.
         precision: `"fp32"`, the default; `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see
             `Policy.preset`), or a `Policy`. `"best"` is the fastest that the hardware supports. The words of torch,
             accelerate and Lightning work, too.

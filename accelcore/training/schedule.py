@@ -167,18 +167,41 @@ class Schedule:
         has_ended = self.updates is not None and done is not None and done >= self.updates
         if has_ended and warns and not self._has_warned:
             self._has_warned = True
-            rates = dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)
             logger.warning(
                 "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
                 "further, load the model into a new trainer, which makes a new schedule",
                 self.updates,
-                " and ".join(rates),
+                self._rates(),
             )
         try:
             if not (has_ended and self._stays):
                 self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
+
+    def warn_if_cut(self) -> None:
+        """Log that the epochs have ended if the schedule is far from its end, or was never stepped."""
+        done = _last_epoch(self.scheduler)
+        if done is None:
+            return
+        if self.updates is not None and done < 0.9 * self.updates and not self._has_warned:
+            logger.warning(
+                "trainer.epochs(...) has ended after %d of the %d updates that the schedule was made for, at the "
+                "learning rate %s. If the training ends here, give accel.trainer(..., total_steps=%d). An epoch that "
+                "is left by break has fewer updates; accumulate= micro-batches are one update",
+                done,
+                self.updates,
+                self._rates(),
+                done,
+            )
+        if self.by == "script" and not done:
+            logger.warning(
+                'trainer.epochs(...) has ended, and the scheduler was not stepped: with schedule_by="script", the '
+                "script calls scheduler.step(), such as after each epoch"
+            )
+
+    def _rates(self) -> str:
+        return " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups))
 
     def restored(self) -> None:
         """Continue with the scheduler as it is now."""

@@ -333,10 +333,10 @@ class Step:
                 remedy="make the trainer, and use it, inside one `with accel.distributed():`",
             )
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, trains: bool = False) -> None:
         """Raise TrainingError, and drop the window, if the known parameters or the optimizer's groups have changed."""
         try:
-            self._snapshot.check()
+            self._snapshot.check(warns=trains and self._job.rank == 0)
         except TrainingError:
             if self.is_open:
                 self.discard("the model or the optimizer has changed")

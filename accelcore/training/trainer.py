@@ -218,8 +218,11 @@ class Trainer(Suggests, Checkpoints):
         self._stream.move_to(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Return the epochs that remain of `total`, counted from 0. If none remains, a warning is logged."""
-        return self._stream.epochs(total)
+        """Return the epochs that remain of `total`, counted from 0. If none remains, a warning is logged.
+
+        After a `resume`, a loop over `range(total)` trains `total` epochs more.
+        """
+        return self._stream.epochs(total, self._schedule.warn_if_cut)
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.
@@ -380,7 +383,7 @@ class Trainer(Suggests, Checkpoints):
         """Check that the trainer can train on a micro-batch, which `begins` a window or not."""
         self._step.check()
         if begins or self._window.is_last:
-            self._step.check_unchanged()
+            self._step.check_unchanged(trains=True)
         self._number_step(self._window.micro + 1)
         if begins and not self._window.steps:
             if self.backend.collectives.world_size > 1:

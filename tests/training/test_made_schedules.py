@@ -199,6 +199,35 @@ def test_a_schedule_that_has_ended_trains_at_0_and_warns_once(accel, tmp_path, c
 
 
 @pytest.mark.parametrize(
+    ("scheduler", "left", "options", "says"),
+    [
+        ("cosine", True, {}, "after 4 of the 6 updates that the schedule was made for, at the learning rate 0.025."),
+        ("cosine", False, {"total_steps": 12}, "after 6 of the 12 updates"),  # micro-batches, not windows
+        ("cosine", False, {}, ""),
+        ("constant", True, {}, ""),
+        (lambda optimizer: StepLR(optimizer, 1), False, {"schedule_by": "script"}, "the scheduler was not stepped"),
+        (lambda optimizer: StepLR(optimizer, 1), True, {}, ""),
+    ],
+)
+def test_a_schedule_that_the_epochs_leave_before_its_end_is_reported(accel, caplog, scheduler, left, options, says):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    trainer = accel.trainer(
+        model, optimizer, scheduler=made, loss=lambda model, rows: model(rows).sum(), accumulate=2, **options
+    )
+    for _ in trainer.epochs(2):
+        for number, batch in enumerate(trainer.batches(LOADER), start=1):
+            trainer(batch)
+            if left and number == 4:
+                break
+    assert [says in record.message for record in caplog.records] == [True] * bool(says)
+    caplog.clear()
+    assert list(trainer.epochs(2)) == []
+    assert "trainer.epochs(...) has ended" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("make_torchs", "raises"),
     [(CosineAnnealingLR, None), (lambda optimizer, updates: OneCycleLR(optimizer, 0.2, updates), "Tried to step 5")],
     ids=["cosine", "one cycle"],

@@ -137,6 +137,62 @@ def test_epochs_without_batches_and_steps_are_reported_once(accel, caplog):
     assert "without a step" not in caplog.text
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("own", [False, True], ids=["trainer(batch)", "own step"])
+def test_a_save_before_the_step_on_a_batch_is_reported_once_and_one_after_it_not(
+    accel, caplog, tmp_path, accumulate, own
+):
+    def train(trainer, batch):
+        if own:
+            trainer.backward(loss_of(trainer.forward, batch))
+            trainer.update()
+        else:
+            trainer(batch)
+
+    trainer, says = make(accel, accumulate=accumulate), "a run that resumes from this checkpoint skips the batch"
+    trainer.save(tmp_path)
+    for batch in trainer.batches(data(3)):
+        train(trainer, batch)
+        trainer.save(tmp_path)
+        break
+    trainer.resume(tmp_path)
+    trainer.save(tmp_path)
+    for batch in trainer.batches(data(3)):
+        train(trainer, batch)
+        trainer.save(tmp_path)
+    trainer.save(tmp_path)
+    assert says not in caplog.text
+    for batch in trainer.batches(data(3)):
+        trainer.save(tmp_path)
+        train(trainer, batch)
+    assert caplog.text.count(says) == 1
+
+
+def test_an_evaluation_of_ones_own_that_leaves_the_model_in_evaluation_mode_is_reported_once(accel, caplog):
+    frozen, says = make(accel), "the model is trained in evaluation mode"
+    frozen.model.eval()
+    (batch,) = data(1)
+    kept = make(accel, frozen.model)  # as a script that freezes all BatchNorms may do
+    kept(batch)
+    kept.model.train()
+    kept(batch)
+    next(iter(kept.model.children())).eval()
+    kept(batch)
+    kept.model.eval()
+    kept.forward(batch[0])  # its evaluation
+    kept.model.train()
+    kept.backward(loss_of(kept.forward, batch))
+    kept.update()
+    assert says not in caplog.text
+    for _ in range(2):
+        kept.model.eval()
+        kept(batch)
+        kept(batch)
+        kept.model.train()
+        kept(batch)
+    assert caplog.text.count(says) == 1
+
+
 def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off(accel):
     trainer = make(accel)
     batches = list(data(3))

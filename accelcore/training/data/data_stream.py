@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger
+from accelcore.errors import CheckpointError, ConfigurationError, DistributedError, TrainingError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
@@ -42,10 +42,12 @@ class DataStream:
     _source: tuple[Any, Any]
     _stateful: Any  # the loader of the current loop, if it knows its own position
     _saved: Any  # the position of such a loader in the checkpoint
+    _given: dict[int, tuple[int, int]] | None  # the steps of all trainers when the loop got its last batch
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
         self._warned = self._had_batches = self._was_empty = self._was_idle = self._in_epochs = False  # of epochs
+        self._was_untrained = False
         self._total_epochs: int | None = None
         self._batches: int | None = None
         self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
@@ -57,7 +59,7 @@ class DataStream:
         source = self._source_of(loader, shard)
         sampler = getattr(source, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler is not getattr(loader, "sampler", None):
-            sampler.seed = self._common_seed()  # `share` made this sampler
+            sampler.seed = self._common_seed(len(sampler.dataset))  # type: ignore[arg-type]  # `share` made this sampler
         generators = _generators(loader)
         if self._resuming:
             iterator = self._restore_position(loader, source, generators)
@@ -78,6 +80,7 @@ class DataStream:
         try:
             for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
                 self.taken += 1
+                self._given = dict(self._collectives.steps)
                 yield batch
                 if loop != self.loop:
                     raise TrainingError(
@@ -103,8 +106,8 @@ class DataStream:
                 self._stateful = None
                 self._generators_start = [generator.get_state() for generator in generators]
 
-    def epochs(self, total: int) -> Iterator[int]:
-        """Return the epochs that are left of `total`; see `Trainer.epochs`."""
+    def epochs(self, total: int, ended: Callable[[], object]) -> Iterator[int]:
+        """Return the epochs that are left of `total`; call `ended` after the last one. See `Trainer.epochs`."""
         if not is_whole(total):
             raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
         self._total_epochs = total
@@ -115,10 +118,11 @@ class DataStream:
                 self.epoch,
                 total,
             )
-        return self._epochs(total)
+        return self._epochs(total, ended)
 
-    def _epochs(self, total: int) -> Iterator[int]:
+    def _epochs(self, total: int, ended: Callable[[], object]) -> Iterator[int]:
         # An epoch ends when the loop asks for the next one, even if its batches were not read here.
+        first = self.epoch
         while self.epoch < total:
             epoch, loop, steps = self.epoch, self.loop, dict(self._collectives.steps)
             self._in_epochs = True
@@ -139,6 +143,8 @@ class DataStream:
             raise TrainingError(
                 "the training has ended, and none of its epochs had a batch", remedy="look for drop_last=True"
             )
+        if self.epoch > first and self._collectives.rank == 0:
+            ended()
 
     def check_resumable(self) -> None:
         """Raise TrainingError in the loop over `epochs`."""
@@ -180,6 +186,17 @@ class DataStream:
                 "itself ends this warning by trainer.epoch = epoch, before each epoch"
             )
 
+    def warn_if_untrained(self) -> None:
+        """Warn once if no trainer has made a step since the loop got its last batch."""
+        if self._was_untrained or not self.taken or self._given != self._collectives.steps:
+            return
+        self._was_untrained = True
+        if self._collectives.rank == 0:
+            logger.warning(
+                "trainer.save() was called before a step on the batch that the loop got last: a run that resumes from "
+                "this checkpoint skips the batch. Call save after trainer(batch)"
+            )
+
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; the transfer of each starts before the previous batch is used."""
         waiting: deque[Callable[[], Any]] = deque()
@@ -209,6 +226,7 @@ class DataStream:
         self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
         self._source, self._stateful, self._saved = (None, None), None, state["loader"]
         self._form = state.get("form", {})
+        self._given = None
 
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):
@@ -277,10 +295,18 @@ class DataStream:
         source: Iterable[Any] = self._source[1]
         return source
 
-    def _common_seed(self) -> int:
+    def _common_seed(self, rows: int) -> int:
         if self._seed is None:  # rank 0's: all ranks shuffle alike even if each was seeded differently
-            seed = torch.tensor(torch.initial_seed() % 2**31, device=self._runtime.device)
-            self._seed = int(self._collectives.broadcast(seed).item())
+            own = torch.tensor([torch.initial_seed() % 2**31, rows], device=self._runtime.device)
+            seed, expected = self._collectives.broadcast(own).tolist()
+            if rows != expected:
+                raise DistributedError(
+                    f"the loader of this rank has {rows} rows, and that of rank 0 has {expected}",
+                    why="trainer.batches(loader) divides one dataset among the ranks",
+                    remedy="give all ranks the whole dataset; for loaders that have the ranks' shares, write "
+                    "trainer.batches(loader, shard=False)",
+                )
+            self._seed = seed
         return self._seed
 
 

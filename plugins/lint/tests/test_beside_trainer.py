@@ -80,6 +80,24 @@ def test_a_scheduler_that_the_trainer_is_not_given_is_found(options, line, found
     assert not marked(before="def other(o): return StepLR(o, 1)")
 
 
+@pytest.mark.parametrize(
+    ("loop", "line", "found"),
+    [
+        ("for e in range(9):", "pass", True),
+        ("for e in t.epochs(9):", "pass", False),
+        ("for e in range(first, 9):", "pass", False),
+        ("for e in range(9):", "if e < t.epoch: continue", False),
+        ("for e in range(9):", "if t.steps == 9: break", False),
+    ],
+)
+def test_a_loop_over_epochs_that_starts_again_after_a_resume_is_found(loop, line, found):
+    text = SCRIPT.format(line="pass", before="", options="", loss="f").partition("for b in")[0]
+    inside = f"{loop}\n    {line}\n    for b in t.batches(loader):\n        t(b)\n"
+    marks = [(each.line, each.write) for each in check(f"{text}t.resume('x')\n{inside}") if each.code == "ACC315"]
+    assert marks == ([(text.count("\n") + 2, "Write for e in t.epochs(9).")] if found else [])
+    assert not [each for each in check(text + inside) if each.code == "ACC315"]
+
+
 @pytest.mark.parametrize("line", ["p.zero_grad()", "p.step()", "clip_grad_norm_(other.parameters(), 1.0)"])
 def test_other_models_and_optimizers_are_not_found(line):
     assert not marked(line)

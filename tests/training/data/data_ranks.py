@@ -128,6 +128,13 @@ def refused(accel, job):
             found[name] = "not refused"
         except accelcore.ConfigurationError as error:
             found[name] = str(error)
+    rows = range(8 + 4 * (job.rank == 1))
+    for name, shard in (("rows", True), ("own rows", False)):
+        try:
+            next(iter(make(accel).batches(DataLoader(rows, 2), shard=shard)))
+            found[name] = "not refused"
+        except accelcore.DistributedError as error:
+            found[name] = str(error)
     return found
 
 

@@ -24,6 +24,7 @@ def _check(script: Script) -> Iterator[Mark]:
                 trainer = ast.unparse(assigned.targets[0])
                 yield from _in_loops(script, trainer, ast.unparse(model), ast.unparse(optimizer))
                 yield from _in_place_of(script, trainer, ast.unparse(optimizer))
+                yield from _over_range(script, trainer)
                 yield from _scaled(script, trainer, argument(made, "loss"))
                 yield from _unknown_scheduler(script, made, trainer, ast.unparse(optimizer))
 
@@ -80,6 +81,21 @@ def _in_place_of(script: Script, trainer: str, optimizer: str) -> Iterator[Mark]
                 yield Mark(call, why, f"Write {trainer}.backward({ast.unparse(call.func.value)}).")
 
 
+def _over_range(script: Script, trainer: str) -> Iterator[Mark]:
+    """Find loops over `range(epochs)` that start again after a resume, and do not look at the trainer's position."""
+    for loop in script.all(ast.For) if f"{trainer}.resume(" in script.text else ():
+        text, call = ast.unparse(loop), loop.iter
+        looks = any(f"{trainer}.{word}" in text for word in ("epoch", "steps", "resume"))
+        if looks or f"{trainer}.batches(" not in text:
+            continue
+        if isinstance(call, ast.Call) and last_name(call.func) == "range" and len(call.args) == 1:
+            yield Mark(
+                call,
+                "After a resume this trains as many epochs again: it does not know those that are done.",
+                f"Write for {ast.unparse(loop.target)} in {trainer}.epochs({ast.unparse(call.args[0])}).",
+            )
+
+
 def _scaled(script: Script, trainer: str, loss: ast.expr | None) -> Iterator[Mark]:
     """Find a loss that the script scales, in the trainer's loss function or where it calls the trainer's backward."""
     name = last_name(loss) if loss is not None else ""
@@ -124,7 +140,8 @@ RULE = Rule(
     about="What accelcore's trainer does itself, and the script does once more beside it: `zero_grad()`, "
     "`optimizer.step()`, `clip_grad_norm_` or `scaler.scale(loss)`. Or `loss.backward()` and `optimizer.step()` "
     "in a loop over its batches that never calls it. Or a scheduler that the trainer was not given, so that its "
-    "checkpoints lack it. The trainer, its model and its optimizer must have names in the same script.",
+    "checkpoints lack it. Or a loop over `range(epochs)` after `trainer.resume(...)`, which trains all epochs again. "
+    "The trainer, its model and its optimizer must have names in the same script.",
     check=_check,
     found="""
         import accelcore
