@@ -18,7 +18,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accelcore.cli.child import signal_name
 
-_LONGEST = 300  # characters of an error's first line
+_LONGEST = 300  # characters of a line of an error
+_LABELS = ("  why: ", "  available: ", "  what to do: ")  # of accelcore's errors
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
         return text, code
     if isinstance(failure.message, dict):
         first, *rest = str(failure.message["message"]).split("\n")
-        message = "\n".join(line[:_LONGEST] for line in (first, *filter(_is_of_error, rest)))
+        message = "\n".join(line[:_LONGEST] for line in [first, *(line for line in rest if line.startswith(_LABELS))])
         return f"rank {rank} failed first, with exit code {code}: {message}", code
     if failure.exitcode < 0:
         hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
@@ -73,11 +74,6 @@ def _lost(failure: ProcessFailure) -> str:
     """Return the message of a rank that lost another one, which it names; "" for any other failure."""
     message = str(failure.message["message"]) if isinstance(failure.message, dict) else ""
     return message.removeprefix("DistributedError: ") if message.startswith("DistributedError: ") else ""
-
-
-def _is_of_error(line: str) -> bool:
-    """Return whether a line is a further one of an error of accelcore's."""
-    return line.startswith(("  why: ", "  available: ", "  what to do: "))
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -46,8 +46,9 @@ class DataStream:
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._warned = self._had_batches = self._was_empty = self._was_idle = self._in_epochs = False  # of epochs
-        self._was_untrained = False
+        self._had_batches = self._was_empty = self._in_epochs = False  # of epochs
+        self._keeps_epoch = False  # whether the script has set the epoch
+        self._said: set[str] = set()
         self._total_epochs: int | None = None
         self._batches: int | None = None
         self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
@@ -132,13 +133,11 @@ class DataStream:
                 self._in_epochs = False
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
-                if steps == self._collectives.steps and not self._was_idle:
-                    self._was_idle = True
-                    if self._collectives.rank == 0:
-                        logger.warning(
-                            "an epoch of trainer.epochs(...) has ended without a batch, and without a step of a "
-                            "trainer: write `for batch in trainer.batches(loader): trainer(batch)` in it"
-                        )
+                if steps == self._collectives.steps:
+                    self._warn_once(
+                        "an epoch of trainer.epochs(...) has ended without a batch, and without a step of a trainer: "
+                        "write `for batch in trainer.batches(loader): trainer(batch)` in it"
+                    )
         if self._was_empty and not self._had_batches:
             raise TrainingError(
                 "the training has ended, and none of its epochs had a batch", remedy="look for drop_last=True"
@@ -174,28 +173,28 @@ class DataStream:
 
         A script that divides its data itself is right to do so in a job, and cannot be told from one that forgot to.
         """
-        if self._warned or any(stream.epoch or stream.taken for stream in _all):
+        if self._keeps_epoch or any(stream.epoch or stream.taken for stream in _all):
             return
-        self._warned = True
-        if self._collectives.rank == 0:
-            in_job = self._collectives.world_size > 1
-            same = ", and all ranks train on the same data unless the script divides it" if in_job else ""
-            logger.warning(
-                "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
-                f"data{same}. Write `for batch in trainer.batches(loader):`. A script that finds its place in the data "
-                "itself ends this warning by trainer.epoch = epoch, before each epoch"
-            )
+        in_job = self._collectives.world_size > 1
+        same = ", and all ranks train on the same data unless the script divides it" if in_job else ""
+        self._warn_once(
+            "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
+            f"data{same}. Write `for batch in trainer.batches(loader):`. A script that finds its place in the data "
+            "itself ends this warning by trainer.epoch = epoch, before each epoch"
+        )
 
     def warn_if_untrained(self) -> None:
         """Warn once if no trainer has made a step since the loop got its last batch."""
-        if self._was_untrained or not self.taken or self._given != self._collectives.steps:
-            return
-        self._was_untrained = True
-        if self._collectives.rank == 0:
-            logger.warning(
+        if self.taken and self._given == self._collectives.steps:
+            self._warn_once(
                 "trainer.save() was called before a step on the batch that the loop got last: a run that resumes from "
                 "this checkpoint skips the batch. Call save after trainer(batch)"
             )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said and self._collectives.rank == 0:
+            self._said.add(text)
+            logger.warning(text)
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; the transfer of each starts before the previous batch is used."""
@@ -232,7 +231,7 @@ class DataStream:
         if not is_whole(epoch):
             raise ConfigurationError(f"epoch={epoch!r} is not an epoch", remedy="give a whole number >= 0")
         self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed})
-        self._resuming, self._warned = False, True  # the script keeps the position itself
+        self._resuming, self._keeps_epoch = False, True
 
     def length(self, loader: Iterable[Any], *, shard: bool) -> int:
         return len(self._source_of(loader, shard))  # type: ignore[arg-type]
