@@ -23,6 +23,7 @@ _WITH_EPSILON: tuple[Any, ...] = (
 _FUSED: tuple[Any, ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
 _HERMITIAN: tuple[Any, ...] = (torch.fft.ihfftn, torch.fft.ihfft2)
 _GELU: Any = torch._C._nn.gelu
+_ELU: Any = torch.nn.functional.elu
 _TRIANGLE: Any = torch.tril
 _LAYER_NORM: Any = torch.nn.functional.layer_norm
 _EMBEDDINGS: tuple[Any, ...] = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
@@ -177,13 +178,15 @@ def triangular_out() -> bool:
 
 
 def sums_of_rows() -> bool:
-    """Check if gradients of a layer norm's bias and of an embedding, sums of ones, are smaller than their number."""
+    """Check if gradients that are sums of ones are smaller than their number."""
     rows = torch.linspace(-1, 1, 2**14).bfloat16().reshape(-1, 2)
     weight, bias = torch.ones(2), torch.zeros(2, requires_grad=True)
     table = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
     places = torch.zeros(len(rows), dtype=torch.long)
     sums = [(_LAYER_NORM(rows, (2,), weight, bias), bias)]
     sums += [(lookup(places[:, None], table), table) for lookup in _EMBEDDINGS]
+    filters = torch.ones(1, 1, 1, dtype=torch.half, requires_grad=True)
+    sums += [(torch.conv1d(torch.ones(len(rows), 1, 1, dtype=torch.half), filters), filters)]
     gradients = (torch.autograd.grad(output.sum(), leaf)[0] for output, leaf in sums)
     return all(float(found.max()) < len(rows) / 2 for found in gradients)
 
@@ -211,6 +214,11 @@ def gelu_of_infinity() -> bool | None:
         return None
     many, one = (_GELU(torch.full((size,), torch.inf)) for size in (16, 1))
     return bool(many.isnan().all()) and bool(one.isposinf().all())
+
+
+def elu_of_small() -> bool:
+    """Check if elu of a small negative number has lost digits."""
+    return abs(float(_ELU(torch.full((16,), -1e-7))[0]) + 1e-7) > 1e-9
 
 
 def narrow_convolution() -> bool | None:

@@ -43,6 +43,7 @@ PROBES = dict(
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
             fault_probes.autocast_in_cache, fault_probes.cast_without_gradient, fault_probes.hermitian_out,
             fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.sums_of_rows,
+            fault_probes.elu_of_small,
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
             fault_probes.narrow_convolution, fault_probes.gelu_out, fault_probes.grouped_variance,
             fault_probes.triangular_out, fault_probes.dense_out, fault_probes.counted_embedding,
@@ -92,6 +93,9 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.hermitian_out()
     monkeypatch.setattr(fault_probes, "_GELU", torch.exp)
     assert not fault_probes.gelu_out()
+    with monkeypatch.context() as patched:
+        patched.setattr(fault_probes, "_ELU", lambda given: given.exp() - 1)
+        assert fault_probes.elu_of_small()
     monkeypatch.setattr(fault_probes, "_TRIANGLE", torch.neg)
     assert not fault_probes.triangular_out()
     in_fp32 = lambda rows, *given: torch.nn.functional.layer_norm(rows.float(), *given)  # noqa: E731

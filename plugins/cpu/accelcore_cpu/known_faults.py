@@ -31,6 +31,7 @@ REMAINDER = KnownFault(
     instead="nothing: compute it in float64, whose range is enough for lower dtypes",
     reference="https://github.com/pytorch/pytorch/issues/193753",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0: 6 by 2**-126, in bf16 and fp32",
+    findings=r"(remainder|fmod|__rmod__), \w+, .*: result 0 is wrong in .*: nan instead of .*",
 )
 NARROW_CONVOLUTION = KnownFault(
     kernel="convolution, backward: a kernel of 1 x 1 with a stride, fewer than 8 channels in, channels last, on a "
