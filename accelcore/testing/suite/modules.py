@@ -25,6 +25,7 @@ _ROWS = torch.linspace(-1, 1, 120).reshape(3, 5, 8).sin()
 _HIDDEN = torch.linspace(-0.5, 1, 24).reshape(2, 3, 4)
 _VOLUMES = torch.linspace(-1, 2, 240).reshape(2, 2, 5, 12).sin()[..., :7]
 _DIRECTIONS, _FAR = 3, 2.0**-10  # in which, and how far, a value moves for a difference
+_MANY_ROWS = torch.linspace(-20, 20, 65 * 33 * 8).reshape(65, 33, 8).sin()  # also as many units as a kernel has tiles
 _FUTURE = torch.full((5, 5), float("-inf")).triu(1)
 
 
@@ -60,6 +61,11 @@ _MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Ten
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
         lambda m, rows, padding: m(rows, src_key_padding_mask=padding)[~padding],
         (_ROWS, _PADDING),
+    ),
+    "TransformerEncoderLayer of many units": (
+        lambda: nn.TransformerEncoderLayer(264, 3, 130, dropout=0.0),
+        lambda m, rows: m(rows.flatten(1)[:, None]),
+        (_MANY_ROWS,),
     ),
     "TransformerDecoderLayer": (
         lambda: nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True),
@@ -206,6 +212,8 @@ class ModuleTests:
             options = {key: _SWITCHES[key] for key, on in zip(_SWITCHES, chosen, strict=True) if on}
             for call in (lambda module, rows: module(rows), _packed, _with_a_state):
                 _compare(accel, f"{name} with {options}", partial(_RECURRENT[name], 8, 5, **options), call, (_ROWS,))
+        many = partial(_RECURRENT[name], 8, 67, bidirectional=True)
+        _compare(accel, f"{name} of many units", many, lambda module, rows: module(rows), (_MANY_ROWS,))
 
     @pytest.mark.parametrize("name", _DRAWN)
     def test_gradients_of_draws(self, accel: Backend, name: str) -> None:

@@ -69,7 +69,7 @@ class TestOperators(ModuleTests, DeviceTests):
         names = sorted(operators().keys() - {*SAMPLED, *FRAGILE})[part::_PARTS]
         state = accel.runtime.rng_state()
         with accel.precision.fp32("ieee"):
-            found = compare_options(accel.device, names, known_faults(accel))
+            found = compare_options(accel.device, names, _floating(accel), known_faults(accel))
         accel.runtime.set_rng_state(state)
         _report(found, f"part {part} of {_PARTS}", record_property)
 

@@ -64,7 +64,10 @@ class StateOfOptimizers:
 
     @pytest.mark.parametrize("name", EVERY)
     def test_state_round_trip(self, accel: Backend, name: str) -> None:
-        """An optimizer restored from a saved state resumes there, hyperparameters included: a new one, and the same."""
+        """An optimizer restored from a saved state resumes there, hyperparameters included: a new one, and the same.
+
+        A state of other parameters is refused, and changes nothing.
+        """
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = ORACLES[name][1][-1]
             for route, optimizer, members in routes_of(accel, name, options):
@@ -86,6 +89,14 @@ class StateOfOptimizers:
                     kind = "a new optimizer" if loaded is twin else "the same optimizer"
                     same = all(error(one, other) < 1e-6 for one, other in zip(own, last, strict=True))
                     assert same, f"route {route}: the state after {begin} steps was not restored in {kind}"
+                before = copy.deepcopy(twin.state_dict())
+                others = copy.deepcopy(passed[1][1])
+                for group in others["param_groups"]:
+                    group.update(lr=9.0, params=group["params"][1:])
+                with pytest.raises(ValueError):  # noqa: PT011  torch's, by which the first thing checked is named
+                    twin.load_state_dict(others)
+                same = [group["lr"] for group in twin.param_groups] == [g["lr"] for g in before["param_groups"]]
+                assert same, f"route {route}: a state that was refused was taken in part"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_count_of_updates(self, accel: Backend, name: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, opt
 from accelcore.testing.support.oracles import error, spoil, weights
 
 _COUNTS = (*range(1, 6), 7, 8, 9, 15, 16, 17, 31, 32, 33, 36, 263)  # of tensors: kernels take parts of a power of two
+_MAY_BE_OFF = ("weight_decay", "momentum", "lr_decay")  # options that may be 0
+_GROUPS = (9, 17, 36)  # of these, each in a group of its own
 
 of_every = pytest.mark.parametrize("name", EVERY)
 
@@ -28,14 +31,23 @@ class StepsOfOptimizers:
 
     @of_every
     def test_any_number_of_tensors(self, accel: Backend, name: str) -> None:
-        """Every tensor is updated, however many there are, also beside one without elements, wherever it is."""
+        """Every tensor is updated, however many there are, also beside one without elements, wherever it is.
+
+        They are in one group, or each in one of its own, with its own learning rate.
+        """
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             for count in _COUNTS:
                 start = [torch.linspace(1, 2, 1 + number % 3) for number in range(count)]
                 start.insert(count // 2 if count % 2 else count, torch.ones(0))
                 found = [nn.Parameter(tensor.to(accel.device, copy=True)) for tensor in start]
                 expected = [nn.Parameter(tensor.double()) for tensor in start]
-                pair = accel.optimizers.create(name, found, lr=LR), oracle(name, expected, lr=LR)
+                given: list[list[Any]] = [
+                    [{"params": [each], "lr": LR / (1 + n % 5)} for n, each in enumerate(members)]
+                    if count in _GROUPS
+                    else list(members)
+                    for members in (found, expected)
+                ]
+                pair = accel.optimizers.create(name, given[0], lr=LR), oracle(name, given[1], lr=LR)
                 for number, optimizer in enumerate(pair):
                     for parameter in (found, expected)[number]:
                         parameter.grad = torch.ones_like(parameter) / 2
@@ -77,21 +89,25 @@ class StepsOfOptimizers:
 
     @of_every
     def test_options_of_groups(self, accel: Backend, name: str) -> None:
-        """Each parameter group has its own options, by every route."""
+        """Each parameter group has its own options, by every route, also where they are 0 and others are not."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            for options in (*options_of(name).values(), ORACLES[name][1][-1]):
+            together = ORACLES[name][1][-1]
+            zeros = {key: type(value)() for key, value in together.items() if key in _MAY_BE_OFF or value is True}
+            for usual, options in (*product([{}], [*options_of(name).values(), together]), (together, zeros)):
 
                 def groups(members: list[nn.Parameter], options: dict[str, Any] = options) -> list[dict[str, Any]]:
                     return [{"params": members[:2]}, {"params": members[2:], **options}]
 
                 expected = parameters(torch.device("cpu"), torch.float64)
-                reference = oracle(name, groups(expected), lr=LR)
+                reference = oracle(name, groups(expected), **with_rate(usual))
                 for number in range(3):
                     step(reference, expected, number)
-                for choice in accel.optimizers.explain(name, lr=LR):
+                for choice in accel.optimizers.explain(name, **with_rate(usual)):
                     members = parameters(accel.device)
                     try:
-                        optimizer = accel.optimizers.create(name, groups(members), route=choice.route, lr=LR)
+                        optimizer = accel.optimizers.create(
+                            name, groups(members), route=choice.route, **with_rate(usual)
+                        )
                     except UnsupportedError:
                         continue
                     for number in range(3):
@@ -133,13 +149,19 @@ class StepsOfOptimizers:
 
     @of_every
     def test_changes_between_steps(self, accel: Backend, name: str) -> None:
-        """A step uses the current hyperparameters and weights, which a schedule or a checkpoint may have set."""
+        """A step uses the current hyperparameters and weights, which a schedule or a checkpoint may have set.
+
+        The weights may lie in other memory then. An optimizer that cannot maximize later refuses it.
+        """
         changes = {option: values[option] for option, values in options_of(name).items()}
 
-        def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+        def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter], *, turns: bool) -> None:
             first, second = optimizer.param_groups
+            left = []  # alive, so that no other tensor gets their memory
             for number in range(4):
                 step(optimizer, members, number)
+                if "maximize" in second:
+                    second["maximize"] = turns and number == 1
                 first["lr"] /= 4
                 second["lr"] /= 2
                 if "weight_decay" in first:
@@ -150,28 +172,37 @@ class StepsOfOptimizers:
                 with torch.no_grad():
                     for parameter in members:
                         parameter.add_(1.0)
+                        if number == 2:
+                            left.append(parameter.data)
+                            parameter.data = parameter.data.clone()
 
         def groups(members: list[nn.Parameter]) -> list[dict[str, Any]]:
             return [{"params": members[:2]}, {"params": members[2:], "lr": 0.1}]
 
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
-            found, expected = parameters(accel.device), parameters(torch.device("cpu"), torch.float64)
             options = {"lr": LR, **ORACLES[name][1][-1]}
-            train(accel.optimizers.create(name, groups(found), **options), found)
-            train(oracle(name, groups(expected), **options), expected)
-            assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
+            for turns in (False, True):
+                found, expected = parameters(accel.device), parameters(torch.device("cpu"), torch.float64)
+                train(oracle(name, groups(expected), **options), expected, turns=turns)
+                try:
+                    train(accel.optimizers.create(name, groups(found), **options), found, turns=turns)
+                except UnsupportedError:
+                    if not turns:
+                        raise
+                    continue
+                assert max(map(error, found, expected)) < 2e-5, "it steps by what was set when it was made"
 
     @of_every
     def test_zeros(self, accel: Backend, name: str) -> None:
-        """Parameters, gradients and single elements that are 0 are updated as others are."""
+        """Parameters, gradients and single elements that are 0, or gradients that are large, are updated as others."""
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             zeros, ones, mixed = torch.zeros(2, 3), torch.ones(2, 3), torch.tensor([[0.0, 2.0, 0.0], [-1.0, 0.0, 3.0]])
-            pairs = [(start, gradient) for start in (zeros, ones, mixed) for gradient in (zeros, ones, mixed)]
+            pairs = [*product((zeros, ones, mixed), (zeros, ones, mixed)), (ones, 1e6 * mixed)]
 
             def train(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
                 for number in range(3):
                     for parameter, (_, gradient) in zip(members, pairs, strict=True):
-                        given = gradient + 1.0 if number == 0 else gradient
+                        given = gradient + 1.0 if number == 0 else gradient * number
                         parameter.grad = given.to(parameter.device, parameter.dtype, copy=True)
                     optimizer.step()
 

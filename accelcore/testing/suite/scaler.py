@@ -116,19 +116,33 @@ class TestScaler(GradientsOfScaler, DeviceTests):
             take_step(scaler, optimizer)
             scales.append(scaler.state_dict()["scale"])
         assert scales == [4.0, 16.0, 16.0, 4.0, 4.0, 16.0, 16.0, 32.0, 32.0], "the scale does not move as it was told"
+        scaler = accel.scaler.create(init=2.0**126, growth=4.0, interval=1, max=2.0**127)  # 2**128 is beyond fp32
+        for _ in range(2):
+            new_gradients(accel, scaler, parameters, 2.0**-20)
+            take_step(scaler, optimizer)
+            assert scaler.state_dict()["scale"] in (2.0**126, 2.0**127), "the scale grows beyond its largest value"
 
     def test_endless_overflow_has_a_floor(self, accel: Backend) -> None:
-        """The scale never falls below `min`, however long gradients overflow, and training recovers."""
+        """The scale never falls below `min`, however long gradients overflow, and training recovers.
+
+        There, too, an overflow restarts the count of clean steps.
+        """
         parameters = parameters_of(accel)
-        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create(init=8.0, min=2.0)
+        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create(init=8.0, min=2.0, interval=2)
         for _ in range(12):
             new_gradients(accel, scaler, parameters)
             spoil(parameters[0], math.inf)
             take_step(scaler, optimizer)
         assert scaler.state_dict()["scale"] == 2.0, "the scale fell below its floor"
         assert scaler.skipped == 12
-        new_gradients(accel, scaler, parameters)
-        take_step(scaler, optimizer)
+        scales = []
+        for spoilt in (False, True, False, False):
+            new_gradients(accel, scaler, parameters, 1e-3)
+            if spoilt:
+                spoil(parameters[0], math.inf)
+            take_step(scaler, optimizer)
+            scales.append(scaler.state_dict()["scale"])
+        assert scales == [2.0, 2.0, 2.0, 4.0], f"from its floor the scale moves by {scales}"
         assert all(bool(weight.isfinite().all()) for weight in weights(parameters))
 
     @every_optimizer
@@ -181,6 +195,14 @@ class TestScaler(GradientsOfScaler, DeviceTests):
             scaler.update()
             scales.append(scaler.state_dict()["scale"])
         assert scales == [4.0, 8.0, 8.0, 16.0], f"a step of three optimizers is not one clean step: {scales}"
+        for spoilt_, expected in ((False, 16.0), (True, 8.0), (False, 8.0), (False, 16.0)):
+            new_gradients(accel, scaler, members, 1e-3)
+            if spoilt_:
+                spoil(members[0], math.inf)
+            scaler.unscale_(optimizers[0])
+            scaler.update()
+            found = scaler.state_dict()["scale"]
+            assert found == expected, f"gradients that were unscaled, and not stepped, make the scale {found}"
 
     @every_optimizer
     @pytest.mark.parametrize("way", ["a group", "a parameter", "a gradient"])
@@ -283,10 +305,11 @@ class TestScaler(GradientsOfScaler, DeviceTests):
         state = torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()
         scaler.load_state_dict(state)
         assert scaler.state_dict()["scale"] == 256.0
-        for damaged in ({}, {**state, "scale": -1.0}, {**state, "scale": math.nan}):
+        before, other = scaler.state_dict(), {**state, "growth_factor": 8.0, "growth_interval": 7, "_growth_tracker": 5}
+        for damaged in ({}, {**other, "scale": -1.0}, {**other, "scale": math.nan}):
             with pytest.raises(CheckpointError):
                 scaler.load_state_dict(damaged)
-        assert scaler.state_dict()["scale"] == 256.0, "a refused state was taken in part"
+        assert scaler.state_dict() == before, "a refused state was taken in part"
 
     def test_static(self, accel: Backend) -> None:
         """A static scaler never skips, never moves, and changes no update."""

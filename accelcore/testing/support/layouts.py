@@ -201,7 +201,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
     given = tensors(arguments)
     firsts = [leaf for leaf in given if leaf.dtype in WHOLE] if by_index else arguments[0][:1]
     first = next(iter(firsts), None)
-    if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2:
+    if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2 or not first.numel():
         return None
     size = first.shape[dimension]
 

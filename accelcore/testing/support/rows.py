@@ -17,6 +17,14 @@ _LENGTHS = (9, 17, 33, 129, 768, 1025, 4099)
 _OF_LOW = 33, 4099  # lengths that are tried in every dtype: of the longer rows a sum in low precision stands still
 _DIMENSIONS = {"rows": -1, "columns": 0, "planes": 1}  # where the elements of a row are neighbours, or not
 
+_MOST_SQUARE = 129  # rows of a matrix that is decomposed
+
+
+def _definite(x: Tensor) -> Tensor:
+    part = x[:, :_MOST_SQUARE]
+    return part.t() @ part + 4 * torch.eye(part.shape[1]).to(x)
+
+
 _OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "layer_norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
     "rms_norm": lambda x: functional.rms_norm(x, x.shape[-1:]),
@@ -31,6 +39,12 @@ _OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "adaptive_avg_pool1d": lambda x: functional.adaptive_avg_pool1d(x, 1),
     "mm": lambda x: x @ x.detach().t(),
     "mv": lambda x: x @ x.detach()[0],
+    "mm of many columns": lambda x: x.repeat(23, 1).t() @ x.detach().flip(1)[:, :130].repeat(23, 1),
+    "bmm of many columns": lambda x: torch.bmm(x.expand(2, 3, -1).mT, x.detach().flip(1)[:, :130].expand(2, 3, -1)),
+    "cholesky": lambda x: torch.linalg.cholesky(_definite(x)),
+    "inverse": lambda x: torch.linalg.inv(_definite(x)),
+    "solution": lambda x: torch.linalg.solve(_definite(x), x.detach()[:, :_MOST_SQUARE].t()),
+    "determinant": lambda x: torch.linalg.slogdet(_definite(x)),
 }
 _ALONG: dict[str, Callable[[Tensor, int], Any]] = {
     "normalize": lambda x, along: functional.normalize(x, dim=along),

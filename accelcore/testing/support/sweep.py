@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice, permutations, product
 from typing import Any
@@ -25,7 +24,6 @@ from accelcore.testing.support.found import Found, is_refusal
 from accelcore.testing.support.layouts import (
     BEHIND,
     MARKED,
-    drawn_weights,
     emptied,
     enlarged,
     expanded,
@@ -49,12 +47,12 @@ from accelcore.testing.support.samples import (
     UNIQUE_INDICES,
     UNWRITTEN,
     defines_infinities,
+    needs_lapack,
     operators,
     samples,
 )
 from accelcore.testing.support.values import (
     multiplied,
-    others_of,
     repeated,
     with_infinity,
     with_nans,
@@ -62,13 +60,15 @@ from accelcore.testing.support.values import (
     with_short_indices,
     with_whole_numbers,
 )
+from accelcore.testing.support.wrapped import Between, Gradient, Twice
 
 _MOST_WRONG = 4
 _MOST_RESULTS = 10  # of an enlarged sample
+_OF_MANY_RESULTS = ("unbind_copy",)
+_MOST_ENLARGED = 8  # samples, of an operator that scripts use less
 _ANY_NUMBERS = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
 """torch's kinds of operators that take infinities and NaN: a decomposition of a matrix may not end."""
 
-_REPORTED = ("Error", "CppFunction")  # torch's nodes that raise or warn if a backward pass is differentiated
 _MOST_ELEMENTS = 2**17  # of its results
 _SWITCH = (False, True)
 
@@ -146,12 +146,12 @@ def compare(
                 given = arguments_of(max(every, key=_weight))  # the first of the best
                 if name not in READS_MEMORY:
                     Case(found, device, name, info, dtype, given, OTHERWISE, elementwise, layout=MARKED).run()
-                Case(found, device, name, _Between(info), dtype, given, "between other calls", elementwise).run()
+                Case(found, device, name, Between(info), dtype, given, "between other calls", elementwise).run()
                 if binary and (changed := with_whole_numbers(given)) is not None:
                     Case(found, device, name, info, dtype, changed, "with whole numbers", elementwise).run()
                 if info.supports_gradgrad:
                     for given in [arguments_of(every[0]), *islice(_of_other_dimensions(info, dtype, every), 3)]:
-                        Case(found, device, name, _Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
+                        Case(found, device, name, Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
             finite = name in ROUGH or not defines_infinities(name)
             if not finite and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
                 plane = arguments_of(max(every, key=_is_plane))
@@ -161,7 +161,7 @@ def compare(
                     if changed is not None:
                         Case(found, device, name, info, dtype, changed, what, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
-                Case(found, device, name, _Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
+                Case(found, device, name, Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
     floating = [each for each in dtypes if each.is_floating_point and each in known]
     if binary:
         _compare_dtypes(found, device, name, info, _of_two_dtypes(floating))
@@ -170,15 +170,37 @@ def compare(
     return found
 
 
-def compare_options(device: torch.device, names: Sequence[str], faults: Sequence[KnownFault] = ()) -> Found:
-    """Compare operators, each in one dtype, on samples that show each of their options; see `compare`."""
+def compare_options(
+    device: torch.device, names: Sequence[str], dtypes: Sequence[torch.dtype] = (), faults: Sequence[KnownFault] = ()
+) -> Found:
+    """Compare operators on samples that show each of their options, many elements, and each of `dtypes`; see `compare`.
+
+    The options are those in fp32, or in another dtype of an operator that has no fp32.
+    """
     found = Found(faults)
     for name in names:
         info = operators()[name]
         known = info.supported_dtypes("cpu")
         for dtype in sorted(known, key=lambda each: (each != torch.float32, str(each)))[:1]:
-            _compare_rare(found, device, name, rare(name, info, dtype, samples(info, dtype), []))
+            every = samples(info, dtype)
+            _compare_rare(found, device, name, rare(name, info, dtype, every, []))
+            _compare_rare(found, device, name, _of_much(name, info, dtype, every))
+        for dtype in dtypes if name not in ROUGH else ():
+            if dtype in known and dtype != torch.float32 and (every := samples(info, dtype)):
+                given = arguments_of(max(every, key=_weight))
+                _compare_rare(found, device, name, [Rare(info, dtype, given, OTHERWISE)])
     return found
+
+
+def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Rare]:
+    """Yield an operator on many elements, and between calls on arguments of the same shapes with other values."""
+    if not every or name in ROUGH:
+        return
+    if not needs_lapack(info) and name not in (*UNWRITTEN, *_OF_MANY_RESULTS):
+        elementwise = type(info).__name__ in ("BinaryUfuncInfo", "UnaryUfuncInfo")
+        for arguments in islice(_of_many(name, info, every[:_MOST_ENLARGED], elementwise), 2):
+            yield Rare(info, dtype, arguments, "of many elements")
+    yield Rare(Between(info), dtype, arguments_of(max(every, key=_weight)), "between other calls")
 
 
 def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable[Rare]) -> None:
@@ -299,14 +321,12 @@ def _fits(info: Any, arguments: Any) -> bool:
         given, options = placed(arguments, torch.device(place), "")
         try:
             results = tensors(info.op(*given, **options))
-            break
+            return len(results) <= _MOST_RESULTS and 0 < sum(each.numel() for each in results) <= _MOST_ELEMENTS
         except NotImplementedError:
             continue
         except Exception:  # noqa: BLE001  arguments that no longer fit together
             return False
-    else:
-        return False
-    return len(results) <= _MOST_RESULTS and 0 < sum(result.numel() for result in results) <= _MOST_ELEMENTS
+    return False
 
 
 def _alone(every: list[Any]) -> Any:
@@ -316,81 +336,3 @@ def _alone(every: list[Any]) -> Any:
         if isinstance(other, Tensor) and other.shape == sample.input.shape and other.numel() > 1:
             return (sample.input, *sample.args[1:]), sample.kwargs
     return None
-
-
-class _Gradient:
-    """The gradient of an operator, as an operator: its own gradients are the second derivatives."""
-
-    inplace_variant, supports_out = None, False
-
-    def __init__(self, info: Any) -> None:
-        self._info = info
-
-    def op(self, *given: Any, **options: Any) -> list[Tensor]:
-        """Return the gradients of a weighted sum of the operator's results."""
-        roots = [each for each in tensors(self._info.op(*given, **options)) if each.requires_grad]
-        leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
-        if not (leaves and roots):
-            return []
-        weights = [drawn_weights(root.shape, root.dtype).to(root.device, copy=True).requires_grad_() for root in roots]
-        found = torch.autograd.grad(roots, leaves, weights, create_graph=True, allow_unused=True)
-        gradients = [each for each in found if each is not None]
-        if any(type(each.grad_fn).__name__ in _REPORTED for each in gradients):
-            raise NotImplementedError("torch reports that its backward pass has no derivative")
-        return gradients
-
-
-class _Between:
-    """An operator between calls of it with arguments of the same shapes and other values."""
-
-    inplace_variant, supports_out = None, False
-
-    def __init__(self, info: Any) -> None:
-        self._info = info
-
-    def op(self, *given: Any, **options: Any) -> Any:
-        """Return the operator's result, which neither the call before it nor the one after it may change.
-
-        In float64, in which the oracle computes, there is one call.
-        """
-        if any(tensor.dtype == torch.float64 for tensor in tensors((given, options))):
-            return self._info.op(*given, **options)
-        others = others_of((given, options))
-        with _holding(tensors((given, options)), tensors(others)):
-            self._try(given, options)
-        result = self._info.op(*given, **options)
-        self._try(*others)
-        return result
-
-    def _try(self, given: Any, options: Any) -> None:
-        with suppress(Exception):  # values that do not fit
-            self._info.op(*given, **options)
-
-
-@contextmanager
-def _holding(owned: list[Tensor], others: list[Tensor]) -> Iterator[None]:
-    """Let tensors hold other values, written to their memory as many scripts do: by `.data`, which nothing counts."""
-    pairs = [(one, other) for one, other in zip(owned, others, strict=True) if one.is_floating_point()]
-    kept = [one.detach().clone() for one, _ in pairs]
-    for one, other in pairs:
-        one.data.copy_(other)
-    try:
-        yield
-    finally:
-        for (one, _), values in zip(pairs, kept, strict=True):
-            one.data.copy_(values)
-
-
-class _Twice:
-    """A binary operator that is given one tensor as both operands."""
-
-    def __init__(self, info: Any) -> None:
-        self._info, self.supports_out = info, info.supports_out
-        self.inplace_variant = None if info.inplace_variant is None else self._in_place
-
-    def op(self, operand: Tensor, *given: Any, **options: Any) -> Any:
-        """Return the operator's result."""
-        return self._info.op(operand, operand, *given, **options)
-
-    def _in_place(self, operand: Tensor, *given: Any, **options: Any) -> Any:
-        return self._info.inplace_variant(operand, operand, *given, **options)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch_npu import optim
 
+from accelcore.errors import UnsupportedError
 from accelcore.optim.engine import Factory, Request
 from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.formulas import FORMULAS, Formula
@@ -37,6 +38,11 @@ class FusedFormula(Formula):
     vendor: type  # torch_npu's class
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
+        if any(group.get("maximize") for group in self.param_groups):
+            raise UnsupportedError(
+                "torch_npu's fused optimizers have no maximize, and a group of this one was changed to maximize=True",
+                remedy="create the optimizer with maximize=True: then another route is taken",
+            )
         self._combine()
         with warnings.catch_warnings():
             # Some of these classes call the deprecated `add_(number, tensor)`.

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lies.lie import lie
+from lies.lie import LIES, Lie, lie
 from lies.operators import WrongFunction, _note, known, swept
 from lies.optimizers import making
 from lies.usual import _beside, module
@@ -165,3 +165,73 @@ def optimizers_that_share_their_rates(backend):
 @lie("TestOptimizers.test_low_precision_zeros", says="are off by inf", name="rmsprop", dtype="float16")
 def optimizer_that_rounds_its_eps(backend):
     return making("rmsprop", _RoundsEps)(backend)
+
+
+class _DecaysByDefault(torch.optim.AdamW):
+    """A kernel that takes an option of 0 for one that was not given."""
+
+    def step(self, closure=None):
+        own = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["weight_decay"] = group["weight_decay"] or self.defaults["weight_decay"]
+        loss = super().step(closure)
+        for group, decay in zip(self.param_groups, own, strict=True):
+            group["weight_decay"] = decay
+        return loss
+
+
+class _KeepsMemory(torch.optim.SGD):
+    """A kernel with a table of where the parameters lay in the first step."""
+
+    def step(self, closure=None):
+        members = [each for group in self.param_groups for each in group["params"]]
+        table = self.__dict__.setdefault("_table", [each.data for each in members])
+        present = [each.data for each in members]
+        for each, memory in zip(members, table, strict=True):
+            each.data = memory
+        loss = super().step(closure)
+        for each, memory in zip(members, present, strict=True):
+            each.data = memory
+        return loss
+
+
+class _EightRates(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups[8:]:
+            group["lr"] = self.param_groups[0]["lr"]
+        return super().step(closure)
+
+
+class _KeepsDirection(torch.optim.SGD):
+    def step(self, closure=None):
+        kept = self.__dict__.setdefault("_kept", [group["maximize"] for group in self.param_groups])
+        for group, maximize in zip(self.param_groups, kept, strict=True):
+            group["maximize"] = maximize
+        return super().step(closure)
+
+
+class _LimitsGradients(torch.optim.Adam):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.clamp_(-1e4, 1e4)
+        return super().step(closure)
+
+
+class _LoadsOptionsFirst(torch.optim.SGD):
+    def load_state_dict(self, state_dict):
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        super().load_state_dict(state_dict)
+
+
+for _name, _of, _kind, _test, _says in (
+    ("decay_of_0_that_is_the_default", "adamw", _DecaysByDefault, "test_options_of_groups", "it is off by"),
+    ("weights_where_they_lay_first", "sgd", _KeepsMemory, "test_changes_between_steps", "when it was made"),
+    ("rates_of_eight_groups", "sgd", _EightRates, "test_any_number_of_tensors", "those at [8, 9] are wrong"),
+    ("direction_of_the_first_step", "sgd", _KeepsDirection, "test_changes_between_steps", "when it was made"),
+    ("gradients_that_are_limited", "adam", _LimitsGradients, "test_zeros", "is wrong"),
+    ("state_that_is_refused_late", "sgd", _LoadsOptionsFirst, "test_state_round_trip", "was taken in part"),
+):
+    LIES[_name] = Lie(_name, making(_of, _kind), f"TestOptimizers.{_test}", _says, {"name": _of})

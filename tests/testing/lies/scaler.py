@@ -151,6 +151,35 @@ class _SeesFlags(GradScaler):
         return super().check(gradients, multiplier).fill_(1.0)
 
 
+class _LoadsTheCountFirst(GradScaler):
+    def load_state_dict(self, state):
+        if "_growth_tracker" in state:
+            self._clean_steps.fill_(state["_growth_tracker"])
+        super().load_state_dict(state)
+
+
+class _GrowsBeyond(GradScaler):
+    def update(self, *arguments):
+        super().update(*arguments)
+        if self._scale >= 2.0**100:
+            self._scale.mul_(torch.inf)
+
+
+class _KeepsItsCountAtTheFloor(GradScaler):
+    def update(self, *arguments):
+        count, scale = int(self._clean_steps), float(self._scale)
+        super().update(*arguments)
+        if scale == float(self._scale) == self._settings.min and not self._clean_steps:
+            self._clean_steps.fill_(count)
+
+
+class _MovesByStepsAlone(GradScaler):
+    def update(self, *arguments):
+        if any(each.stepped for each in self._progress.values()):
+            return super().update(*arguments)
+        return self.abandon()
+
+
 def _scalers(kind):
     class Lying(Scalers):
         def create(self, **options):
@@ -211,6 +240,11 @@ for _name, _kind, _test, _says, _arguments in (
      {"make": _plain, "unscales": False}),
     ("scaler_that_goes_on_with_a_failed_step", _NeverAbandons, "test_calls_out_of_order", "called twice",
      {"make": _plain}),
+    ("state_that_is_refused_after_its_count", _LoadsTheCountFirst, "test_state_of_torch", "taken in part", {}),
+    ("scale_beyond_fp32", _GrowsBeyond, "test_growth", "grows beyond its largest", {}),
+    ("count_that_a_floor_keeps", _KeepsItsCountAtTheFloor, "test_endless_overflow_has_a_floor", "from its floor", {}),
+    ("scale_that_moves_by_steps", _MovesByStepsAlone, "test_several_optimizers", "and not stepped",
+     {"unscales": False}),
     ("scale_of_before_a_restore", _KeepsTheOldScale, "test_state_round_trip", "does not count yet", {}),
     ("scale_that_grows_with_optimizers", _CountsOptimizers, "test_several_optimizers", "the scale is not",
      {"unscales": True}),
