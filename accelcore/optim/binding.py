@@ -27,11 +27,7 @@ class RunBinding:
     """
 
     def __init__(
-        self,
-        implementation: optim.Optimizer,
-        runs: Sequence[Run],
-        groups: Groups,
-        entries: Mapping[Tensor, Entry],
+        self, implementation: optim.Optimizer, runs: Sequence[Run], groups: Groups, entries: Mapping[Tensor, Entry]
     ) -> None:
         self._implementation, self.runs = implementation, runs
         self._place_runs = as_engine(implementation).place_runs

@@ -11,11 +11,10 @@ That work takes longer than a small update. Options and state are as in torch's 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import chain
 from types import new_class
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,40 +27,71 @@ from accelcore.optim.engine import Engine, merged
 from accelcore.torch_internals import has_step_hooks
 
 
-class FusedKernel(ABC):
-    """Base of the calls of torch's fused kernels, for an optimizer with the options and state of torch's class."""
+class _Kernel(NamedTuple):
+    """One of torch's fused kernels, for the options of a parameter group."""
 
-    states: tuple[str, ...]  # all that it may have except `step`, in the order of the kernel's arguments
-    counts = True  # whether the state holds the number of updates
+    call: Callable[..., object]
+    starts: dict[str, float | None]  # the start of each state, in the order of the arguments; None: there is none
+    numbers: dict[str, Any]  # the options that not every kernel has
+    counts: bool = True  # whether the state holds the number of updates
 
-    def __init__(self) -> None:
-        self._ones: dict[torch.device, Tensor] = {}
+    def begin(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the state of a tensor before its first update."""
+        step = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if self.counts else {}
+        return step | {name: torch.full_like(tensor, start) for name, start in self.starts.items() if start is not None}
 
-    @abstractmethod
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        """Return which of `states` a tensor of this group has, and the value each starts with."""
 
-    @abstractmethod
-    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
-        """Return torch's kernel, and the options of a group that not every kernel has."""
+def _adagrad(group: dict[str, Any]) -> _Kernel:
+    numbers = {"lr_decay": group["lr_decay"], "eps": group["eps"]}
+    return _Kernel(torch._fused_adagrad_, {"sum": group["initial_accumulator_value"]}, numbers)
+
+
+def _adam(group: dict[str, Any]) -> _Kernel:
+    beta1, beta2 = (beta.item() if isinstance(beta, Tensor) else beta for beta in group["betas"])
+    amsgrad, call = group["amsgrad"], torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    starts = {"exp_avg": 0.0, "exp_avg_sq": 0.0, "max_exp_avg_sq": 0.0 if amsgrad else None}
+    return _Kernel(call, starts, {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": amsgrad})
+
+
+def _sgd(group: dict[str, Any]) -> _Kernel:
+    numbers = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+    starts = {"momentum_buffer": 0.0 if group["momentum"] else None}
+    return _Kernel(torch._fused_sgd_, starts, {"is_first_step": False, **numbers}, counts=False)
+
+
+_KERNELS: dict[type[Optimizer], Callable[[dict[str, Any]], _Kernel]] = {
+    torch.optim.Adagrad: _adagrad,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: _sgd,
+}
+"""The kernel of each class of `torch.optim` that has one."""
+
+
+class FusedKernel:
+    """Calls of torch's fused kernel for a class of `torch.optim`, whose options and state the optimizer has."""
+
+    def __init__(self, kind: type[Optimizer]) -> None:
+        self._of_group, self._ones = _KERNELS[kind], dict[torch.device, Tensor]()
 
     def update(self, optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Update the parameters that have a gradient, as `Engine.update`."""
         for group in merged(optimizer.param_groups):
-            starts, (kernel, numbers), lr = self.initial_state(group), self.kernel(group), group["lr"]
+            kernel, lr = self._of_group(group), group["lr"]
+            kept = [name for name, start in kernel.starts.items() if start is not None]
             for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
                 device, gradients = tensors[0].device, _gradients(tensors)
-                entries = [optimizer.state[tensor] for tensor in tensors] if starts else []
-                if not (self.counts and all(entries)):  # SGD without momentum saves a momentum of None
+                entries = [optimizer.state[tensor] for tensor in tensors] if kept else []
+                if not (kernel.counts and all(entries)):  # SGD without momentum saves a momentum of None
                     for entry, tensor in zip(entries, tensors, strict=bool(entries)):
-                        if entry.get(self.states[0]) is None:
-                            entry.update(self._begin(tensor, starts))  # at once: memory may run out in between
-                state = [[entry[name] for entry in entries] if name in starts else [] for name in self.states]
-                if self.counts:
+                        if entry.get(kept[0]) is None:
+                            entry.update(kernel.begin(tensor))  # at once: memory may run out in between
+                state = [[entry[name] for entry in entries] if name in kept else [] for name in kernel.starts]
+                if kernel.counts:
                     steps = [entry["step"] for entry in entries]
                     _add(steps, self._one(device) if found_inf is None else 1 - found_inf)
                     state.append(steps)
-                kernel(
+                kernel.call(
                     tensors,
                     gradients,
                     *state,
@@ -70,71 +100,15 @@ class FusedKernel(ABC):
                     maximize=group["maximize"],
                     found_inf=found_inf,
                     grad_scale=grad_scale,
-                    **numbers,
+                    **kernel.numbers,
                 )
                 increment_version(tensors)
-
-    def _begin(self, tensor: Tensor, starts: dict[str, float]) -> dict[str, Tensor]:
-        step = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if self.counts else {}
-        return step | {name: torch.full_like(tensor, start) for name, start in starts.items()}
 
     def _one(self, device: torch.device) -> Tensor:
         if device not in self._ones:  # torch would convert a number each time
             self._ones[device] = torch.ones((), device=device)
         return self._ones[device]
 
-
-class AdamKernel(FusedKernel):
-    """Kernel of Adam and AdamW."""
-
-    states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return dict.fromkeys(self.states if group["amsgrad"] else self.states[:2], 0.0)
-
-    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
-        beta1, beta2 = group["betas"]
-        return torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_, {
-            "beta1": beta1.item() if isinstance(beta1, Tensor) else beta1,
-            "beta2": beta2.item() if isinstance(beta2, Tensor) else beta2,
-            "eps": group["eps"],
-            "amsgrad": group["amsgrad"],
-        }
-
-
-class AdagradKernel(FusedKernel):
-    """Kernel of Adagrad."""
-
-    states = ("sum",)
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"sum": group["initial_accumulator_value"]}
-
-    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
-        return torch._fused_adagrad_, {"lr_decay": group["lr_decay"], "eps": group["eps"]}
-
-
-class SGDKernel(FusedKernel):
-    """Kernel of SGD."""
-
-    states = ("momentum_buffer",)
-    counts = False
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"momentum_buffer": 0.0} if group["momentum"] else {}
-
-    def kernel(self, group: dict[str, Any]) -> tuple[Callable[..., object], dict[str, Any]]:
-        numbers = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-        return torch._fused_sgd_, {"is_first_step": False, **numbers}
-
-
-_KERNELS: dict[type[Optimizer], type[FusedKernel]] = {
-    torch.optim.Adagrad: AdagradKernel,
-    torch.optim.Adam: AdamKernel,
-    torch.optim.AdamW: AdamKernel,
-    torch.optim.SGD: SGDKernel,
-}
-"""The kernel of each class of `torch.optim` that has one."""
 
 _STEPS = {kind: kind.step for kind in _KERNELS}  # their `step`, to detect one that is replaced later
 
@@ -144,7 +118,7 @@ class _Fused(Engine, Optimizer):
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, fused=True, **options)  # type: ignore[call-arg]  # torch's class comes next
-        self._kernel = next(_KERNELS[base] for base in type(self).__mro__ if base in _KERNELS)()
+        self._kernel = FusedKernel(next(base for base in type(self).__mro__ if base in _KERNELS))
 
     def update(self, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         self._kernel.update(self, found_inf, grad_scale)
@@ -166,7 +140,7 @@ class FusedStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Any = optimizer
-        self._kernel = _KERNELS[type(optimizer)]()
+        self._kernel = FusedKernel(type(optimizer))
         self._class_step = type(optimizer).step
 
     @staticmethod

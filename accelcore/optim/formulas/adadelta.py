@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.optim.formulas.formula import (
-    FusibleFormula,
-    Numbers,
-    State,
-    decay,
-    moving_average,
-    options,
-    plus_decay,
-)
+from accelcore.optim.formulas.formula import FusibleFormula, Numbers, State, decay, moving_average, options, plus_decay
 
 
 class Adadelta(FusibleFormula, torch.optim.Adadelta):
@@ -25,8 +17,7 @@ class Adadelta(FusibleFormula, torch.optim.Adadelta):
     torch.optim.Adadelta, whose options it has.
     """
 
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"square_avg": 0.0, "acc_delta": 0.0}
+    state_names = ("square_avg", "acc_delta")
 
     def coefficients(self, group: dict[str, Any]) -> Numbers:
         return options(group, "lr", "eps", "weight_decay") | decay("rho", group["rho"])

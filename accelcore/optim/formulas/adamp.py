@@ -16,6 +16,7 @@ from accelcore.optim.formulas.formula import (
     State,
     decay,
     fractions,
+    given,
     moments,
     not_negative,
     options,
@@ -63,14 +64,7 @@ class AdamP(FusibleFormula):
     ) -> None:
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay, delta=delta, wd_ratio=wd_ratio)
         fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "delta": delta, "wd_ratio": wd_ratio,
-            "nesterov": nesterov,
-        }  # fmt: skip
-        super().__init__(params, defaults, state_dtype=state_dtype)
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+        super().__init__(params, given(locals()), state_dtype=state_dtype)
 
     def coefficients(self, group: dict[str, Any]) -> Numbers:
         beta1, beta2 = group["betas"]

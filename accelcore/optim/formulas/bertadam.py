@@ -16,6 +16,7 @@ from accelcore.optim.formulas.formula import (
     State,
     decay,
     fractions,
+    given,
     moments,
     norm_of,
     not_negative,
@@ -72,14 +73,7 @@ class BertAdam(FusibleFormula):
             fractions(warmup=warmup)
         if schedule not in _SCHEDULES:
             raise ValueError(f"schedule={schedule!r} is unknown; available: {', '.join(_SCHEDULES)}")
-        defaults = {
-            "lr": lr, "warmup": warmup, "t_total": t_total, "schedule": schedule, "b1": b1, "b2": b2, "e": e,
-            "weight_decay": weight_decay, "max_grad_norm": max_grad_norm,
-        }  # fmt: skip
-        super().__init__(params, defaults, state_dtype=state_dtype)
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+        super().__init__(params, given(locals()), state_dtype=state_dtype)
 
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
         limits = [group["max_grad_norm"] for group in self.param_groups]

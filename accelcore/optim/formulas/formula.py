@@ -38,12 +38,14 @@ class Formula(Engine, torch.optim.Optimizer):
         arguments, options: for the constructor that comes next.
 
     Attributes:
+        state_names: the names of a tensor's state, except `step`. Each starts at 0, or as `initial_state` says.
         by_element: whether it treats each element alike, so that a 1-D tensor may hold many parameters.
         by_group: whether it looks at the parameters of a group together, so that groups with equal options must not
             be merged.
         counts: whether the state counts the updates.
     """
 
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     by_element = True
     by_group = False
     counts = True
@@ -61,7 +63,7 @@ class Formula(Engine, torch.optim.Optimizer):
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         """Return the names of the state of a tensor of this group, except `step`, and the value each starts with."""
-        raise NotImplementedError
+        return dict.fromkeys(self.state_names, 0.0)
 
     def compute(self, group: dict[str, Any], value: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
         """Update a tensor and its state in place; `state["step"]` counts this update. All are of one dtype."""
@@ -176,6 +178,12 @@ def options(group: dict[str, Any], *names: str) -> Numbers:
     """Return options by these names; None for a weight decay or momentum of 0, which is left out of the arithmetic."""
     absent = ("weight_decay", "momentum")
     return {name: None if name in absent and not group[name] else group[name] for name in names}
+
+
+def given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options among the `locals()` of a constructor: its arguments after `params`, up to `state_dtype`."""
+    others = ("self", "params", "state_dtype", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
 
 
 def decay(name: str, value: float) -> Numbers:

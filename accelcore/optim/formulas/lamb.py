@@ -15,6 +15,7 @@ from accelcore.optim.formulas.formula import (
     State,
     decay,
     fractions,
+    given,
     moments,
     norm_of,
     not_negative,
@@ -59,14 +60,7 @@ class Lamb(FusibleFormula):
     ) -> None:
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         fractions(**{"betas[0]": betas[0], "betas[1]": betas[1]})
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam,
-            "use_global_grad_norm": use_global_grad_norm,
-        }  # fmt: skip
-        super().__init__(params, defaults, state_dtype=state_dtype)
-
-    def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+        super().__init__(params, given(locals()), state_dtype=state_dtype)
 
     def factors(self, gradients: Sequence[Sequence[Tensor]]) -> Sequence[Tensor | None]:
         wanted = [group["use_global_grad_norm"] for group in self.param_groups]

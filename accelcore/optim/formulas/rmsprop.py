@@ -12,6 +12,7 @@ from accelcore.optim.formulas.formula import (
     Numbers,
     State,
     decay,
+    given,
     moving_average,
     not_negative,
     options,
@@ -85,11 +86,7 @@ class RMSpropTF(_MeanSquare):
         state_dtype: str | None = None,
     ) -> None:
         not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
-        defaults = {
-            "lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
-            "centered": centered, "decoupled_decay": decoupled_decay, "lr_in_momentum": lr_in_momentum,
-        }  # fmt: skip
-        super().__init__(params, defaults, state_dtype=state_dtype)
+        super().__init__(params, given(locals()), state_dtype=state_dtype)
 
     def coefficients(self, group: dict[str, Any]) -> Numbers:
         return super().coefficients(group) | options(group, "decoupled_decay", "lr_in_momentum")
