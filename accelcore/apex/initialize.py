@@ -37,11 +37,6 @@ class _Properties:
     combine_grad: bool  # whether parameters and gradients lie in one piece of memory each
     combine_ddp: bool  # whether ranks exchange gradients in `scale_loss`, instead of in a wrapper around the model
 
-    @property
-    def model_dtype(self) -> torch.dtype | None:
-        """The dtype that models are held in, and their inputs cast to; None leaves both alone."""
-        return getattr(torch, self.policy.model_dtype) if self.policy.model_dtype else None
-
 
 def initialize(
     models: nn.Module | Sequence[nn.Module],
@@ -168,8 +163,7 @@ def _check_models(models: Iterable[nn.Module]) -> None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.dtype in LOW_PRECISION:
                 raise AmpError(
-                    f"{name} is {tensor.dtype} already",
-                    remedy="give models in fp32; the level decides about casts",
+                    f"{name} is {tensor.dtype} already", remedy="give models in fp32; the level decides about casts"
                 )
 
 
@@ -183,10 +177,11 @@ def _check_declared(backend: Backend, properties: _Properties) -> None:
 
 def _cast(model: nn.Module, properties: _Properties) -> dict[int, Tensor]:
     """Cast a model and its boundary; return the earlier values of its trainable parameters, as `hold` does."""
-    dtype, outputs = properties.model_dtype, properties.cast_model_outputs
+    policy, outputs = properties.policy, properties.cast_model_outputs
+    dtype = getattr(torch, policy.model_dtype) if policy.model_dtype else None  # of parameters, and of inputs
     before: dict[int, Tensor] = {}
     if dtype is not None:
-        before = hold(model, dtype, keep_batchnorm_fp32=properties.policy.keep_batchnorm_fp32)
+        before = hold(model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32)
     if dtype is not None or outputs is not None:
         cast_boundary(model, inputs=dtype, outputs=outputs)
     if dtype in LOW_PRECISION:

@@ -67,9 +67,7 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         beside.replace(target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the model could not be written to {target}",
-            why=str(error),
-            remedy=remedy_of_writing(error),
+            f"the model could not be written to {target}", why=str(error), remedy=remedy_of_writing(error)
         ) from error
     finally:
         with suppress(OSError):

@@ -269,11 +269,7 @@ def join(membership: AbstractContextManager[Job]) -> Job:
 
 
 def _show(
-    job: Job,
-    show: Callable[..., Any],
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
+    job: Job, show: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Show an error that ends the script; if a lost rank caused it, only the message: a traceback shows who waited."""
     explained = job.explain(error)  # without a cause, which would be shown, too

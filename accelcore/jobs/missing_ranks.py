@@ -167,17 +167,8 @@ class MissingRanks:
         number, collective = _last_collective() if self._reads_record else (0, "")
         line = self._line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
         steps = list(self._collectives.steps.values())  # a copy, because the training thread may add one
-        note = _Note(
-            self._beats,
-            steps,
-            self._collectives.calls,
-            number,
-            collective,
-            line,
-            self._done,
-            self._failed,
-            self._follows,
-        )
+        calls, ends = self._collectives.calls, (self._done, self._failed, self._follows)
+        note = _Note(self._beats, steps, calls, number, collective, line, *ends)
         self._store.set(f"rank {self._rank}", json.dumps(asdict(note)))
 
     def _read(self) -> dict[int, _Note]:

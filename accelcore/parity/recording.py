@@ -198,7 +198,5 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise RecordingError(
-            f"the recording cannot be written to {folder}",
-            why=str(error),
-            remedy=remedy_of_writing(error),
+            f"the recording cannot be written to {folder}", why=str(error), remedy=remedy_of_writing(error)
         ) from error
