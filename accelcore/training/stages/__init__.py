@@ -13,8 +13,7 @@ from accelcore.training.agreement import Agreement, describe
 from accelcore.training.plan import Plan, Stage
 from accelcore.training.stages.activations import ActivationCheckpointing
 from accelcore.training.stages.execution import Capture, Compile, Observe
-from accelcore.training.stages.model import Cast, Place
-from accelcore.training.stages.parameters import Bind, Replicate, Shard
+from accelcore.training.stages.parameters import Bind, Cast, Place, Replicate, Shard
 
 _ORDER = (Place, ActivationCheckpointing, Cast, Shard, Bind, Replicate, Observe, Compile, Capture)
 
