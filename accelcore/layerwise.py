@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.torch_internals import uncompiled
+from accelcore.training.data.evaluation import evaluating
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors, with_tensors
 from accelcore.util.rounding import distance, size_of, unit_of
@@ -146,16 +147,12 @@ def compare_batch_sizes(model: nn.Module, given: tuple[Any, Any], size: int) -> 
 
 def _run(model: nn.Module, batches: list[tuple[Any, Any]]) -> Parts:
     """Run a model on batches in evaluation mode, and leave it and the random generators as they were."""
-    modes = {module: module.training for module in model.modules()}
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     try:
-        model.eval()
-        with torch.no_grad(), same_random_numbers(device), keep_layers(model) as parts:
+        with evaluating(model), torch.no_grad(), same_random_numbers(device), keep_layers(model) as parts:
             for arguments, options in batches:
                 model(*arguments, **options)
     finally:
-        for module, training in modes.items():
-            module.training = training
         torch.clear_autocast_cache()  # it has casts of the weights without their gradients
     return parts
 

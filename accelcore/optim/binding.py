@@ -97,17 +97,13 @@ class RunBinding:
             self._refresh_gradients()
 
     def _divide(self, trait: Callable[[Run], Sequence[int]]) -> None:
-        """Divide each run between neighbours of which the trait differs."""
-        self.runs = list(chain.from_iterable(self._parts(run, trait(run)) for run in self.runs))
+        """Divide each run, and its state, between neighbours of which the trait differs."""
+        divided = [(run, run.split(trait(run))) for run in self.runs]
+        for run, parts in divided:
+            if len(parts) > 1:
+                divide(run, parts, self._implementation.state)
+        self.runs = list(chain.from_iterable(parts for _, parts in divided))
         self._place()
-
-    def _parts(self, run: Run, traits: Sequence[int]) -> list[Run]:
-        edges = [run.first + n for n in range(1, len(traits)) if traits[n] != traits[n - 1]]
-        if not edges:
-            return [run]
-        parts = run.split(edges)
-        divide(run, parts, self._implementation.state)
-        return parts
 
     def _place(self) -> None:
         """Give the runs to the implementation's groups."""

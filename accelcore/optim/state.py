@@ -44,8 +44,7 @@ def load_state(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: 
     divided = []
     for whole in runs:
         histories = [_history(entries.get(slot.parameter, {})) for slot in whole.slots]
-        edges = [n for n in range(1, len(histories)) if histories[n] != histories[n - 1]]
-        for run in whole.split([whole.first + n for n in edges]) if edges else [whole]:
+        for run in whole.split(histories):
             divided.append(run)
             if histories[run.first - whole.first]:
                 group = optimizer.param_groups[run.group]

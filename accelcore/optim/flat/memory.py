@@ -96,8 +96,11 @@ class Run:
         columns = zip(self.slots, values, gradients, strict=True)
         return [Run([slot], value, grad, self.memory, n) for n, (slot, value, grad) in enumerate(columns, self.first)]
 
-    def split(self, edges: Sequence[int]) -> list[Run]:
-        """Split it before the slots with these numbers in its memory."""
+    def split(self, traits: Sequence[Any]) -> list[Run]:
+        """Split it between neighbours with different traits, of which there is one for each slot."""
+        edges = [self.first + n for n in range(1, len(traits)) if traits[n] != traits[n - 1]]
+        if not edges:
+            return [self]
         return [
             Run(
                 self.slots[begin - self.first : end - self.first],
@@ -254,8 +257,7 @@ class FlatMemory(GradientMemory):
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
         """Return the runs that may be updated as one, over pieces with this layout."""
-        whole = Run(self.slots, values, gradients, self)
-        return whole.split([n for n in range(1, len(self.slots)) if self._kernels[n] != self._kernels[n - 1]])
+        return Run(self.slots, values, gradients, self).split(self._kernels)
 
     def _move_parameters(self, numbers: Iterable[int]) -> None:
         for number in numbers:

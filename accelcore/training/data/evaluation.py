@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, SupportsFloat
 
@@ -115,6 +115,19 @@ def _together(share: Iterable[Any], job: Collectives, device: torch.device) -> I
         yield batch
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each of its modules afterwards."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training[model])  # a subclass may override it; the flags of its submodules are restored below
+        for module, before in training.items():
+            module.training = before
+
+
 def evaluate(
     backend: Backend,
     model: nn.Module,
@@ -136,18 +149,12 @@ def evaluate(
     def read() -> Iterator[Any]:
         # A rank alone would see its share of the rows only.
         Agreement(job, backend.device).wait_for_ranks("trainer.evaluate()")
-        training = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
+        with evaluating(model):
             share = shared(partial(rank_0s_rows, collectives=job, device=backend.device))
             for batch in _together(share, job, backend.device) if together else share:
                 moved = backend.runtime.to_device(batch)
                 with torch.no_grad(), region():  # not around the loader, which may compute too
                     yield moved
-        finally:
-            model.train(training[model])  # a subclass may override it; the flags of its submodules are restored below
-            for module, before in training.items():
-                module.training = before
 
     # A progress bar may ask for the length on one rank only, so that no rank may wait for another there.
     return Evaluation(read(), lambda: len(shared(lambda sampler: range(len(sampler)))), job)
