@@ -1,8 +1,7 @@
 """Find by trials which precision a script should train in: `accelcore advise`.
 
-    advise    which trials to run, and in which order
+    advise    which trials to run, in which order, and what is recommended
     trials    one trial: the unchanged script in a child process, and its record
-    rule      what is recommended, and why
     report    a table, a page and JSON
 
 The script's side of a trial is `training/trial.py`. Training does not belong here.

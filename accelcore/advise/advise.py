@@ -1,13 +1,24 @@
-"""`accelcore advise`: try the unchanged script under each preset, then compiled and flat, and recommend one."""
+"""Try the unchanged script under each preset, then compiled and flat, and recommend one by this rule.
+
+1. The reference is fp32, computed exactly. The *loss* of a trial is the mean over the last fifth of its steps. The
+   *noise* is the range of this loss over runs in fp32 that differ in their seed alone.
+2. A variant *agrees* if it did all its steps, no update in its last fifth was skipped for overflow, and its loss
+   differs from the reference's loss by no more than the noise.
+3. The fastest variant is the one with the lowest median time of a step, among the variants that agree. Another variant
+   *ties* with it if its lower quartile is not above the upper quartile of the fastest.
+4. The first variant that ties is recommended: variants are in the order of their simplicity.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
+from statistics import fmean, quantiles
 from typing import Any
 
-from accelcore.advise.rule import Advice, Row, check_repeats, choose, judge, measure_noise, reason
 from accelcore.advise.trials import Outcome, Script, Variant, try_script
 from accelcore.errors import ConfigurationError, TrainingError
 
@@ -27,6 +38,46 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 _SEEDS_APART = 1_000_003  # distance of two seeds, so that ranks that seed with their number do not share one
 _FEWEST = 10  # steps below which a script has ended too early to compare
+_SHARE = 5  # the loss is the mean over one part in so many at the end of a trial, and over 5 steps at least
+_NAMED = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # how the line of a traceback begins that names the exception
+_WARM_UP = 3  # the first part in so many of a trial is not timed
+
+
+@dataclass
+class Row:
+    """A variant's results beside those of the reference."""
+
+    variant: Variant
+    outcomes: list[Outcome] = field(default_factory=list)  # one for each round
+    loss: float = math.nan  # of the first round, by rule 1; NaN if there is none
+    difference: float = math.nan  # of this loss from the reference's
+    divergence: float = math.nan  # mean over all steps of the loss's distance from the reference's
+    overflows: int = 0  # how many updates of the first round were skipped because a gradient overflowed
+    # lower quartile, median and upper quartile of a step, over all rounds; NaN if there are none
+    seconds: tuple[float, float, float] = (math.nan, math.nan, math.nan)
+    memory: int = 0  # peak in bytes, the largest of all rounds
+    agrees: bool = False  # whether the variant trains as fp32 does, by rule 2
+    why: str = ""  # the reason if it does not agree, or was not tried
+
+
+@dataclass
+class Advice:
+    """Result of `advise`."""
+
+    script: Script
+    about: dict[str, Any]  # facts of the first trial: the model, the device, its capabilities, overridden options
+    rows: list[Row] = field(default_factory=list)  # one for each variant, the reference first
+    seeds: list[float] = field(default_factory=list)  # losses of the runs in fp32 with other seeds
+    noise: float = math.nan  # range of the loss over all seeds; NaN if it is not known
+    seed_divergence: float = math.nan  # mean distance, step by step, of another seed's loss from the reference's
+    recommended: str = ""  # name of the recommended variant; empty if none can be recommended
+    reason: str = ""  # why it is recommended
+    notes: list[str] = field(default_factory=list)  # what limits the comparison, in sentences
+
+    @property
+    def exit_code(self) -> int:
+        """0 if a variant is recommended and the noise is known, else 1."""
+        return 0 if self.recommended and self.noise > 0 else 1
 
 
 def advise(
@@ -39,7 +90,7 @@ def advise(
     show: Callable[[str, int, int], None] = lambda trial, number, most: None,
     run: Callable[[Script, Variant], Outcome] = try_script,
 ) -> Advice:
-    """Try a script and recommend a variant by the rule of `accelcore.advise.rule`.
+    """Try a script and recommend a variant by the rule above.
 
     The options are those of the command. `run` runs a trial. Before it, `show` is called with its name, its number from
     1 on, and the largest number of trials, 0 before the first one has told what the device declares.
@@ -65,26 +116,26 @@ def advise(
     tried_again = (len(rows) if every else 1) * (1 + len(_executions(reference.variant, first.about)))
     most = 1 + seeds + rounds * (len(rows) + tried_again)
     others = [attempt(replace(reference.variant, seed=_SEEDS_APART * number)) for number in range(1, seeds + 1)]
-    measure_noise(advice, first, others)
+    _measure_noise(advice, first, others)
     _take_turns(rows, rounds, attempt)
-    check_repeats(advice, first, reference.outcomes[0])
-    judge(rows, advice, first)
+    _check_repeats(advice, first, reference.outcomes[0])
+    _judge(rows, advice, first)
     advice.rows = [*rows, *refused]
-    best = choose(rows)
+    best = _choose(rows)
     if best is None:
         advice.reason = "no variant did all its steps, without lasting overflows, with the loss of fp32"
         return advice
     bases = [row for row in rows if row.agrees] if every else [best]
-    executions = {row.variant.name: [Row(each) for each in _executions(row.variant, first.about)] for row in bases}
+    families = [[row, *map(Row, _executions(row.variant, first.about))] for row in bases]
     # The bases are tried again, so that the times of all are of the same minutes.
-    tried = [each for row in bases for each in (row, *executions[row.variant.name])]
+    tried = [each for family in families for each in family]
     _take_turns(tried, rounds, attempt)
-    judge(tried, advice, first)
-    chosen = choose(tried) or best
-    advice.rows += [each for row in bases for each in executions[row.variant.name]]
-    advice.recommended, advice.reason = chosen.variant.name, reason(chosen, tried)
+    _judge(tried, advice, first)
+    chosen = _choose(tried) or best
+    advice.rows += [each for family in families for each in family[1:]]
+    advice.recommended, advice.reason = chosen.variant.name, _reason(chosen, tried)
     if not every:
-        of_presets = reason(best, rows)
+        of_presets = _reason(best, rows)
         advice.reason = (
             of_presets if chosen is best else f"{advice.reason}. Of the presets, {best.variant.name}: {of_presets}"
         )
@@ -152,3 +203,120 @@ def _take_turns(rows: Sequence[Row], rounds: int, attempt: Callable[[Variant], O
         for row in (*rows[start:], *rows[:start]):
             if not any(outcome.failure for outcome in row.outcomes):
                 row.outcomes.append(attempt(row.variant))
+
+
+def _measure_noise(advice: Advice, reference: Outcome, others: Sequence[Outcome]) -> None:
+    """Set the noise of seeds, from a run in fp32 and runs that differ in their seed alone."""
+    for other in others:
+        if other.failure:
+            advice.notes.append(f"fp32 with another seed failed: {_last_line(other.failure)}")
+    others = [other for other in others if not other.failure]
+    advice.seeds = [_loss(other) for other in others]
+    losses = [_loss(reference), *advice.seeds]
+    advice.noise = max(losses) - min(losses) if all(map(math.isfinite, losses)) and others else math.nan
+    advice.seed_divergence = fmean([_divergence(other, reference) for other in others]) if others else math.nan
+    if advice.noise == 0:
+        advice.notes.append(
+            "other seeds change nothing, so that the noise is not known: seed the script by accel.runtime.seed(...), "
+            "and draw the order of the data from torch's own generator"
+        )
+    elif math.isnan(advice.noise):
+        advice.notes.append("the noise is not known: a loss in fp32 is not finite, or no other seed could be tried")
+
+
+def _check_repeats(advice: Advice, first: Outcome, second: Outcome) -> None:
+    """Add a note if two runs with the same seed and options differ."""
+    if first.checksums != second.checksums:
+        advice.notes.append(
+            "the order of the data is random: two runs with one seed read other batches, so that each variant has "
+            "noise of its own. Seed the script, with accel.runtime.seed(...)"
+        )
+    elif first.losses != second.losses:
+        steps = min(len(first.losses), len(second.losses))
+        parts = next((step for step in range(steps) if first.losses[step] != second.losses[step]), steps) + 1
+        advice.notes.append(
+            f"two runs with one seed part at step {parts}: weights, random numbers or kernels are not repeatable"
+        )
+
+
+def _judge(rows: Sequence[Row], advice: Advice, reference: Outcome) -> None:
+    """Set the results of rows, and whether they agree with the reference, by rules 1 and 2."""
+    for row in rows:
+        first = row.outcomes[0]
+        seconds = [each for outcome in row.outcomes for each in outcome.seconds[len(outcome.seconds) // _WARM_UP :]]
+        if len(seconds) > 1:
+            lower, middle, upper = quantiles(seconds, n=4, method="inclusive")
+            row.seconds = (lower, middle, upper)
+        row.memory = max(outcome.memory for outcome in row.outcomes)
+        row.overflows = sum(first.overflows)
+        row.loss, row.divergence = _loss(first), _divergence(first, reference)
+        row.difference = row.loss - _loss(reference)
+        failed = next((outcome.failure for outcome in row.outcomes if outcome.failure), "")
+        if failed:
+            row.why = _last_line(failed)
+        elif any(first.overflows[-_tail(first) :]):
+            row.why = "updates are still skipped for overflow at the end"
+        elif not math.isfinite(row.loss):
+            row.why = "the loss is not finite"
+        elif not (abs(row.difference) <= advice.noise or row.difference == 0):
+            row.why = "the loss differs from fp32 by more than the noise of seeds"
+            if row.overflows:
+                row.why += f"; it skipped {row.overflows} updates for overflow: try more steps, or a lower loss_scale"
+        row.agrees = not row.why
+        eager = first.about.get("eager", "")
+        if eager:
+            row.agrees, row.why = False, f"it ran eagerly, not compiled: {_last_line(eager)}"
+
+
+def _choose(rows: Sequence[Row]) -> Row | None:
+    """Return the recommended row, by rules 3 and 4; None if no row agrees."""
+    agreeing = [row for row in rows if row.agrees and math.isfinite(row.seconds[1])]
+    if not agreeing:
+        return None
+    fastest = min(agreeing, key=lambda row: row.seconds[1])
+    return next(row for row in agreeing if row is fastest or row.seconds[0] <= fastest.seconds[2])
+
+
+def _reason(best: Row, rows: Sequence[Row]) -> str:
+    """Return why a row was chosen among others."""
+    place = next(number for number, row in enumerate(rows) if row is best)
+    simpler, agreeing = ([row for row in each if row.agrees] for each in (rows[:place], rows[place + 1 :]))
+    text = f"it agrees with fp32 within the noise of seeds, and takes {best.seconds[1] * 1e3:.3g} ms a step"
+    if best.variant.name == "fp32":
+        text = f"it is the reference, and takes {best.seconds[1] * 1e3:.3g} ms a step"
+    quicker = [row.variant.name for row in agreeing if row.seconds[1] < best.seconds[1]]
+    slower = [row for row in agreeing if row.seconds[1] >= best.seconds[1]]
+    if quicker:
+        text += f"; {', '.join(quicker)}: quicker by less than the spread of times, and not as simple"
+    if slower:
+        next_best = min(slower, key=lambda row: row.seconds[1])
+        text += f"; the next slower one that agrees is {next_best.variant.name}, {next_best.seconds[1] * 1e3:.3g} ms"
+    if simpler:
+        names = ", ".join(row.variant.name for row in simpler)
+        text += f"; {names}: simpler, but slower than the fastest by more than the spread of times"
+    elif not agreeing:
+        text += "; no other variant agrees"
+    return text
+
+
+def _last_line(text: str) -> str:
+    """Return the line of an error that says what is wrong: the last one with a name, as notes follow an exception."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")]
+    lines = [line for line in lines if _NAMED.match(line)] or lines
+    return lines[-1].strip() if lines else text.strip()
+
+
+def _tail(outcome: Outcome) -> int:
+    return max(5, len(outcome.losses) // _SHARE)
+
+
+def _loss(outcome: Outcome) -> float:
+    tail = outcome.losses[-_tail(outcome) :]
+    return fmean([math.nan if loss is None else loss for loss in tail]) if tail else math.nan
+
+
+def _divergence(outcome: Outcome, reference: Outcome) -> float:
+    """Return the mean distance of two runs' losses over the steps that both did; NaN if a loss is not finite."""
+    pairs = list(zip(outcome.losses, reference.losses, strict=False))
+    distances = [math.nan if one is None or other is None else abs(one - other) for one, other in pairs]
+    return fmean(distances) if distances else math.nan

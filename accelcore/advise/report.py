@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelcore.advise.rule import Advice, Row
+from accelcore.advise.advise import Advice, Row
 from accelcore.util.html import plot, table
 from accelcore.util.html import write_page as write_html
 
