@@ -118,6 +118,9 @@ def without_backward(loss: Tensor) -> Tensor:
     return loss
 
 
+_UNTREATED = "gradients of loss.backward() are neither scaled, weighted nor averaged over ranks"
+
+
 def no_loss(loss: object) -> TrainingError:
     """Return the error for a value that backward cannot start from."""
     if not isinstance(loss, Tensor):
@@ -153,6 +156,16 @@ def second_backward(step: int) -> TrainingError:
     )
 
 
+def foreign_backward(name: str) -> TrainingError:
+    """Return the error for `loss.backward()` within a window; the parameter `name` received a gradient."""
+    return TrainingError(
+        f"loss.backward() within a window has added to the gradient of the parameter {name!r}",
+        why=f"{_UNTREATED}; only those of trainer.backward(loss) are",
+        remedy="add the losses up before trainer.backward(loss), or call it for each; for gradients that are to train "
+        "nothing, call torch.autograd.grad",
+    )
+
+
 def no_step(what: str) -> TrainingError:
     """Return the error for a loop that trains without calling its trainer."""
     return TrainingError(
@@ -173,7 +186,7 @@ def wrong_update(*, after_batch: bool) -> TrainingError:
         )
     return TrainingError(
         "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
-        why="gradients of loss.backward() are neither scaled, weighted nor averaged over ranks",
+        why=_UNTREATED,
         remedy="call trainer.backward(loss) in place of loss.backward(), and trainer.update() once after it; to skip a "
         "batch, call neither",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from difflib import get_close_matches
 from inspect import isfunction
@@ -84,6 +84,13 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _everywhere.remove(observer)
+
+
+def tell(listeners: Iterable[Callable[..., None]], value: object) -> None:
+    """Call the methods of an event with its value; None: it did not happen."""
+    if value is not None:
+        for listener in listeners:
+            listener(value)
 
 
 class Listeners:

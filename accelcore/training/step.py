@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
 from accelcore.training.loss import LossOfModel, hint_of, no_loss, no_update, second_backward, split_loss, wrong_update
 from accelcore.training.model_changes import EpochWithoutSteps, ModelSnapshot
+from accelcore.training.observers import tell
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
@@ -58,7 +58,7 @@ class Step:
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
-        self.shared = SharedParameters([slot.parameter for slot in plan.gradients.slots])
+        self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
         updated = (each for group in plan.optimizer.param_groups for each in group["params"])
         self._updated = next(updated, torch.empty(0))  # any of what the optimizer updates; a group may be empty
         self._version: int | None = None  # its version when a window's first backward began, until that is compared
@@ -88,11 +88,12 @@ class Step:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self.shared.acquire()
         if not self.shared.is_open:
+            self.shared.open(warns=self._job.rank == 0)
             self._gradients.clear()
-            self.shared.is_open = True
             self._version = self._updated._version
             return
         self.shared.check_left()
+        self.shared.check_foreign()
         if self._version is not None and self._window.micro == 0 and self._updated._version != self._version:
             self._version = None
             logger.warning(
@@ -143,7 +144,7 @@ class Step:
             raise
         loss = loss.detach()
         self.finite.losses.append((self._window.steps + 1, loss, loss._version))
-        _tell(self._listeners.loss, loss)
+        tell(self._listeners.loss, loss)
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or MARK in loss.__dict__:
@@ -163,9 +164,10 @@ class Step:
             start = share.to(scaled.dtype).expand_as(scaled)
         else:
             start = None if share is None else torch.full_like(scaled, share)
-        with self._arithmetic:
-            backward(self._gradients, scaled, start, retain_graph=retain_graph)
-        self._strategy.after_backward()
+        with self.shared.own_backward:
+            with self._arithmetic:
+                backward(self._gradients, scaled, start, retain_graph=retain_graph)
+            self._strategy.after_backward()
         if self._overwrites and outlast:  # the next call of the model overwrites them, but not a copy
             self._gradients.load_state(self._gradients.state())
         if outlast and not self._captured:  # a graph holds its gradients itself
@@ -176,7 +178,7 @@ class Step:
         self._window.micro += 1
         if self._window.micro < self._window.accumulate:
             self._strategy.before_forward(self._window.is_last)
-            _tell(self._listeners.loss, loss)
+            tell(self._listeners.loss, loss)
             return False
         self.close_window(full=True, updated=updated, loss=loss)
         return True
@@ -185,6 +187,7 @@ class Step:
         """Update the parameters unless a graph has `updated` them; begin a window; step schedule; call observers."""
         self.shared.acquire()
         try:
+            self.shared.check_foreign()
             if not updated:
                 self.update_parameters(full=full)
             if self._captured:
@@ -199,10 +202,10 @@ class Step:
         self._schedule.window_ended(warns=self._job.rank == 0)
         if self._window.steps % _WALKED == 0 or self._window.steps.bit_count() == 1:  # the same windows on all ranks
             self._snapshot.check_model()  # before observers, which may call `Trainer.refresh`
-        _tell(self._listeners.loss, loss)
-        _tell(self._listeners.gradient_norm, self._norm)
-        _tell(self._listeners.overflow, self._overflow)
-        _tell(self._listeners.step, self._window.steps)
+        tell(self._listeners.loss, loss)
+        tell(self._listeners.gradient_norm, self._norm)
+        tell(self._listeners.overflow, self._overflow)
+        tell(self._listeners.step, self._window.steps)
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
 
@@ -223,10 +226,11 @@ class Step:
         self.finite.check(self._window.steps)
 
     def check_saved(self) -> None:
-        """Raise TrainingError if the trainer has made no step of what is saved."""
+        """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
         self.epoch.check("trainer.save() was called")
         if self.is_open and self._window.steps == self._window.micro == 0:
             raise no_update("trainer.save() was called")
+        self.shared.check_foreign()
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
@@ -318,8 +322,8 @@ class Step:
 
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
-        self.shared.is_open = self._added = opened
-        self.shared.left = self.epoch.began = None
+        self.shared.begin(opened=opened)
+        self._added, self.epoch.began = opened, None
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
@@ -391,9 +395,3 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
-
-
-def _tell(listeners: Iterable[Callable[..., None]], value: object) -> None:
-    if value is not None:
-        for listener in listeners:
-            listener(value)

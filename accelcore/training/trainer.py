@@ -315,7 +315,8 @@ class Trainer(Suggests, Checkpoints):
             retain_graph: whether another loss of the same forward pass follows.
 
         Raises:
-            TrainingError: `loss` is not a scalar of the parameters, or in a job not computed by `trainer.forward`.
+            TrainingError: `loss` is not a scalar of the parameters, or in a job not computed by `trainer.forward`; or
+                `loss.backward()` was called within the window, which would add gradients that are not the trainer's.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
         self._step.note_update("")

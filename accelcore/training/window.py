@@ -1,10 +1,10 @@
-"""Windows: the micro-batches between two updates, their weights, and gradients that outlast other trainers."""
+"""Windows: the micro-batches between two updates, their weights, and gradients that are not the trainer's own."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 
 from accelcore.backend import Backend
-from accelcore.errors import TrainingError
+from accelcore.errors import TrainingError, logger
+from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import to_local
+from accelcore.training.loss import foreign_backward
+from accelcore.training.observers import Hooks
 from accelcore.util.containers import described
 from accelcore.util.text import is_number
 
 _thread = threading.local()  # `holder`, in each thread: a weak reference to the parameters that are in use there
+_of_trainers: list[None] = []  # an entry for each trainer that runs a backward pass now, in any thread
 
 
 class Window:
@@ -135,15 +139,43 @@ class Window:
         return torch.full((), float(weight), device=self._device)
 
 
+class _OwnBackward:
+    """Context in which backward passes are a trainer's. Others, by `loss.backward()`, are *foreign*."""
+
+    def __enter__(self) -> None:
+        _of_trainers.append(None)
+
+    def __exit__(self, *_: object) -> None:
+        _of_trainers.pop()
+
+
 class SharedParameters:
-    """Parameters of one trainer, whose `grad` other trainers may use between its calls.
+    """Parameters of one trainer, whose `grad` others may use between its calls.
 
     The loss of one trainer may run through the model of another, as a GAN's generator loss runs through the critic.
     The gradients of another trainer's open window are set aside meanwhile. Otherwise this costs one comparison.
+
+    Gradients of `loss.backward()` would be added to those of an open window, so they are refused there. Hooks find
+    them: the version of a gradient also changes if the script writes to it, which is allowed. `leaves` returns the
+    tensors that autograd computes the gradients of parameters for.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    own_backward = _OwnBackward()
+
+    def __init__(self, slots: Sequence[Slot], leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+        self._parameters = [slot.parameter for slot in slots]
+        of_autograd = leaves(self._parameters)
+        self._slots = {id(leaf): slot for leaf, slot in zip(of_autograd, slots, strict=True)}
+        self._foreign: list[Tensor] = []  # the first leaf with a gradient of a foreign backward pass
+        self._hooks, self._warned = Hooks(), False
+        foreign = self._foreign
+
+        def note(leaf: Tensor) -> None:  # a hook lives as long as its leaf: it holds no reference to this object
+            if not (_of_trainers or foreign):
+                foreign.append(leaf)
+
+        for leaf in of_autograd:
+            self._hooks.add(leaf.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
         self._aside: list[Tensor | None] | None = None
         self.is_open = False  # whether the gradients must outlast the use by other trainers
         self.left: tuple[Tensor, Tensor, int] | None = None  # a parameter, its gradient, and the gradient's version
@@ -162,6 +194,31 @@ class SharedParameters:
                 parameter.grad = gradient
             self._aside = None
         _thread.holder = ref(self)
+
+    def open(self, *, warns: bool) -> None:
+        """Open a window; if `warns`, warn once if a foreign backward pass has left a gradient before it."""
+        if self._foreign and warns and not self._warned:
+            slot = self._slots[id(self._foreign[0])]
+            if slot.parameter.grad is not None:
+                self._warned = True
+                logger.warning(
+                    "loss.backward() was called before a window of the trainer, which begins without gradients: that of"
+                    " the parameter %r was dropped. Add the losses up before trainer.backward(loss), or call it for "
+                    "each; for gradients that are to train nothing, call torch.autograd.grad, or model.zero_grad() "
+                    "afterwards",
+                    slot.name,
+                )
+        self.begin(opened=True)
+
+    def begin(self, *, opened: bool) -> None:
+        """Forget the last window and foreign backward passes; `opened`: a window is open now."""
+        self.is_open, self.left = opened, None
+        self._foreign.clear()
+
+    def check_foreign(self) -> None:
+        """Raise TrainingError if a foreign backward pass has added to the gradients of the open window."""
+        if self._foreign and self.is_open:
+            raise foreign_backward(self._slots[id(self._foreign[0])].name)
 
     def note_left(self) -> None:
         """Note a gradient of the window as the last backward pass has left it."""

@@ -1,4 +1,7 @@
-"""One rank of a job in which rank 1 has a bad batch: `nonfinite_ranks.py FOLDER` writes FOLDER/RANK.json."""
+"""One rank of a job in which rank 1 has a bad batch, and others run a backward pass beside the trainer.
+
+`nonfinite_ranks.py FOLDER` writes FOLDER/RANK.json.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,30 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.full((2, 4), math.nan if (rank, step) == (1, BAD) else float(step + rank))
 
 
+def beside(accel, **options) -> str:
+    """Call `loss.backward()` before a window, which drops its gradients, then in one; return the error."""
+    trainer, other = make(accel, **options), make(accel, **options)
+    rows = batch(0, 1)
+    for each in (trainer, other):
+        each(rows)
+    trainer.model(rows).sum().backward()
+    for each in (trainer, other):
+        each(rows)
+    if not all(map(torch.equal, map(whole, trainer.model.parameters()), map(whole, other.model.parameters()))):
+        return "gradients before a window count"
+    trainer.backward(trainer.forward(rows).square().mean())
+    trainer.model(rows).sum().backward()
+    try:
+        trainer.update()
+    except accelcore.TrainingError as error:
+        return str(error)
+    return ""
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
 def main(folder: Path) -> None:
     accel, found = accelcore.select("cpu"), {}
     with accel.distributed() as job:
@@ -50,6 +77,7 @@ def main(folder: Path) -> None:
                 "raised": raised,
                 "unsaved": unsaved,
                 "skipped": skipping.skipped,
+                "beside": beside(accel, parallel=parallel),
             }
         (folder / f"{job.rank}.json").write_text(json.dumps(found))
 

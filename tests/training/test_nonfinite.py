@@ -160,3 +160,10 @@ def test_all_ranks_raise_in_the_same_step(found, parallel):
     assert all("NaN" in one["raised"] and one["unsaved"] for one in said)
     assert all(f"first loss that was not finite is that of step {BAD} on rank 1: nan" in one["raised"] for one in said)
     assert [one["skipped"] for one in said] == [1, 1]
+
+
+@pytest.mark.parametrize("parallel", STRATEGIES)
+def test_a_plain_backward_pass_beside_the_trainer_is_refused_under_every_strategy(found, parallel):
+    for rank in found:
+        assert "the parameter '" in rank[parallel]["beside"]
+        assert "add the losses up" in rank[parallel]["beside"]

@@ -1,0 +1,127 @@
+"""Gradients of `loss.backward()` beside `trainer.backward(loss)`: refused in a window, dropped before one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accelcore import Policy, TrainingError
+
+OPTIONS = {
+    "flat": {"flat": True},
+    "not flat": {"flat": False},
+    "fp16": {"precision": "fp16"},
+    "masters": {"precision": Policy(autocast="bfloat16", model_dtype="bfloat16")},
+}
+
+
+def loss_of(model, rows):
+    return model(rows).square().mean()
+
+
+def make(accel, *, width=6, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2))
+    return accel.trainer(model, accel.optimizers.create("sgd", model.parameters(), lr=0.1), loss=loss_of, **options)
+
+
+def beside(trainer):
+    """Call `backward` on a loss that reaches a part of the model only."""
+    head = trainer.model[1]
+    head(torch.ones(2, head.in_features).to(head.weight.dtype)).sum().backward()
+
+
+def backward(trainer, number):
+    rows = torch.randn(4, trainer.model[0].in_features, generator=torch.Generator().manual_seed(number))
+    with trainer.autocast():
+        loss = loss_of(trainer.forward, rows)
+    trainer.backward(loss)
+
+
+def step(trainer, number):
+    backward(trainer, number)
+    trainer.update()
+
+
+def alike(one, other):
+    return all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
+@pytest.mark.parametrize("width", [6, 300])  # large gradients are copied into flat memory within backward
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_in_a_window_they_are_refused_and_the_next_window_is_clean(accel, options, accumulate, width, tmp_path):
+    trainer, other = (make(accel, width=width, accumulate=accumulate, **options) for _ in range(2))
+    for each in (trainer, other):
+        for number in range(accumulate):
+            step(each, number)
+    backward(trainer, 5)
+    beside(trainer)
+    with pytest.raises(TrainingError, match=r"parameter '1\.\w+'"):
+        trainer.save(tmp_path)
+    with pytest.raises(TrainingError, match=r"parameter '1\.\w+'(.|\n)*add the losses up"):
+        step(trainer, 6) if accumulate > 1 else trainer.update()
+    for number in range(accumulate):
+        step(trainer, number)
+        step(other, number)
+    assert alike(trainer, other)
+
+
+@pytest.mark.parametrize("ends", [lambda trainer: trainer(torch.ones(4, 6)), lambda trainer: trainer.flush()])
+def test_between_two_calls_of_the_trainer_they_are_refused(accel, ends):
+    trainer = make(accel, accumulate=2)
+    trainer(torch.ones(4, 6))
+    beside(trainer)
+    with pytest.raises(TrainingError, match="add the losses up"):
+        ends(trainer)
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_before_a_window_they_are_dropped_with_one_warning_unless_the_script_clears_them(
+    accel, options, cleared, caplog
+):
+    trainer, other = make(accel, **options), make(accel, **options)
+    caplog.clear()
+    for number in range(3):
+        beside(trainer)
+        if cleared:
+            trainer.model.zero_grad()
+        trainer(torch.full((4, 6), 1.0 + number)) if number else step(trainer, number)
+        other(torch.full((4, 6), 1.0 + number)) if number else step(other, number)
+    assert alike(trainer, other)
+    assert ["'1." in record.getMessage() for record in caplog.records] == [True] * (not cleared)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_script_may_write_to_gradients_and_compute_others_by_autograd(accel, flat, accumulate, caplog):
+    """Halving the gradients of each update is a learning rate of a half."""
+    trainer, other = (make(accel, flat=flat, accumulate=accumulate) for _ in range(2))
+    other.optimizer.param_groups[0]["lr"] = 0.05
+    for number in range(4):
+        for each in (trainer, other):
+            backward(each, number)
+            if each is trainer and number % accumulate == accumulate - 1:
+                for parameter in each.model.parameters():
+                    parameter.grad.mul_(0.5)
+                torch.autograd.grad(loss_of(each.model, torch.ones(2, 6)), list(each.model.parameters()))
+            each.update()
+    assert alike(trainer, other)
+    assert not caplog.records
+
+
+def test_a_trainer_takes_another_ones_backward_pass_for_no_foreign_one(accel, caplog):
+    """Here with a window of the one open. A plain pass through what the other trains is found in both directions."""
+    encoder, critic = nn.Linear(6, 6), make(accel, accumulate=2)
+    generator = accel.trainer(encoder, accel.optimizers.create("sgd", encoder.parameters(), lr=0.1))
+    for _ in range(2):
+        critic(torch.ones(4, 6))
+        generator.backward(loss_of(critic.model, generator.forward(torch.ones(4, 6))))
+        generator.update()
+    assert not caplog.records
+    loss_of(critic.model, encoder(torch.ones(4, 6))).backward()
+    generator.backward(loss_of(critic.model, generator.forward(torch.ones(4, 6))))
+    critic(torch.ones(4, 6))
+    assert [name in caplog.text for name in ("'weight'", "'bias'", "'1.bias'")].count(True) == 2
