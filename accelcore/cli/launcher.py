@@ -53,7 +53,8 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
         return text, code
     if isinstance(failure.message, dict):
         first, *rest = str(failure.message["message"]).split("\n")
-        message = "\n".join(line[:_LONGEST] for line in [first, *(line for line in rest if line.startswith(_LABELS))])
+        lines = [first, *(line for line in rest if line.startswith(_LABELS))]
+        message = "\n".join(line[:_LONGEST] for line in lines)
         return f"rank {rank} failed first, with exit code {code}: {message}", code
     if failure.exitcode < 0:
         hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
@@ -65,9 +66,10 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
 def _order(failure: ProcessFailure) -> tuple[int, float]:
     """Sort ranks that failed by themselves first, then ranks that lost another rank, then ranks that were ended."""
     if isinstance(failure.message, dict):
-        # The file's own time, because torch records whole seconds.
-        return int(bool(_lost(failure))), os.stat(failure.error_file).st_mtime
-    return 2 * (failure.exitcode == -signal.SIGTERM), failure.timestamp
+        # A rank that waits in a call knows more than one that has ended. The file's own time: torch's is whole seconds.
+        lost = _lost(failure)
+        return bool(lost) + ("has ended its part" in lost), os.stat(failure.error_file).st_mtime
+    return 3 * (failure.exitcode == -signal.SIGTERM), failure.timestamp
 
 
 def _lost(failure: ProcessFailure) -> str:

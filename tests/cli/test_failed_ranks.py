@@ -201,6 +201,14 @@ def test_the_rank_that_failed_first_by_itself_is_named(failed):
             "rank 1 failed first, with exit code 3\n  why: b",
             3,
         ),
+        (
+            {
+                1: failed(1, "DistributedError: rank 1 has ended its part of the job, and rank 0 did not", 9.1),
+                0: failed(1, "DistributedError: not every rank of the job came to trainer.save()", 9.2),
+            },
+            "not every rank of the job came to trainer.save()",
+            1,
+        ),
         ({2: failed(-15), 0: failed(3)}, "rank 0 failed first, with exit code 3", 3),
         ({0: failed(-15), 1: failed(-15)}, "rank 0 failed first, by SIGTERM", 143),
         ({0: failed(-9)}, "rank 0 failed first, by SIGKILL\n  what to do: check whether memory ran out", 137),

@@ -300,7 +300,7 @@ class DataStream:
             seed, expected = self._collectives.broadcast(own).tolist()
             if rows != expected:
                 raise DistributedError(
-                    f"the loader of this rank has {rows} rows, and that of rank 0 has {expected}",
+                    f"the loader of rank {self._collectives.rank} has {rows} rows, and that of rank 0 has {expected}",
                     why="trainer.batches(loader) divides one dataset among the ranks",
                     remedy="give all ranks the whole dataset; for loaders that have the ranks' shares, write "
                     "trainer.batches(loader, shard=False)",

@@ -98,7 +98,7 @@ def test_what_cannot_be_divided_is_refused(job):
             assert "shard=False" in found["refused"][own]
         assert f"rank 0 of 1, and this is rank {rank} of 3" in found["refused"]["other place"]
         assert f"rank 0 of 2, and this is rank {rank} of 3" in found["refused"]["other stream"]
-        says = "the loader of this rank has 12 rows, and that of rank 0 has 8" if rank == 1 else "not refused"
+        says = "the loader of rank 1 has 12 rows, and that of rank 0 has 8" if rank == 1 else "not refused"
         assert says in found["refused"]["rows"]
         assert found["refused"]["own rows"] == "not refused"
 
