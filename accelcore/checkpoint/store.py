@@ -229,21 +229,37 @@ def keep_newest(newest: Path, keep: int, spared: Path | None = None) -> list[Pat
     return [path for path in found if path not in own[:end]]
 
 
+def check_mode(folder: Path, run: str, mode: str) -> None:
+    """Raise ConfigurationError if a checkpoint of this run has a metric of another mode."""
+    own = (path for path in reversed(checkpoints(folder)) if _recorded(path, "run") == run)
+    for path, (_, before) in ((path, found) for path in own if (found := _metric_of(path)) is not None):
+        if before != mode:
+            raise ConfigurationError(
+                f"this save has mode={mode!r}, and this run saved {path.name} with mode={before!r}",
+                why="the best checkpoint so far would count as the worst, and might be deleted",
+                remedy=f"write mode={before!r} in every save of the run, or save in another folder",
+            )
+        return  # earlier ones have its mode
+
+
 def _best_of(paths: list[Path]) -> Path | None:
     """Return the first checkpoint with the best metric; None if none has one.
 
-    If a run changed from one mode to the other, only the metrics of its newest mode count.
+    If runs in one folder have different modes, only the metrics of the newest mode count.
     """
-    found = {}
-    for path in paths:
-        match _recorded(path, "metric"):
-            case [metric, str(mode)] if is_number(metric) and math.isfinite(metric) and mode in BEST:
-                found[path] = metric, mode
+    found = {path: metric for path in paths if (metric := _metric_of(path)) is not None}
     if not found:
         return None
     *_, (_, newest) = found.values()
     metrics = {path: metric for path, (metric, mode) in found.items() if mode == newest}
     return BEST[newest](metrics, key=metrics.__getitem__)
+
+
+def _metric_of(path: Path) -> tuple[float, str] | None:
+    match _recorded(path, "metric"):
+        case [metric, str(mode)] if is_number(metric) and math.isfinite(metric) and mode in BEST:
+            return metric, mode
+    return None
 
 
 def _recorded(path: Path, fact: str) -> Any:

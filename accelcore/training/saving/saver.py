@@ -88,7 +88,8 @@ class Checkpoints(ABC):
                 one is never deleted.
             best: a metric of this checkpoint, the same on all ranks. The checkpoint with the best metric is never
                 deleted. Of equal metrics the first is the best; NaN and infinity never are.
-            mode: "min" if the lowest metric is the best, as of a loss; "max" for the highest, as of an accuracy.
+            mode: "min" if the lowest metric is the best, as of a loss; "max" for the highest, as of an accuracy. The
+                same in all saves of a run.
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
         """
@@ -134,6 +135,8 @@ class Checkpoints(ABC):
             with agreement.all_or_none(doing), store.writing(folder):
                 if rank == 0:
                     held.enter_context(store.alone(folder))
+                    if metric is not None:
+                        store.check_mode(folder, self._run, mode)
             with agreement.all_or_none(doing), store.writing(folder):
                 for name, training in trainings.items():
                     _write(training, folder, name, rank)

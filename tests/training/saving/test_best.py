@@ -49,11 +49,19 @@ def test_the_first_of_the_best_is_kept(accel, tmp_path, mode, metrics, keep, lef
     assert steps(tmp_path) == left
 
 
-def test_a_run_that_changes_its_mode_compares_only_metrics_of_the_new_one(accel, tmp_path):
-    trainer = make(accel)
-    save(trainer, tmp_path, [0.1, 0.2])
-    save(trainer, tmp_path, [0.9, 0.8, 0.7], mode="max")
-    assert steps(tmp_path) == [3, 5]
+def test_a_run_keeps_its_mode_and_another_run_may_have_another(accel, tmp_path):
+    trainer, resumed, other = make(accel), make(accel), make(accel)
+    save(trainer, tmp_path / "run", [0.1, 0.2, None])
+    resumed.resume(tmp_path / "run")
+    for each in (trainer, resumed):
+        with pytest.raises(accelcore.ConfigurationError, match=r"mode='max'(.|\n)*step-00000001 (.|\n)*mode='min'"):
+            save(each, tmp_path / "run", [0.9], mode="max")
+        assert steps(tmp_path / "run") == [1, 3]
+    save(resumed, tmp_path / "run", [0.05])
+    assert steps(tmp_path / "run") == [5]
+    save(resumed, tmp_path / "another", [0.9], mode="max")
+    save(other, tmp_path / "run", [0.7, 0.9, 0.8, 0.6, 0.6, 0.6], mode="max", keep=None)
+    assert other.resume(tmp_path / "run", best=True).name == "step-00000002"
 
 
 def test_after_a_resume_the_best_is_remembered_and_can_be_resumed_and_exported(accel, tmp_path, capsys):
