@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain
 from types import new_class
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,37 +26,39 @@ from accelcore.errors import TrainingError
 from accelcore.optim.engine import Engine, merged
 from accelcore.torch_internals import has_step_hooks
 
+_Kernel = tuple[Callable[..., object], tuple[str, ...], dict[str, float], dict[str, Any]]
+"""A kernel of torch for a parameter group, as a plain tuple: each step makes one.
 
-class _Kernel(NamedTuple):
-    """One of torch's fused kernels, for the options of a parameter group."""
+The kernel; the names of its states, in the order of its arguments; the states that a tensor has, each with the value it
+starts with; the options that not every kernel has.
+"""
 
-    call: Callable[..., object]
-    starts: dict[str, float | None]  # the start of each state, in the order of the arguments; None: there is none
-    numbers: dict[str, Any]  # the options that not every kernel has
-    counts: bool = True  # whether the state holds the number of updates
-
-    def begin(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the state of a tensor before its first update."""
-        step = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if self.counts else {}
-        return step | {name: torch.full_like(tensor, start) for name, start in self.starts.items() if start is not None}
-
-
-def _adagrad(group: dict[str, Any]) -> _Kernel:
-    numbers = {"lr_decay": group["lr_decay"], "eps": group["eps"]}
-    return _Kernel(torch._fused_adagrad_, {"sum": group["initial_accumulator_value"]}, numbers)
+_MOMENTS = {"step": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
+_AND_LARGEST = {**_MOMENTS, "max_exp_avg_sq": 0.0}
 
 
 def _adam(group: dict[str, Any]) -> _Kernel:
-    beta1, beta2 = (beta.item() if isinstance(beta, Tensor) else beta for beta in group["betas"])
-    amsgrad, call = group["amsgrad"], torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    starts = {"exp_avg": 0.0, "exp_avg_sq": 0.0, "max_exp_avg_sq": 0.0 if amsgrad else None}
-    return _Kernel(call, starts, {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": amsgrad})
+    (beta1, beta2), amsgrad = group["betas"], group["amsgrad"]
+    numbers = {
+        "beta1": beta1.item() if isinstance(beta1, Tensor) else beta1,
+        "beta2": beta2.item() if isinstance(beta2, Tensor) else beta2,
+        "eps": group["eps"],
+        "amsgrad": amsgrad,
+    }
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+    return kernel, states, _AND_LARGEST if amsgrad else _MOMENTS, numbers
+
+
+def _adagrad(group: dict[str, Any]) -> _Kernel:
+    starts = {"step": 0.0, "sum": group["initial_accumulator_value"]}
+    return torch._fused_adagrad_, ("sum", "step"), starts, {"lr_decay": group["lr_decay"], "eps": group["eps"]}
 
 
 def _sgd(group: dict[str, Any]) -> _Kernel:
     numbers = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-    starts = {"momentum_buffer": 0.0 if group["momentum"] else None}
-    return _Kernel(torch._fused_sgd_, starts, {"is_first_step": False, **numbers}, counts=False)
+    starts = {"momentum_buffer": 0.0} if group["momentum"] else {}
+    return torch._fused_sgd_, ("momentum_buffer",), starts, {"is_first_step": False, **numbers}
 
 
 _KERNELS: dict[type[Optimizer], Callable[[dict[str, Any]], _Kernel]] = {
@@ -77,21 +79,19 @@ class FusedKernel:
     def update(self, optimizer: Optimizer, found_inf: Tensor | None, grad_scale: Tensor | None) -> None:
         """Update the parameters that have a gradient, as `Engine.update`."""
         for group in merged(optimizer.param_groups):
-            kernel, lr = self._of_group(group), group["lr"]
-            kept = [name for name, start in kernel.starts.items() if start is not None]
+            kernel, states, starts, numbers = self._of_group(group)
+            lr, counts = group["lr"], "step" in starts
             for tensors in _alike([tensor for tensor in group["params"] if tensor.grad is not None]):
                 device, gradients = tensors[0].device, _gradients(tensors)
-                entries = [optimizer.state[tensor] for tensor in tensors] if kept else []
-                if not (kernel.counts and all(entries)):  # SGD without momentum saves a momentum of None
+                entries = [optimizer.state[tensor] for tensor in tensors] if starts else []
+                if not (counts and all(entries)):  # SGD without momentum saves a momentum of None
                     for entry, tensor in zip(entries, tensors, strict=bool(entries)):
-                        if entry.get(kept[0]) is None:
-                            entry.update(kernel.begin(tensor))  # at once: memory may run out in between
-                state = [[entry[name] for entry in entries] if name in kept else [] for name in kernel.starts]
-                if kernel.counts:
-                    steps = [entry["step"] for entry in entries]
-                    _add(steps, self._one(device) if found_inf is None else 1 - found_inf)
-                    state.append(steps)
-                kernel.call(
+                        if entry.get(states[0]) is None:
+                            entry.update(_begin(tensor, starts))  # at once: memory may run out in between
+                state = [[entry[name] for entry in entries] if name in starts else [] for name in states]
+                if counts:
+                    _add(state[-1], self._one(device) if found_inf is None else 1 - found_inf)
+                kernel(
                     tensors,
                     gradients,
                     *state,
@@ -100,7 +100,7 @@ class FusedKernel:
                     maximize=group["maximize"],
                     found_inf=found_inf,
                     grad_scale=grad_scale,
-                    **kernel.numbers,
+                    **numbers,
                 )
                 increment_version(tensors)
 
@@ -206,6 +206,11 @@ def _gradients(tensors: list[Tensor]) -> list[Tensor]:
         gradient if gradient.stride() == tensor.stride() else torch.empty_like(tensor).copy_(gradient)
         for tensor, gradient in zip(tensors, gradients, strict=True)
     ]
+
+
+def _begin(tensor: Tensor, starts: dict[str, float]) -> dict[str, Tensor]:
+    step = {"step": torch.zeros((), dtype=torch.float32, device=tensor.device)} if "step" in starts else {}
+    return step | {name: torch.full_like(tensor, start) for name, start in starts.items() if name != "step"}
 
 
 def _add(steps: list[Tensor], number: Tensor) -> None:
