@@ -135,10 +135,8 @@ class TorchPrecision(Precision):
     def __init__(
         self, device_type: str, capabilities: Capabilities, dispatch_key: str, fast_setting: str = "high"
     ) -> None:
-        self._device_type = device_type
-        self._capabilities = capabilities
-        self._dispatch_key = dispatch_key
-        self._fast_setting = fast_setting
+        self._device_type, self._capabilities = device_type, capabilities
+        self._dispatch_key, self._fast_setting = dispatch_key, fast_setting
         self._dtypes = {getattr(torch, name): name for name in capabilities.autocast_dtypes}
 
     def autocast(
