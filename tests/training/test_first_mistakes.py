@@ -266,17 +266,14 @@ def test_swapped_arguments_of_a_loss_and_arrays_get_a_note(accel, loss, batch, n
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(4, 2), nn.LayerNorm(4)])
-@pytest.mark.parametrize("cast", ["float32", "bfloat16"])
-def test_a_batch_of_another_dtype_than_a_bf16_model_gets_a_note_that_works(accel, layer, cast):
-    model, says = copy.deepcopy(layer), "cast the batch, or set Policy(model_dtype='bfloat16', autocast='bfloat16')"
+def test_a_batch_of_another_dtype_than_a_bf16_model_gets_a_note_that_works(accel, layer):
+    model = copy.deepcopy(layer)
     trainer = accel.trainer(model, sgd(model), precision="bf16-true", loss=lambda model, batch: model(batch).sum())
-    batch = torch.ones(2, 4, dtype=getattr(torch, cast))
-    if cast == "bfloat16":
-        trainer(batch)
-        return
     with pytest.raises(RuntimeError) as found:
-        trainer(batch)
+        trainer(torch.ones(2, 4))
+    trainer(torch.ones(2, 4, dtype=torch.bfloat16))
     if sys.version_info >= (3, 11):
+        says = "cast the batch, or set Policy(model_dtype='bfloat16', autocast='bfloat16')"
         assert any(says in each for each in found.value.__notes__), found.value.__notes__
 
 
