@@ -5,51 +5,51 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
+from dataclasses import replace
 from typing import cast
 
 import libcst as cst
 from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.guards import GUARDS, Guard, Test, body_of, names_in, set_in, tests_of, turned_off
+from accelcore_lint.port.guards import (
+    GUARDS,
+    Guard,
+    Test,
+    body_of,
+    has_blocks,
+    is_foreign,
+    is_portable,
+    is_tried,
+    names_in,
+    set_in,
+    tests_of,
+    turned_off,
+)
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
-from accelcore_lint.port.syntax import is_import, loses_comment, reasons_above, text_of
+from accelcore_lint.port.splits import is_split, places
+from accelcore_lint.port.syntax import is_import, key_of, loses_comment, reasons_above, text_of
 from accelcore_lint.port.uses import STOPS
 
-_EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
-_CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
 _FAILS = ("unknown name", "unknown function", "device call", "wait")
 """Rules by which lines are left that raise an error on other devices. These ran without them so far."""
+
+_QUESTIONS = ("condition", "is_cuda", "device check")
+"""Rules of conditions."""
 
 _CPU = re.compile(r"(?:torch\.device\()?[\"']cpu[\"']\)?")
 _FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?(?:\s+[\w.]+ *= *(?:False|None|0))*")
 """A line that chooses the CPU after all, and others that turn something off for it."""
 
 _PARTS = (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)
-_FOREIGN = re.compile(
-    r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
-    r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b"
-)
-"""Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
-
-PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA only.
-"""
-
 _SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
 """Statements that end a test without a failure."""
 
-_GPU = re.compile(r"[\"']gpu[\"']")
-"""The name by which other packages, such as DALI and Lightning, choose a vendor's device."""
-
 _TRIED = "a use of one vendor's device by which the script asks whether there is one: ask for accel.device.type instead"
-_ERRORS = re.compile(r"\b(BaseException|Exception|RuntimeError|AssertionError)\b")
-_NONE = re.compile(r"(?m)(=|\breturn) *(False|None|0|[\"']cpu[\"']|torch\.device\([\"']cpu[\"']\)) *($|#)")
-"""A line for a script that found no device."""
-
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -71,6 +71,7 @@ class Decisions(cst.CSTVisitor):
         self._waiting: dict[cst.CSTNode, list[tuple[Guard, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._named: dict[cst.CSTNode, list[tuple[str, Rule, cst.CSTNode, Left]]] = defaultdict(list)
         self._guarded: list[tuple[cst.CSTNode, str, bool, bool]] = []
+        self._placing: list[str] = []
         self._foreign: list[tuple[cst.CSTNode, str]] = []
         self._shut: set[cst.CSTNode] = set()
         self._left_lines: list[tuple[cst.CSTNode, set[str]]] = []
@@ -85,6 +86,16 @@ class Decisions(cst.CSTVisitor):
         self.rewritten: list[Note] = []
         self.left: list[Note] = []
         self.harmless: list[Note] = []
+        self._split = False
+        self._flags: set[str] = set()
+
+    @property
+    def splits(self) -> bool:
+        """Return whether a question that was left decides where something is, also by a flag."""
+        asked = "|".join(map(re.escape, self._flags))
+        return self._split or (
+            bool(asked) and any(re.search(rf"(?<![\w.])({asked})\b", test) for test in self._placing)
+        )
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, _COMPOUND):
@@ -132,19 +143,20 @@ class Decisions(cst.CSTVisitor):
             rewritten, actions, left = self._marks[guard]
             done = self._done()
             whole = all(note.rule == "replicas" for note in self.left[left:])  # DataParallel works on other devices
-            some = done[0] > rewritten or self._is_portable(guard)
+            some = done[0] > rewritten or is_portable(guard, self._facts.is_whole)
             opens = (done[1] > actions or whole) if decision.some else (some and whole)
             fails = body_of(guard) in self._fixed or any(note.rule in _FAILS for note in self.left[left:])
             if decision.some and fails:
                 opens = False
             if original_node is not guard or isinstance(guard, Test):
                 opens = whole  # what follows an early return, or a test
-            foreign = any(self._is_foreign(test, body_of(guard)) for test in tests_of(guard))
+            foreign = any(is_foreign(test, body_of(guard), self._facts.extensions) for test in tests_of(guard))
             if self._unset & names_in(body_of(guard)) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
             holder = next((each for each in self._facts.parents(guard) if isinstance(each, cst.ClassDef)), None)
+            decision, opens = self._kept(rule, decision, opens=opens)
             if opens and decision.some and (holder is not None or self._asserts(node)):
                 # Other methods may set what this one reads, and questions below this one may stay.
                 self._named[holder or self._scope_of(node)].append(("", rule, node, decision))
@@ -162,9 +174,10 @@ class Decisions(cst.CSTVisitor):
             if isinstance(original_node, cst.For):
                 self._guarded.append((self._scope_of(original_node), text_of(original_node.iter), closed, not lines))
             for test in tests_of(original_node):
-                whole = not lines and (actions > 0 or self._is_portable(original_node))
+                self._placing += [text_of(test)] if places(original_node) else []
+                whole = not lines and (actions > 0 or is_portable(original_node, self._facts.is_whole))
                 self._guarded.append((self._scope_of(original_node), text_of(test), closed, whole))
-                if self._is_foreign(test, body_of(cast("Guard", original_node))):
+                if is_foreign(test, body_of(cast("Guard", original_node)), self._facts.extensions):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
         # What asserts that there is a device stays if another question in its function does: they are asked last.
         for name, rule, node, decision in sorted(
@@ -176,10 +189,17 @@ class Decisions(cst.CSTVisitor):
             is_open = is_open and self._facts.function_of(node) not in self._fixed
             if is_open and isinstance(original_node, cst.ClassDef):
                 is_open = self._unset.isdisjoint(self._members_in(node))
+            decision, is_open = self._kept(rule, decision, opens=is_open)
             if decision.retry is not None and is_open:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
+
+    def _kept(self, rule: Rule, decision: Left, *, opens: bool) -> tuple[Left, bool]:
+        """Return a decision and whether it opens, which no question for a device does in a program that keeps them."""
+        if opens and rule.name == "device check" and self._facts.keeps_questions:
+            return replace(decision, reason=self._facts.keeps_questions), False
+        return decision, opens
 
     def _asserts(self, node: cst.CSTNode) -> bool:
         """Return whether a program stops if the answer to a question is no."""
@@ -206,8 +226,9 @@ class Decisions(cst.CSTVisitor):
                 return outer.name.value
             if isinstance(outer, cst.Assign):
                 return text_of(outer.targets[0].target) if len(outer.targets) == 1 else ""
-            for option in (name for name, call in self._facts.options.items() if call is outer):
-                found = re.search(rf"\b\w+\.{option}\b(?! *[(.])", self._facts.code)
+            options = [name for name, call in self._facts.options.items() if call is outer]
+            if option := options[0] if options else key_of(outer):
+                found = re.search(rf"\b\w+\.{re.escape(option)}\b(?! *[(.])", self._facts.code)
                 return found[0] if found else ""
             is_part = isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) and not isinstance(outer, cst.Call)
             if not (is_part or isinstance(outer, cst.Arg) or _passes(outer)):
@@ -253,12 +274,6 @@ class Decisions(cst.CSTVisitor):
         own = (call for call in self._facts.calls if self._facts.name(call.func) is None)
         args = (arg for call in own for arg in call.args if text_of(arg.value) == name)
         return {arg.keyword.value for arg in args if arg.keyword is not None}
-
-    def _is_foreign(self, test: cst.BaseExpression, body: cst.CSTNode) -> bool:
-        """Return whether what a condition guards uses a vendor's tools beside torch, such as an extension."""
-        names = self._facts.extensions & (names_in(test) | names_in(body))
-        named = isinstance(body, cst.BaseExpression) and _GPU.fullmatch(text_of(body))
-        return bool(names or named) or _FOREIGN.search(text_of(test) + text_of(body)) is not None
 
     def _end_of(self, guard: Guard) -> cst.CSTNode:
         """Return the node after which it is known what a guard guards: itself, or its block if it returns.
@@ -315,6 +330,9 @@ class Decisions(cst.CSTVisitor):
             self.harmless.append(note)
             return
         self.left.append(note)
+        chooses = rule.name == "device" and "is_available" in text_of(node)
+        self._split = self._split or chooses or (rule.name in _QUESTIONS and is_split(guard))
+        self._flags |= {self._name_of(node)} - {""} if guard is None and rule.name in _QUESTIONS else set()
         around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
         if rule.name == "device string" and isinstance(next(around), cst.Assign):
             self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere
@@ -337,21 +355,21 @@ class Decisions(cst.CSTVisitor):
         return left or not (values or is_option)
 
     def _precedes_other(self, guard: cst.If) -> bool:
-        """Return whether another accelerator has the next branch, while nothing in this one is rewritten.
+        """Return whether another accelerator has the next branch, with more than a choice, or this one is left.
 
         torch's current device may be that accelerator, which would take this branch.
         """
         other = guard.orelse
         if not isinstance(other, cst.If) or OTHERS.search(text_of(other.test)) is None:
             return False
-        return not any(guard.body in self._facts.parents(node) for node in self.rewrites)
+        return has_blocks(other.body) or not any(guard.body in self._facts.parents(node) for node in self.rewrites)
 
     def _decide(self, rule: Rule, node: cst.CSTNode) -> Rewrite | Left | None:
         try:
             decision = rule.decide(node, self._facts)
         except UnplacedError as unplaced:
             return None if rule.optional else Left(str(unplaced))
-        if isinstance(decision, Rewrite) and rule.name != "device check" and self._is_tried(node):
+        if isinstance(decision, Rewrite) and rule.name != "device check" and is_tried(node, self._facts.parents):
             return Left(_TRIED, node.children)
         if isinstance(decision, Rewrite) and loses_comment(node, decision):
             if rule.optional:
@@ -359,35 +377,10 @@ class Decisions(cst.CSTVisitor):
             return None if rule.optional else Left("comments within it would be lost: move them above it")
         return decision
 
-    def _is_tried(self, node: cst.CSTNode) -> bool:
-        """Return whether a `try` asks by a use of the device whether there is one, and takes the CPU if it fails."""
-        inner = node
-        for outer in self._facts.parents(node):
-            if isinstance(outer, cst.Try) and inner is outer.body:
-                return any(map(_takes_cpu, outer.handlers))
-            inner = outer
-        return False
-
-    def _is_portable(self, node: cst.CSTNode) -> bool:
-        """Return whether an `if` only guards what every accelerator has: copies, autocast, fused steps, numbers."""
-        if isinstance(node, cst.IfExp):
-            numbers = self._facts.is_whole(node.body) and self._facts.is_whole(node.orelse)
-            return numbers or _CHOSEN.match(text_of(node.body)) is not None
-        if not isinstance(node, cst.If):
-            return False
-        lines = node.body.body if isinstance(node.body, cst.IndentedBlock) else ()
-        return bool(lines) and all(_EVERYWHERE.search(text_of(line)) for line in lines)
-
     def _statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the statement above which a comment about a node goes."""
         around = [node, *self._facts.parents(node)]
         return next(outer for outer in around if isinstance(outer, _COMPOUND))
-
-
-def _takes_cpu(handler: cst.ExceptHandler) -> bool:
-    is_broad = handler.type is None or _ERRORS.search(text_of(handler.type)) is not None
-    body = text_of(handler.body)
-    return is_broad and _NONE.search(body) is not None and not (STOPS.search(body) or "memory" in body)
 
 
 def _passes(node: cst.CSTNode) -> bool:

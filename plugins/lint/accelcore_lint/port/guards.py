@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterator
 
 import libcst as cst
 from libcst import matchers
 
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.uses import STOPS
 
 Test = cst.FunctionDef | cst.ClassDef
 """What a decorator such as `pytest.mark.skipif` may skip."""
@@ -19,11 +21,36 @@ _OFF = re.compile(r"[\w.]+?(?:\.|\[[\"'])(\w+)(?:[\"']\])? *= *False\b.*", re.DO
 """A line that turns a flag of the script off, as `config["use_cuda"] = False`."""
 
 
+_FOREIGN = re.compile(
+    r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
+    r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b"
+)
+"""Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
+
+PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA only.
+"""
+
+_GPU = re.compile(r"[\"']gpu[\"']")
+"""The name by which other packages, such as DALI and Lightning, choose a vendor's device."""
+
+_EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
+_CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
+_ERRORS = re.compile(r"\b(BaseException|Exception|RuntimeError|AssertionError)\b")
+_NONE = re.compile(r"(?m)(=|\breturn) *(False|None|0|[\"']cpu[\"']|torch\.device\([\"']cpu[\"']\)) *($|#)")
+"""A line for a script that found no device."""
+
+
 def body_of(guard: Guard) -> cst.CSTNode:
     """Return what runs if the guard allows it."""
     if isinstance(guard, cst.BooleanOperation):
         return guard.right
     return guard.elt if isinstance(guard, cst.BaseSimpleComp) else guard.body
+
+
+def has_blocks(body: cst.CSTNode) -> bool:
+    """Return whether a branch has further conditions or loops."""
+    lines = body.body if isinstance(body, cst.IndentedBlock) else ()
+    return not all(isinstance(line, cst.SimpleStatementLine) for line in lines)
 
 
 def tests_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
@@ -57,3 +84,36 @@ def turned_off(guard: Guard | None, code: str) -> str:
 def _assigned(node: cst.CSTNode) -> set[str]:
     made = matchers.findall(node, matchers.AssignTarget(matchers.Name() | matchers.Attribute()))
     return {text_of(cst.ensure_type(target, cst.AssignTarget).target) for target in made}
+
+
+def is_foreign(test: cst.BaseExpression, body: cst.CSTNode, extensions: Collection[str]) -> bool:
+    """Return whether what a condition guards uses a vendor's tools beside torch, such as compiled `extensions`."""
+    names = (names_in(test) | names_in(body)) & set(extensions)
+    named = isinstance(body, cst.BaseExpression) and _GPU.fullmatch(text_of(body))
+    return bool(names or named) or _FOREIGN.search(text_of(test) + text_of(body)) is not None
+
+
+def is_portable(node: cst.CSTNode, is_whole: Callable[[cst.BaseExpression], bool]) -> bool:
+    """Return whether an `if` only guards what every accelerator has: copies, autocast, fused steps, numbers."""
+    if isinstance(node, cst.IfExp):
+        return (is_whole(node.body) and is_whole(node.orelse)) or _CHOSEN.match(text_of(node.body)) is not None
+    if not isinstance(node, cst.If):
+        return False
+    lines = node.body.body if isinstance(node.body, cst.IndentedBlock) else ()
+    return bool(lines) and all(_EVERYWHERE.search(text_of(line)) for line in lines)
+
+
+def is_tried(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cst.CSTNode]]) -> bool:
+    """Return whether a `try` asks by a use of the device whether there is one, and takes the CPU if it fails."""
+    inner = node
+    for outer in parents(node):
+        if isinstance(outer, cst.Try) and inner is outer.body:
+            return any(map(_takes_cpu, outer.handlers))
+        inner = outer
+    return False
+
+
+def _takes_cpu(handler: cst.ExceptHandler) -> bool:
+    is_broad = handler.type is None or _ERRORS.search(text_of(handler.type)) is not None
+    body = text_of(handler.body)
+    return is_broad and _NONE.search(body) is not None and not (STOPS.search(body) or "memory" in body)

@@ -15,12 +15,14 @@ from rich.console import Console
 from accelcore_lint.command import FAILED, FINDINGS, Command, PathArgument
 from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
-from accelcore_lint.port.project import Project, read_project
+from accelcore_lint.port.project import Known, Project, read_project
 from accelcore_lint.port.report import Ported, as_json, diff, show
 from accelcore_lint.port.rewrite import UnfaithfulError, port_source
 from accelcore_lint.port.rule import Level
 
 _ASYNC = re.compile(r"[(,]\s*async *=")
+_GLUED = re.compile(r"\b(assert|return|not|if|elif|while|in|and|or)\((?=[^\n]*\bif\b[^\n]*\belse\b)")
+"""Words without a space before a choice in parentheses, which libcst refuses."""
 _SCRIPT = "accelcore_lint.port.arguments"
 
 
@@ -99,14 +101,14 @@ def port(
     except FileError as error:
         raise click.ClickException(str(error)) from error
     project = read_project(found)
-    files = [_ported(path, chosen, paths if write else None, project, named=path in paths) for path in found]
+    files = [_written(ported, paths) if write else ported for ported in ported_together(found, chosen, project, paths)]
     if show_diff:
         for ported in files:
             click.echo(diff(ported), nl=False)
     if json_output:
-        click.echo(json.dumps(as_json(files, chosen), indent=2))
+        click.echo(json.dumps(as_json(files, chosen, project.mac), indent=2))
     else:
-        show(files, chosen, Console(stderr=show_diff, soft_wrap=True), written=write)
+        show(files, chosen, Console(stderr=show_diff, soft_wrap=True), project.mac, written=write)
     if any(ported.outcome is None for ported in files):
         return FAILED
     return FINDINGS if any(ported.outcome and ported.outcome.left for ported in files) else 0
@@ -116,7 +118,7 @@ def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequenc
     """Compare one script with its port."""
     if len(paths) != 1 or not paths[0].is_file():
         raise click.UsageError("--check takes one script")
-    ported = _ported(paths[0], level, None, read_project(paths))
+    (ported,) = ported_together(paths, level, read_project(paths), paths)
     if ported.outcome is None:
         raise click.ClickException(f"{paths[0]}: {ported.error}")
     result = compare(paths[0], ported.outcome.source, steps, arguments)
@@ -124,10 +126,20 @@ def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequenc
     return {True: 0, None: FINDINGS, False: FAILED}[result.same]
 
 
-def _ported(
-    path: Path, level: Level, within: tuple[Path, ...] | None, project: Project, *, named: bool = True
-) -> Ported:
-    """Port one file, and replace it if `within` is given. An error is part of the result: other files go on.
+def ported_together(paths: Sequence[Path], level: Level, project: Project, named: Sequence[Path]) -> list[Ported]:
+    """Port files: once, and again where a question that stays in another file of the program decides."""
+    files = {path: _ported(path, level, project.known(path), named=path in named) for path in paths}
+    while True:
+        kept = project.keeping([path for path, ported in files.items() if ported.outcome and ported.outcome.splits])
+        again = [path for path in files if kept.known(path) is not project.known(path)]
+        if not again:
+            return list(files.values())
+        project = kept
+        files |= {path: _ported(path, level, project.known(path), named=path in named) for path in again}
+
+
+def _ported(path: Path, level: Level, known: Known, *, named: bool) -> Ported:
+    """Port one file. An error is part of the result: other files go on.
 
     A file in a folder that has nothing to port may be in another language version; one that the user `named` may not.
     """
@@ -135,16 +147,33 @@ def _ported(
         script = read_script(path)
         if named:
             cst.parse_module(script.source)
-        outcome = port_source(script.source, level, project.known(path))
-        if within is not None and outcome.source != script.source:
-            write_script(script, outcome.source, within)
+        outcome = port_source(script.source, level, known)
     except cst.ParserSyntaxError as error:
         return Ported(path, error=_unreadable(error, script.source))
     except cst.CSTValidationError as error:
-        return Ported(path, error=f"cannot be rewritten: {error}")
+        return Ported(path, error=_unparsed(error, script.source))
     except (FileError, UnfaithfulError) as error:
         return Ported(path, error=str(error))
-    return Ported(path, script.source, outcome)
+    return Ported(path, script, outcome)
+
+
+def _written(ported: Ported, within: tuple[Path, ...]) -> Ported:
+    """Replace a file by its port."""
+    if ported.script is None or ported.outcome is None or ported.outcome.source == ported.before:
+        return ported
+    try:
+        write_script(ported.script, ported.outcome.source, within)
+    except FileError as error:
+        return Ported(ported.path, error=str(error))
+    return ported
+
+
+def _unparsed(error: cst.CSTValidationError, source: str) -> str:
+    """Return which line the parser refuses, though Python reads it: `assert(a if b else c)`."""
+    if (found := _GLUED.search(source)) is None:
+        return f"cannot be rewritten: {error}"
+    line = source.count("\n", 0, found.start()) + 1
+    return f"line {line} cannot be read: write a space after {found[1]}"
 
 
 def _unreadable(error: cst.ParserSyntaxError, source: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accelcore_lint.port import uses
 from accelcore_lint.port.files import find_scripts
+from accelcore_lint.port.mac import lacks_of_mps
 from accelcore_lint.port.own_classes import (
     has_strange_moves,
     movers,
@@ -19,6 +20,7 @@ from accelcore_lint.port.own_classes import (
     takes_arguments,
     torch_modules,
 )
+from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.vendors import DEVICES, imports_torch
 
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
@@ -52,6 +54,7 @@ _SETTING = re.compile(
 
 _ASKED = "{} asks {} above lines for one vendor, and this run does not port that file: port them together"
 _OWN = "{} asks {} above a move of the project's own objects, which is left"
+_LOADED = "{} loads a state by {} to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _REST = "{} gives a function for the CPU all tensors that are not CUDA's, also those of other devices"
 _WORD = re.compile(r"\w+")
 _MEMBER = re.compile(r"\.(\w+)")
@@ -127,14 +130,28 @@ class Project:
     Attributes:
         files: what the project says about each file that is ported.
         all: what is the same for all files.
+        programs: for each file that is ported those that it imports, and that import it, also through others.
+        mac: the line of the report that names what the project uses and MPS lacks; "" if nothing.
     """
 
     files: Mapping[Path, Known]
     all: Known
+    programs: Mapping[Path, frozenset[Path]]
+    mac: str
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
         return self.files.get(path.resolve(), self.all)
+
+    def keeping(self, splits: Collection[Path]) -> Project:
+        """Return the project after questions that stay in some files: those of their programs stay, too."""
+        splits = {path.resolve() for path in splits if not _TEST.fullmatch(path.name)}
+        files = dict(self.files)
+        for path, known in files.items():
+            found = sorted(self.programs[path] & splits)
+            if found and not known.keeps_questions:
+                files[path] = replace(known, keeps_questions=KEPT.format(found[0].name))
+        return replace(self, files=files)
 
 
 def read_project(paths: Iterable[Path]) -> Project:
@@ -171,22 +188,30 @@ def read_project(paths: Iterable[Path]) -> Project:
         uses=frozenset(word for text in texts.values() for word in uses.uses_in(text))
         | ({"apex"} if any(uses.drives_apex(text, modules) for text in texts.values()) else set()),
     )
-    return Project(_known_of_each(given, texts, imports, known, set(own)), known)
+    below, above = defaultdict[Path, set[Path]](set), defaultdict[Path, set[Path]](set)
+    for user, all_ in imports.items():
+        for path, _ in all_:
+            below[user].add(path)
+            above[path].add(user)
+    edges = {path: (_reached(path, below), _reached(path, above)) for path in given}
+    programs = {path: frozenset(files | users) for path, (files, users) in edges.items()}
+    return Project(_known_of_each(edges, texts, imports, known, set(own)), known, programs, lacks_of_mps(texts))
 
 
 def _known_of_each(
-    given: set[Path],
+    edges: Mapping[Path, tuple[set[Path], set[Path]]],
     texts: Mapping[Path, str],
     imports: Mapping[Path, Sequence[tuple[Path, str]]],
     known: Known,
     own: set[Path],
 ) -> dict[Path, Known]:
-    """Return what is known of each file: by whom it is imported, and what is in the files that it imports."""
-    below, above, taken = defaultdict[Path, set[Path]](set), defaultdict[Path, set[Path]](set), dict[Path, set[str]]()
+    """Return what is known of each file: by whom it is imported, and what is in the files that it imports.
+
+    `edges`: for each file those that it imports, and those that import it, also through others.
+    """
+    given, taken = set(edges), dict[Path, set[str]]()
     for user, all_ in imports.items():
         for path, name in all_:
-            below[user].add(path)
-            above[path].add(user)
             if path in given - {user} and not _TEST.fullmatch(user.name):
                 taken.setdefault(path, set()).update(_taken(name, texts[user]))
     taken |= {path: set() for path in given - set(taken) if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])}
@@ -196,18 +221,20 @@ def _known_of_each(
     )
     forking = {path for path, text in texts.items() if uses.FORKS.search(text)}
     with_torch = {path for path, text in texts.items() if imports_torch(text.encode("utf-8", "replace"))}
-    kept = {path: reason for path, text in texts.items() if (reason := uses.kept_questions(text))}
+    scripts = {path: text for path, text in texts.items() if not _TEST.fullmatch(path.name)}
+    kept = {path: reason for path, text in scripts.items() if (reason := uses.kept_questions(text))}
     flags = {
         path: {name: (_OWN if path in given else _ASKED).format(path.name, name) for name in found}
-        for path, text in texts.items()
-        if not _TEST.fullmatch(path.name) and (known.own_moves or path not in given)
+        for path, text in scripts.items()
+        if known.own_moves or path not in given
         for found in [uses.flags_of_moves(text, known.own_moves if path in given else None)]
     }
+    for path, text in scripts.items():
+        flags.setdefault(path, {}).update({name: _LOADED.format(path.name, name) for name in uses.flags_of_loads(text)})
     rest = {path for path, text in texts.items() if uses.TAKES_REST.search(text)}
     meeting = _by_name(own, texts)
     known_of = {}
-    for path in given:
-        files, users = _reached(path, below), _reached(path, above)
+    for path, (files, users) in edges.items():
         asked = {name: why for each in sorted(files | users) for name, why in flags.get(each, {}).items()}
         passed = {pair for each in (path, *files, *users) for pair in uses.PASSED.findall(texts[each])} if asked else ()
         known_of[path] = replace(

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from accelcore_lint.port.files import Script
 from accelcore_lint.port.rewrite import Outcome
 from accelcore_lint.port.rule import Level
 
@@ -23,15 +24,20 @@ class Ported:
 
     Attributes:
         path: of the script.
-        before: its source.
+        script: the file as it was read.
         outcome: what became of it; None if it could not be ported.
         error: why it could not.
     """
 
     path: Path
-    before: str = ""
+    script: Script | None = None
     outcome: Outcome | None = None
     error: str = ""
+
+    @property
+    def before(self) -> str:
+        """Return the source of the script."""
+        return self.script.source if self.script else ""
 
 
 def diff(ported: Ported) -> str:
@@ -47,11 +53,12 @@ def diff(ported: Ported) -> str:
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-def as_json(files: Sequence[Ported], level: Level) -> dict[str, Any]:
+def as_json(files: Sequence[Ported], level: Level, mac: str) -> dict[str, Any]:
     """Return the report as plain values: counts of lines for one vendor, rewrites by rule, and what is left."""
     return {
         "level": level.value,
         "vendor_lines": dict(zip(("before", "after"), _lines(files), strict=True)),
+        "mac": mac if _changes(files) else "",
         "files": [
             {"path": str(ported.path), "error": ported.error or None}
             | ({} if ported.outcome is None else _values(ported, ported.outcome))
@@ -71,8 +78,11 @@ def _values(ported: Ported, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def show(files: Sequence[Ported], level: Level, console: Console, *, written: bool) -> None:
-    """Print the summary: for each file the lines for one vendor, the rewrites by rule, and what is left and why."""
+def show(files: Sequence[Ported], level: Level, console: Console, mac: str, *, written: bool) -> None:
+    """Print the summary: for each file the lines for one vendor, the rewrites by rule, and what is left and why.
+
+    `mac`: the line on what the project uses and MPS lacks.
+    """
     done = "rewritten" if written else "would be rewritten"
     for ported in files:
         outcome = ported.outcome
@@ -96,6 +106,8 @@ def show(files: Sequence[Ported], level: Level, console: Console, *, written: bo
                 by_hand = note.rule == "engine"
                 place = f"  {'by hand' if by_hand else title} {ported.path}:{note.line}"
                 console.print(Text(f"{place}: {note.text} [{note.rule}]", "yellow" if by_hand else style))
+    if mac and _changes(files):
+        console.print(Text(mac, "yellow"))
     before, after = _lines(files)
     errors = sum(ported.outcome is None for ported in files)
     left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
@@ -107,9 +119,13 @@ def show(files: Sequence[Ported], level: Level, console: Console, *, written: bo
     engines = sum(note.rule == "engine" for ported in files if ported.outcome for note in ported.outcome.harmless)
     if engines:
         text += f"; {engines} file{' is' if engines == 1 else 's are'} trained by another library (see `by hand` above)"
-    if not written and any(ported.outcome and ported.outcome.source != ported.before for ported in files):
+    if not written and _changes(files):
         text += "; no file is changed: --write changes them"
     console.print(Text(text))
+
+
+def _changes(files: Sequence[Ported]) -> bool:
+    return any(ported.outcome and ported.outcome.source != ported.before for ported in files)
 
 
 def _lines(files: Sequence[Ported]) -> tuple[int, int]:

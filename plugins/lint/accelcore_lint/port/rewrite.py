@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import cast
 
@@ -17,6 +17,7 @@ from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.removed import sweep, without_ranks, without_unused
 from accelcore_lint.port.rule import TODO, Level, Note
+from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.vendors import builds_extensions, may_concern, vendor_lines
@@ -42,6 +43,7 @@ class Outcome:
         left: what a comment above the line now says.
         harmless: what was left without a comment, because other devices ignore it.
         before, after: number of lines that work on one vendor's devices only.
+        splits: whether a question that is left decides where something is, so that the program's others have to stay.
         ignored: how many of those `after` set something that other devices ignore, such as `cudnn.benchmark`.
         loops: training loops at level TRAINER, and whether each was replaced, or why not.
     """
@@ -54,6 +56,7 @@ class Outcome:
     before: int = 0
     after: int = 0
     ignored: int = 0
+    splits: bool = False
 
 
 def port_source(source: str, level: Level, known: Known | None = None) -> Outcome:
@@ -69,6 +72,14 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
         UnfaithfulError: libcst does not reproduce this source to the last byte.
     """
     known = known or Known()
+    outcome = _port(source, level, known)
+    if outcome.splits and not known.keeps_questions:
+        outcome = _port(source, level, replace(known, keeps_questions=KEPT.format("this file")))
+        outcome.splits = True
+    return outcome
+
+
+def _port(source: str, level: Level, known: Known) -> Outcome:
     if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=known.meets_torch):
         engine = engine_in(source)
         return Outcome(source, harmless=[engine_note(*engine)] if engine else [])
@@ -83,6 +94,7 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     decisions = Decisions(facts)
     module.visit(decisions)
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=before)
+    outcome.splits = decisions.splits
     if engine := facts.engine or engine_in(module.code):
         outcome.harmless.append(engine_note(*engine))
     rewritten = module.visit(_Apply(facts, decisions))

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 
+from accelcore_lint.port.engines import engine_in
 from accelcore_lint.port.vendors import DEVICES
 
 _DEVICES = "|".join(DEVICES)
@@ -19,6 +20,9 @@ _USES = {
     "scaler": re.compile(
         r"scaler\w*\.(?:get_(?!scale\b)\w+|set_growth_\w+|set_backoff_\w+|_\w+)\b|scaler\w*\.update\([^)]"
         r"|scaler\w*\.state_dict\(\)\[|scaler\w*\.scale\(\[|isinstance\([^()]*GradScaler"
+    ),
+    "scaled": re.compile(
+        r"(?s)\A(?!.*\bunscale_\()(?=.*\bGradScaler\b).*(?:clip_grad_|\.grad\b(?! *(?:= *None|is\b)))"
     ),
     "optimizer": re.compile(
         r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
@@ -43,6 +47,7 @@ _USES = {
 """Uses that only the original's objects allow, by the kind of the object.
 
 - scaler: torch's own methods, attributes and arguments.
+- scaled: gradients that are read while they are multiplied by the loss scale: no line divides them before.
 - optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form, a library that
   wraps it, and lists of the parameters' tensors, whose memory a fused optimizer no longer uses.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
@@ -73,6 +78,9 @@ _TEST = re.compile(r"[ \t]*(?:el)?if\b(.+?):([^:]*)$")
 _CHOICE = re.compile(r"\bif (.+?) else\b")
 _ASKED = re.compile(r"(\w+) *= *[^\n]*\bis_available\(")
 _FLAG = re.compile(r"(\.|(?<![.\w\"']))\b(\w+)\b(?![.(\"'])")
+_LOADS = re.compile(r"map_location *= *\(?(?:None if ([^\n]+?) else|[^\n]*[\"']cpu[\"'] if ([^\n]+?) else None)\b")
+"""Choices of a `map_location` that is None under a condition."""
+
 PASSED = re.compile(r"[(,]\s*(\w+)=(?:\w+\.)*(?!\1\b)(\w+)\s*(?=[,)])")
 """Parameters by which something of another name is passed on, as in `f(use_cuda=args.gpu)`."""
 
@@ -110,7 +118,16 @@ def kept_questions(text: str) -> str:
         )
     if _GROUPS.search(text):
         return "the process group is chosen for CUDA, another accelerator or the CPU: choose one for each device there"
+    engine = engine_in(text)
+    if engine is not None and "lightning" in engine[0]:
+        return f"{engine[0]} trains this program and chooses its devices, CUDA's and not those of every vendor"
     return ""
+
+
+def flags_of_loads(text: str) -> set[str]:
+    """Return the flags by which a file loads to the CPU, or to where the state was saved, which may be CUDA's."""
+    tests = (one or other for one, other in _LOADS.findall(text))
+    return {name for test in tests for _, name in _FLAG.findall(test)} - {"not", "and", "or"}
 
 
 def flags_of_moves(text: str, moved: Collection[str] | None) -> set[str]:

@@ -122,7 +122,7 @@ def test_yolos_function_hides_devices():
         'torch.autocast(current_device.type, dtype=torch.float16, enabled=current_device.type != "cpu")'
         in outcome.source
     )
-    assert "torch.amp.GradScaler(current_device.type)" in outcome.source
+    assert 'torch.amp.GradScaler(current_device.type, enabled=current_device.type != "cpu")' in outcome.source
 
 
 BY_HAND = """import os

@@ -192,3 +192,32 @@ def test_a_script_that_another_library_trains_does_not_read_as_done(script):
     result = run(script)
     assert f"by hand {script}:1: accelerate trains this script" in result.output
     assert "1 file is trained by another library" in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("y = x.double()", "no float64 (other.py:2)"),
+        ("torch.set_default_dtype(torch.float64)", "no float64 (other.py:2)"),
+        ("dist.init_process_group()", "no process groups (other.py:2)"),
+        ("net = nn.DataParallel(net)", "no DataParallel (other.py:2)"),
+        ("net = DistributedDataParallel(net)  # x.double()", ""),
+    ],
+)
+def test_the_report_names_what_the_project_uses_and_a_mac_lacks(script, line, named):
+    (script.parent / "setup.py").touch()
+    (script.parent / "other.py").write_text(f"import torch\n{line}\n")
+    output = run(script).output
+    assert ("on a Mac" in output) is bool(named)
+    assert named in output
+    assert named in json.loads(run(script, "--json").stdout)["mac"]
+    script.write_text("import torch\n")
+    assert "on a Mac" not in run(script).output
+
+
+@pytest.mark.parametrize("line", ["assert(x if y else z)", "x = not(x if y else z)", "if(x if y else z):\n    pass"])
+def test_a_line_that_python_reads_and_the_parser_does_not_is_named(script, line):
+    script.write_text(f"{SCRIPT}{line}\n")
+    result = run(script)
+    assert result.return_value == 2
+    assert "line 3 cannot be read: write a space after " in result.output

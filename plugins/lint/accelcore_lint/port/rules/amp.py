@@ -37,14 +37,14 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     else:
         func = f"{facts.torch}.autocast"
         first = [facts.place.kind(node)]
-        test = "" if facts.guards(node) else _is_on(facts, first[0])
+        test = "" if facts.guards(node) else is_on(facts, first[0])
 
     def build(updated: cst.Call) -> cst.Call:
         values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
         # A vendor's autocast means float16; other devices' own may have another default.
         dtype = values.pop("dtype", f"{facts.torch}.float16")
         if test:
-            values["enabled"] = _both(test, values.pop("enabled", "True"))
+            values["enabled"] = both(test, values.pop("enabled", "True"))
         parts = [
             *first,
             dtype if with_backend else f"dtype={dtype}",
@@ -57,13 +57,13 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     return Rewrite(build, claims=gone, imports=facts.needs_torch)
 
 
-def _is_on(facts: Facts, kind: str) -> str:
+def is_on(facts: Facts, kind: str) -> str:
     """Return the condition of an autocast that does nothing on the CPU, as a vendor's does."""
     plain = kind.removesuffix(".type").replace(".", "").isidentifier()
     return f'{kind} != "cpu"' if plain else f"{facts.torch}.accelerator.current_accelerator() is not None"
 
 
-def _both(test: str, enabled: str) -> str:
+def both(test: str, enabled: str) -> str:
     """Return the source of two conditions at once."""
     if enabled in ("True", "False"):
         return test if enabled == "True" else "False"

@@ -13,8 +13,8 @@ from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
-from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.uses import ASSERTED, HIDDEN
+from accelcore_lint.port.syntax import key_of, text_of
+from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads
 from accelcore_lint.port.vendors import DEVICES
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
@@ -23,8 +23,9 @@ _HIDES = "a condition on one vendor's device: where it is true, a file hides dev
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
+_FLAG = "a flag by which a state is loaded to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _CONFIGURED = "a move beside a device that a configuration gives the program, which may be the CPU: move to that one"
-_MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(")
+_MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.join(DEVICES)})\b")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
@@ -41,8 +42,6 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         return _decide_name(node, facts)
     if name is None or node.args:
         return None
-    if facts.keeps_questions and (name == AVAILABLE or name.endswith(".device_count")):
-        return Left(facts.keeps_questions, node.children)
     if name == AVAILABLE:
         return _decide_available(node, facts)
     if name == "torch.cuda.is_bf16_supported" and facts.level is not Level.TORCH:
@@ -126,6 +125,9 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     flag = text_of(assign.targets[0].target).split(".")[-1] if isinstance(assign, cst.Assign) else flag
     if facts.hides_all and isinstance(holder, cst.Assign) and whole_test is node:
         return Left(HIDDEN, node.children)
+    flag = next(filter(None, map(key_of, around)), flag)
+    if flag in flags_of_loads(facts.code):
+        return Left(_FLAG, node.children)
     if flag in facts.known.asked:
         return Left(facts.known.asked[flag], node.children)
     if flag in facts.known.hiding and "_VISIBLE_DEVICES" not in facts.code:

@@ -163,7 +163,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     names = _chosen(facts, choice)
     if not names:
         return None
-    reason = facts.keeps_questions or (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED)
+    reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps_questions
     if reason and len(_branches(choice)) > 1:
         return Left(reason, node.children)
     made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in _branches(choice)]

@@ -9,6 +9,7 @@ import libcst as cst
 from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.amp import both, is_on
 from accelcore_lint.port.syntax import arguments, text_of
 
 OF_DEVICE = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler"}
@@ -52,9 +53,12 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     stays = facts.attributes & _ONLY_TORCHS or "scaler" in facts.uses_of or chosen
     with_backend = facts.place.can_choose(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
+    test = _only_where(node, facts)
 
     def build(updated: cst.Call) -> cst.BaseExpression:
         values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
+        if test and test not in values.get("enabled", ""):
+            values["enabled"] = both(test, values.get("enabled", "True"))
         if not with_backend:
             parts = ", ".join([prefix, *(f"{key}={text}" for key, text in values.items())])
             return cst.parse_expression(f"{facts.torch}.amp.GradScaler({parts})")
@@ -69,6 +73,17 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
     return Rewrite(build, claims=gone, imports=() if with_backend else facts.needs_torch)
+
+
+def _only_where(node: cst.Call, facts: Facts) -> str:
+    """Return the condition of a scaler that is off on the CPU, as CUDA's is; "" if it may be on.
+
+    It may be on beside `accel.autocast`, which works on the CPU, unless the script reads gradients that it has scaled.
+    """
+    alone = facts.level is Level.TORCH or not facts.place.can_choose(node)
+    if facts.guards(node) or not (alone or "scaled" in facts.uses_of):
+        return ""
+    return is_on(facts, facts.place.kind(node))
 
 
 def _is_strange(name: str, facts: Facts) -> bool:
@@ -86,7 +101,11 @@ SCALER = Rule(
     (cst.Call,),
     _decide,
     (
-        Example(Level.TORCH, "scaler = torch.cuda.amp.GradScaler()", "scaler = torch.amp.GradScaler(device.type)"),
+        Example(
+            Level.TORCH,
+            "scaler = torch.cuda.amp.GradScaler()",
+            'scaler = torch.amp.GradScaler(device.type, enabled=device.type != "cpu")',
+        ),
         Example(
             Level.ROLES,
             "scaler = torch.cuda.amp.GradScaler(init_scale=1024.0, enabled=args.amp)",

@@ -23,7 +23,7 @@ def main():
     # one cycle over all updates
     scheduler = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=args.epochs * len(train_loader) + 1)
     accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    scaler = torch.amp.GradScaler(accelerator.type)
+    scaler = torch.amp.GradScaler(accelerator.type, enabled=accelerator.type != "cpu")
 
     for epoch in range(args.epochs):
         net.train()

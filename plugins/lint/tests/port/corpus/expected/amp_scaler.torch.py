@@ -8,7 +8,7 @@ device = torch.accelerator.current_accelerator(check_available=True) or torch.de
 
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=use_amp)
+scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=device.type != "cpu" and use_amp)
 batches = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(4)]
 
 for x, y in batches:

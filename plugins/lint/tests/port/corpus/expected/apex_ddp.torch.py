@@ -28,15 +28,15 @@ if args.distributed:
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 if args.sync_bn:
-    # TODO(accelcore): one vendor's function, without a generic one
+    # TODO(accelcore): apex's own: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) is for all devices
     model = apex.parallel.convert_syncbn_model(model)
 model = model.to(device)
-# TODO(accelcore): one vendor's function, without a generic one
+# TODO(accelcore): apex's own: torch.optim.AdamW(..., fused=True) is for all devices
 optimizer = FusedAdam(model.parameters(), lr=1e-2)
 # TODO(accelcore): mixed precision of one vendor: torch.autocast and torch.amp.GradScaler take the device's type
 model, optimizer = amp.initialize(model, optimizer, opt_level="O0")
 if args.distributed:
-    # TODO(accelcore): one vendor's function, without a generic one
+    # TODO(accelcore): apex's own: torch.nn.parallel.DistributedDataParallel is for all devices
     model = DDP(model, delay_allreduce=True)
 
 for _ in range(3):

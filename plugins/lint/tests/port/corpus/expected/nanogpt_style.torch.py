@@ -8,7 +8,7 @@ accelerator = torch.accelerator.current_accelerator(check_available=True) or tor
 # -----------------------------------------------------------------------------
 backend = torch.distributed.get_default_backend_for_device(accelerator) # 'nccl', 'gloo', etc.
 device = accelerator.type # examples: 'cpu', 'cuda', 'cuda:0'
-# TODO(accelcore): one vendor's function, without a generic one
+# TODO(accelcore): whether one vendor's devices compute in bfloat16: torch has no generic question
 # TODO(accelcore): a condition on one vendor's device: what it guards is left
 dtype = 'bfloat16' if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else 'float32'
 # -----------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def get_batch():
 
 model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
 model.to(device)
-scaler = torch.amp.GradScaler(accelerator.type, enabled=dtype == 'float16')
+scaler = torch.amp.GradScaler(accelerator.type, enabled=accelerator.type != "cpu" and dtype == 'float16')
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
 if ddp:
     model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[ddp_local_rank] if torch.accelerator.is_available() else None)

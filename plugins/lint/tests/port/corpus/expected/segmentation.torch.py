@@ -67,7 +67,7 @@ def main(amp=False):
     data = [(torch.randn(2, 3, 6, 6), torch.randint(4, (2, 6, 6))) for _ in range(3)]
     model = Net().to(device)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler(accelerator.type) if amp else None
+    scaler = torch.amp.GradScaler(accelerator.type, enabled=accelerator.type != "cpu") if amp else None
     train_one_epoch(model, optimizer, data, device, scaler)
     assert evaluate(model, data, device, 4).mat.sum() == 216
 

@@ -1,0 +1,33 @@
+"""What a project uses and MPS lacks, which `torch.accelerator` takes on a Mac where CUDA's scripts took the CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_LACKS = {
+    "float64": re.compile(
+        r"\.double\(\)|\bset_default_dtype\(torch\.(?:float64|double)\)|\bdtype *= *torch\.(?:float64|double)\b"
+        r"|\.to\(torch\.(?:float64|double)\)|\bDoubleTensor\b"
+    ),
+    "process groups": re.compile(r"\binit_process_group\("),
+    "DataParallel": re.compile(r"(?<!\w)DataParallel\("),
+}
+_COMMENT = re.compile(r"#.*")
+
+
+def lacks_of_mps(texts: Mapping[Path, str]) -> str:
+    """Return the line of the report that names what files use and MPS lacks, each with one place; "" if nothing."""
+    found = []
+    for what, pattern in _LACKS.items():
+        for path, text in sorted(texts.items()):
+            if match := pattern.search(_COMMENT.sub("", text)):
+                found.append(f"{what} ({path.name}:{_COMMENT.sub('', text).count(chr(10), 0, match.start()) + 1})")
+                break
+    if not found:
+        return ""
+    return (
+        f"on a Mac: torch.accelerator takes MPS, which has no {', '.join(found)}. To stay on the CPU there, write "
+        'torch.device("cpu") where the device is chosen'
+    )

@@ -1,0 +1,124 @@
+"""A question that stays and decides where something is: the others of its program stay, too."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.port_command import ported_together
+from accelcore_lint.port.project import read_project
+from port_sources import written
+
+CHOICE = "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')"
+
+
+def program(folder, files, level=Level.TORCH):
+    """The outcomes of files that are ported in one run, by their names."""
+    paths = written(folder, files)
+    return {each.path.name: each.outcome for each in ported_together(paths, level, read_project(paths), paths)}
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("data = [d.to(device) for d in data] if device.type == 'cuda' else data", True),
+        ("state = net.module.state_dict() if device.type == 'cuda' else net.state_dict()", True),
+        ("if device.type == 'cuda':\n        graph(net)\n    else:\n        net.step()", True),
+        (
+            "if device.type == 'cuda':\n        data = data.to(device, other(0))\n        torch.cuda.nvtx.mark('x')",
+            True,
+        ),
+        ("used = torch.cuda.memory_stats() if torch.cuda.is_available() else 0", False),
+        ("if device.type == 'cuda':\n        torch.cuda.nvtx.range_pop()", False),
+        ("if device.type == 'cuda':\n        torch.cuda.nvtx.range_pop()\n    else:\n        print('CPU')", False),
+        ("data = data.to(device)", False),
+    ],
+)
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_the_device_of_a_program_stays_if_a_line_tells_cuda_from_all_others(tmp_path, files, line, kept):
+    step = f"def step(net, data, device):\n    {line}\n    return net(data)\n"
+    head = ["import torch\n", "import torch\nfrom helpers import step\n", "import torch\nfrom between import step\n"]
+    texts = {"train.py": f"{head[files - 1]}\n{CHOICE}\nnet = torch.nn.Linear(2, 2).to(device)\n"}
+    texts |= {"between.py": "from helpers import step\n"} if files == 3 else {}
+    if files == 1:
+        texts["train.py"] += f"\n\n{step}"
+    else:
+        texts["helpers.py"] = f"import torch\n\n\n{step}"
+    texts["other.py"] = f"import torch\n\n{CHOICE}\nprint(torch.ones(1).to(device))\n"
+    made = program(tmp_path, texts)
+    assert (CHOICE in made["train.py"].source) is kept
+    assert CHOICE not in made["other.py"].source
+    again = program(tmp_path / "again", {name: outcome.source for name, outcome in made.items()})
+    assert {name: outcome.source for name, outcome in again.items()} == {
+        name: outcome.source for name, outcome in made.items()
+    }
+
+
+def test_a_condition_stays_if_another_file_chooses_its_device_for_cuda_or_the_cpu(tmp_path):
+    helpers = (
+        "import torch\n\n\ndef select(name):\n    if name != 'cpu' and torch.cuda.is_available():\n"
+        "        arg = 'cuda:0'\n"
+        "    else:\n        arg = 'cpu'\n    return torch.device(arg)\n"
+    )
+    main = "import torch\nfrom helpers import select\n\nhalf = torch.cuda.is_available() and name != 'cpu'\n"
+    made = program(tmp_path, {"main.py": main, "helpers.py": helpers})
+    assert "half = torch.cuda.is_available()" in made["main.py"].source
+    assert "half = torch.cuda" not in port_source(main, Level.TORCH).source
+
+
+@pytest.mark.parametrize("move", ["toks.cuda()", "toks.to(device='cuda')", 'toks.to("cuda:0")'])
+def test_a_move_of_any_form_stays_below_a_question_that_a_file_answers_by_hiding_devices(tmp_path, move):
+    hides = "import os\n\n\ndef f(cpu):\n    if cpu:\n        os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+    main = f"import torch\n\n\ndef moved(toks):\n    if torch.cuda.is_available():\n        return {move}\n"
+    made = program(tmp_path, {"main.py": main, "hides.py": hides})
+    assert "if torch.cuda.is_available():" in made["main.py"].source
+
+
+@pytest.mark.parametrize("form", ["args = dotdict({{'gpu': {}}})", "args.gpu = {}"])
+@pytest.mark.parametrize(
+    ("location", "kept"),
+    [("None if args.gpu else 'cpu'", True), ("'cpu' if not args.gpu else None", True), ("'cpu'", False)],
+)
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_flag_stays_that_also_decides_where_a_state_is_loaded_to(tmp_path, is_apart, form, location, kept):
+    flag = form.format("torch.cuda.is_available()")
+    load = f"def load(path, args):\n    return torch.load(path, map_location={location})\n"
+    files = {"main.py": f"import torch\nfrom loads import load\n\n{flag}\n", "loads.py": f"import torch\n\n\n{load}"}
+    if not is_apart:
+        files = {"main.py": f"import torch\n\n{flag}\n\n\n{load}"}
+    assert (flag in program(tmp_path, files)["main.py"].source) is kept
+
+
+@pytest.mark.parametrize(("package", "kept"), [("lightning", True), ("pytorch_lightning", True), ("accelerate", False)])
+def test_a_number_of_devices_stays_if_lightning_chooses_them(tmp_path, package, kept):
+    made = "Trainer(devices=count())" if kept else "Accelerator()"
+    main = f"from {package} import {made.split('(')[0]}\nfrom helpers import count\n\n{made}\n"
+    helpers = "import torch\n\n\ndef count():\n    return torch.cuda.device_count() or 1\n"
+    outcome = program(tmp_path, {"main.py": main, "helpers.py": helpers})["helpers.py"]
+    assert ("torch.cuda.device_count()" in outcome.source) is kept
+
+
+@pytest.mark.parametrize(
+    ("nested", "kept"), [("if os.getenv('MPS'):\n            return 'mps'", True), ("pass", False)]
+)
+def test_a_choice_stays_before_a_branch_of_another_accelerator_that_asks_more(nested, kept):
+    source = (
+        "import os\nimport torch\n\n\ndef get():\n    if torch.cuda.is_available():\n"
+        "        return torch.device('cuda')\n"
+        f"    elif torch.backends.mps.is_available():\n        {nested}\n    return 'cpu'\n"
+    )
+    assert ("torch.cuda.is_available()" in port_source(source, Level.TORCH).source) is kept
+
+
+@pytest.mark.parametrize(
+    ("between", "at_roles"),
+    [("torch.nn.utils.clip_grad_norm_(w, 1.0)", False), ("scaler.unscale_(o)\nclip_grad_norm_(w, 1.0)", True)],
+)
+def test_a_scaler_is_off_on_the_cpu_where_gradients_are_read_as_it_scales_them(between, at_roles):
+    source = (
+        "import torch\n\nw = torch.ones(1).cuda()\nscaler = torch.cuda.amp.GradScaler()\n"
+        f"scaler.scale(w).backward()\n{between}\nscaler.step(o)\n"
+    )
+    ported = port_source(source, Level.TORCH).source
+    assert 'scaler = torch.amp.GradScaler(device.type, enabled=device.type != "cpu")\n' in ported
+    ported = port_source(source, Level.ROLES).source
+    made = "accel.scaler.create()"
+    made = made if at_roles else f'{made} if accel.device.type != "cpu" else accel.scaler.none()'
+    assert f"scaler = {made}\n" in ported
