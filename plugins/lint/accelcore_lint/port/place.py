@@ -342,9 +342,10 @@ class Place:
         needed = {"import accelcore"} if chooses and not self._torch_level else set()
         asking = [sites for (_, line), sites in self._local.items() if "accelcore" not in line]
         asking += [self._current_sites, self._sites if self._torch_level else []]
-        late = all(imports_torch(self._tree, site) for sites in (*asking, self._asking) for site in sites)
-        at_top = any(sites and common_guard(sites, self._tree.parents) is None for sites in asking[-2:])
-        return needed | {self._tree.torch_import} if at_top or not late else needed
+        made = (statement for statement, lines in self.lines().items() if ".accelerator." in lines)
+        nodes = (*made, *self._asking, *(site for sites in asking for site in sites))
+        late = all(imports_torch(self._tree, node) for node in nodes)
+        return needed if late else needed | {self._tree.torch_import}
 
     def _scope(self, site: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the outermost function whose body holds a site."""

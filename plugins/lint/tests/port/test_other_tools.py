@@ -240,6 +240,14 @@ def test_a_function_that_imports_torch_late_needs_no_import_at_the_top():
     assert "current_device = torch.accelerator" in ported
 
 
+@pytest.mark.parametrize(("inner", "count"), [("import torch\n    ", 1), ("if x:\n        import torch\n        ", 2)])
+def test_a_main_function_that_imports_torch_itself_needs_no_import_at_the_top(inner, count):
+    source = f"def main(x):\n    {inner}print(torch.ones(2).cuda())\n\n\nif __name__ == '__main__':\n    main(argv)\n"
+    ported = port_source(source, Level.TORCH).source
+    assert ported.count("import torch\n") == count
+    assert "cuda" not in ported
+
+
 @pytest.mark.parametrize(
     ("call", "known", "kept"),
     [
