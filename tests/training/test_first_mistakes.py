@@ -273,8 +273,7 @@ def test_a_batch_of_another_dtype_than_a_bf16_model_gets_a_note_that_works(accel
         trainer(torch.ones(2, 4))
     trainer(torch.ones(2, 4, dtype=torch.bfloat16))
     if sys.version_info >= (3, 11):
-        says = "cast the batch, or set Policy(model_dtype='bfloat16', autocast='bfloat16')"
-        assert any(says in each for each in found.value.__notes__), found.value.__notes__
+        assert any("set Policy(model_dtype='bfloat16'" in each for each in found.value.__notes__)
 
 
 def test_a_loss_that_names_the_model_second_is_refused_when_the_trainer_is_made(accel):
@@ -284,9 +283,8 @@ def test_a_loss_that_names_the_model_second_is_refused_when_the_trainer_is_made(
 
 
 def test_an_offload_of_a_model_without_parts_says_what_to_do(accel):
-    model = net()
     with pytest.raises(ConfigurationError, match=r"chooses no part(.|\n)*remove offload="):
-        accel.trainer(model, sgd(model), offload=nn.Linear)
+        accel.trainer(model := net(), sgd(model), offload=nn.Linear)
 
 
 def test_a_second_backward_of_one_forward_pass_is_named_and_a_kept_graph_allows_it(accel):
