@@ -98,7 +98,7 @@ class RunBinding:
 
     def _divide(self, trait: Callable[[Run], Sequence[int]]) -> None:
         """Divide each run, and its state, between neighbours of which the trait differs."""
-        divided = [(run, run.split(trait(run))) for run in self.runs]
+        divided = [(run, run.split_by(trait(run))) for run in self.runs]
         for run, parts in divided:
             if len(parts) > 1:
                 divide(run, parts, self._implementation.state)

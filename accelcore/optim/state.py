@@ -44,7 +44,7 @@ def load_state(entries: Mapping[Tensor, Entry], runs: Sequence[Run], optimizer: 
     divided = []
     for whole in runs:
         histories = [_history(entries.get(slot.parameter, {})) for slot in whole.slots]
-        for run in whole.split(histories):
+        for run in whole.split_by(histories):
             divided.append(run)
             if histories[run.first - whole.first]:
                 group = optimizer.param_groups[run.group]

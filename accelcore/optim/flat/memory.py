@@ -96,11 +96,8 @@ class Run:
         columns = zip(self.slots, values, gradients, strict=True)
         return [Run([slot], value, grad, self.memory, n) for n, (slot, value, grad) in enumerate(columns, self.first)]
 
-    def split(self, traits: Sequence[Any]) -> list[Run]:
-        """Split it between neighbours with different traits, of which there is one for each slot."""
-        edges = [self.first + n for n in range(1, len(traits)) if traits[n] != traits[n - 1]]
-        if not edges:
-            return [self]
+    def split(self, edges: Sequence[int]) -> list[Run]:
+        """Split it before the slots with these numbers in its memory."""
         return [
             Run(
                 self.slots[begin - self.first : end - self.first],
@@ -111,6 +108,11 @@ class Run:
             )
             for begin, end in pairwise([self.first, *edges, self.last])
         ]
+
+    def split_by(self, traits: Sequence[Any]) -> list[Run]:
+        """Split it between neighbours with different traits, of which there is one for each slot."""
+        edges = [self.first + n for n in range(1, len(traits)) if traits[n] != traits[n - 1]]
+        return self.split(edges) if edges else [self]
 
     def cut(self, tensor: Tensor, first: int, last: int) -> Tensor:
         """Return the stretch, of a tensor with the layout of `value`, of the slots `first` to `last` (excluded)."""
@@ -257,7 +259,7 @@ class FlatMemory(GradientMemory):
 
     def runs(self, values: Tensor, gradients: Tensor) -> list[Run]:
         """Return the runs that may be updated as one, over pieces with this layout."""
-        return Run(self.slots, values, gradients, self).split(self._kernels)
+        return Run(self.slots, values, gradients, self).split_by(self._kernels)
 
     def _move_parameters(self, numbers: Iterable[int]) -> None:
         for number in numbers:
