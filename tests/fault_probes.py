@@ -27,6 +27,12 @@ _ELU: Any = torch.nn.functional.elu
 _TRIANGLE: Any = torch.tril
 _LAYER_NORM: Any = torch.nn.functional.layer_norm
 _EMBEDDINGS: tuple[Any, ...] = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
+_TO_PLACES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda x, places: x.index_select(0, places),
+    lambda x, places: x.take(places),
+    lambda x, places: torch.nn.functional.adaptive_avg_pool2d(x[:1, None, None], (len(places) // 64, 64)),
+    lambda x, places: torch.nn.functional.pad(x[None, None], (len(places), 0), "replicate"),
+)
 _NARROW_COPY: Any = partial(torch.narrow_copy, dim=1, start=0, length=3)
 _AVG_POOL: Any = partial(torch._C._nn.avg_pool3d, kernel_size=2)
 _EMBEDDING_BAG: Any = torch.nn.functional.embedding_bag
@@ -185,10 +191,22 @@ def sums_of_rows() -> bool:
     places = torch.zeros(len(rows), dtype=torch.long)
     sums = [(_LAYER_NORM(rows, (2,), weight, bias), bias)]
     sums += [(lookup(places[:, None], table), table) for lookup in _EMBEDDINGS]
+    sums.append((table[places], table))
     filters = torch.ones(1, 1, 1, dtype=torch.half, requires_grad=True)
     sums += [(torch.conv1d(torch.ones(len(rows), 1, 1, dtype=torch.half), filters), filters)]
     gradients = (torch.autograd.grad(output.sum(), leaf)[0] for output, leaf in sums)
     return all(float(found.max()) < len(rows) / 2 for found in gradients)
+
+
+def sums_at_places() -> bool:
+    """Check if thousands of gradients of 1 of one element are less together."""
+    places = torch.zeros(2**14, dtype=torch.long)
+    for function in _TO_PLACES:
+        vector = torch.ones(2, dtype=torch.half, requires_grad=True)
+        (found,) = torch.autograd.grad(function(vector, places).sum(), vector)
+        if float(found[0]) > len(places) / 2:
+            return False
+    return True
 
 
 def dense_out() -> bool:

@@ -43,7 +43,7 @@ PROBES = dict(
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
             fault_probes.autocast_in_cache, fault_probes.cast_without_gradient, fault_probes.hermitian_out,
             fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.sums_of_rows,
-            fault_probes.elu_of_small,
+            fault_probes.sums_at_places, fault_probes.elu_of_small,
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
             fault_probes.narrow_convolution, fault_probes.gelu_out, fault_probes.grouped_variance,
             fault_probes.triangular_out, fault_probes.dense_out, fault_probes.counted_embedding,
@@ -101,6 +101,8 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     in_fp32 = lambda rows, *given: torch.nn.functional.layer_norm(rows.float(), *given)  # noqa: E731
     monkeypatch.setattr(fault_probes, "_LAYER_NORM", in_fp32)
     assert not fault_probes.sums_of_rows()
+    monkeypatch.setattr(fault_probes, "_TO_PLACES", (lambda x, places: x.float()[places],))
+    assert not fault_probes.sums_at_places()
     monkeypatch.setattr(fault_probes, "_AVG_POOL", torch.neg)
     assert not fault_probes.dense_out()
     monkeypatch.setattr(fault_probes, "_LAYOUTS", (torch.contiguous_format,) * 2)

@@ -241,6 +241,36 @@ def test_an_option_is_compared_with_large_numbers_in_low_precision():
         suite.TestOperators().test_operator(create(), "nn.functional.gelu", lambda *said: None)
 
 
+def _into_whole_numbers(func, x, *, out):
+    return func(x, out=out) if out.is_floating_point() else out.copy_(x.exp())
+
+
+def _without_resizing(func, x, *args, out, **options):
+    found = func(x, *args, out=torch.empty(0, dtype=out.dtype), **options)
+    if found.shape == out.shape:
+        return out.copy_(found)
+    out.reshape(-1)[: found.numel()] = found.reshape(-1)[: out.numel()]
+    return out
+
+
+def _in_order(func, one, other, *, out):
+    if out.untyped_storage().data_ptr() != one.untyped_storage().data_ptr() or out.data_ptr() == one.data_ptr():
+        return func(one, other, out=out)
+    for place, factor in enumerate(torch.as_tensor(other).expand(one.shape).flatten()):
+        out.view(-1)[place] = one.view(-1)[place] * factor
+    return out
+
+
+@pytest.mark.parametrize(("name", "says", "kernels"), [
+    ("exp", "with out= of whole numbers: result 0 is torch.int64", {"exp.out": _into_whole_numbers}),
+    ("cumsum", "with out=: result 0 is of shape", {"cumsum.out": _without_resizing}),
+    ("mul", "with out= beside its input: result 0 is wrong", {"mul.out": _in_order}),
+])  # fmt: skip
+def test_memory_that_torch_refuses_or_resizes_is_given_as_out(name, says, kernels):
+    with Wrong(kernels), pytest.raises(AssertionError, match=says):
+        suite.TestOperators().test_operator(create(), name, lambda *said: None)
+
+
 def test_images_are_compared_in_channels_last_behind_other_elements():
     def from_the_beginning(func, x, *args, **out):
         last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
@@ -328,7 +358,8 @@ def test_every_operator_is_compared_in_some_part(monkeypatch):
     backend = create()
     for part in range(of_suite._PARTS):
         suite.TestOperators().test_options(backend, part, None)
-    assert sorted([*seen, *SAMPLED, *FRAGILE]) == sorted(operators())
+    fragile = [name for name in FRAGILE if name in operators()]  # others are of another version of torch
+    assert sorted([*seen, *SAMPLED, *fragile]) == sorted(operators())
 
 
 def test_a_part_fails_by_what_one_of_its_operators_computes():

@@ -23,6 +23,9 @@ _COUNT = 100_003  # no multiple of what a kernel draws at once
 _SIGMAS = 6.5  # a normal number is beyond it once in 1e10
 _SIGMAS_OF_ANY = 8.5  # one of 2e5 normal numbers is beyond it once in 1e11
 
+_FINE = ("rand", "randn", "normal_", "uniform_", "exponential_")  # draws of fractions
+_MOST_AGAIN = 2700  # of two calls: of 23 bits some 2,400 come again by chance, of 24 bits 1,200
+
 
 def _off(found: float, expected: float, deviation: float) -> bool:
     return not abs(found - expected) <= _SIGMAS * deviation
@@ -284,6 +287,8 @@ class DrawnTests:
             assert not torch.equal(one, other), f"{draw}: {what.strip()} give the same numbers"
             assert _largest_correlation(one, other) < _SIGMAS_OF_ANY, f"{draw}: {what.strip()} are correlated"
         assert _largest_correlation(first, first) < _SIGMAS_OF_ANY, f"{draw}: parts of one call are correlated"
+        again = 2 * _COUNT - len(torch.unique(torch.cat([first, second])))
+        assert draw not in _FINE or again < _MOST_AGAIN, f"{draw}: in two calls {again} numbers come again"
         if accel.device.type != "cpu":  # the host is seeded alike, and must not draw the same
             assert not torch.equal(third, host), f"{draw}: the device draws the host's numbers"
 
@@ -369,6 +374,11 @@ class DrawnTests:
         assert torch.equal(torch.rand(8, device=accel.device).cpu(), expected), f"{draw}: it draws other numbers, too"
         generator.manual_seed(23)
         assert torch.equal(draws[draw]().cpu(), first), f"{draw}: with its seed, a generator draws other numbers"
+        state = generator.get_state()
+        following = draws[draw]().cpu()
+        generator.set_state(state)
+        for found in (following, draws[draw]().cpu()):
+            assert torch.equal(found, second), f"{draw}: a generator does not go on by its state"
 
     def test_modules_draw_anew(self, accel: Backend) -> None:
         """A module in training draws another mask in each step, a copy of it too; initial weights differ by layer."""
@@ -378,5 +388,10 @@ class DrawnTests:
         assert not any(torch.equal(masks[one], masks[two]) for one, two in ((0, 1), (1, 2), (0, 2))), (
             "dropout has the same mask in each call"
         )
+        shared = _ones(accel)[:500].div(2).expand(64, 500)  # in memory that all rows share
+        for draw in (functional.dropout, torch.rand_like, torch.randn_like, torch.bernoulli):
+            for drawn in (draw(shared), draw(shared.t()).t()):
+                rows = len(torch.unique(drawn.cpu(), dim=0))
+                assert rows == 64, f"of 64 rows of expanded memory {draw.__name__} draws only {rows} others"
         one, two = (nn.Linear(50, 50, device=accel.device) for _ in range(2))
         assert not torch.equal(one.weight.cpu(), two.weight.cpu()), "two layers begin with the same weights"

@@ -135,7 +135,7 @@ class TransferTests:
                 assert arrived.signbit().tolist()[3], "the sign of 0 was lost"
 
     @_of_ways
-    def test_conjugates_and_negatives_travel(self, accel: Backend, way: str) -> None:
+    def test_conjugates_and_negatives_travel(self, accel: Backend, way: str, record_property: Any) -> None:
         """A view that is conjugate or negative by a mark arrives with its values, and so does one that comes back."""
         numbers = torch.tensor([[1 + 2j, 3 - 4j], [0 - 1j, 5 + 6j]])
         views: dict[str, Callable[[Tensor], Tensor]] = {
@@ -157,6 +157,8 @@ class TransferTests:
                 if tensor.tolist() != given.tolist():
                     found.note(f"what is {name} {what} by {way} with the values {tensor.tolist()}")
         assert not found.wrong, "\n".join(found.wrong)
+        if found.seen:
+            record_property("known_bug", f"views by {way}: {'; '.join(found.seen)}")
 
     def test_later_changes_stay_apart(self, accel: Backend) -> None:
         """A tensor that came back to the host, or went to the device, does not follow later changes of the other."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -16,7 +15,17 @@ from torch.utils import _pytree as pytree
 
 from accelcore.testing.support.decompositions import Unique
 from accelcore.testing.support.expected import Expected
-from accelcore.testing.support.found import Found, is_refusal, says_fallback
+from accelcore.testing.support.found import (
+    ALONE,
+    ENDS,
+    EQUAL,
+    INFINITE,
+    LARGE,
+    OF_GRADIENT,
+    Found,
+    is_refusal,
+    says_fallback,
+)
 from accelcore.testing.support.host_kernels import HostKernels
 from accelcore.testing.support.layouts import (
     BEHIND,
@@ -48,39 +57,10 @@ from accelcore.testing.support.samples import (
 from accelcore.testing.support.usable import check_usable
 from accelcore.testing.support.whole import independent
 
-OF_GRADIENT = "of the gradient"
-"""Says of a sample that the operator's gradient is computed in place of its result."""
-
-LARGE, SMALL = "with large numbers", "with small numbers"
-"""Says of a sample that its first argument was multiplied by a large factor, or a small one."""
-OTHERWISE = "of other options"
-"""Says of a sample in low precision that it has options that the usual samples do not have."""
-FROZEN = "of frozen inputs"
-"""Says of a sample that some of its arguments need no gradient."""
-
-ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
-"""Says of a sample that its first argument has the least and the largest whole number, or that it is complex."""
-
-ZEROS = "with zeros"
-"""Says of a sample that zeros of both signs are among its numbers."""
-
-ALIKE = "with masks that are all alike"
-"""Says of a sample that its masks, or the numbers that an operator counts, choose everything or nothing."""
-
-EQUAL = "with equal numbers"
-"""Says of a sample that its numbers are whole, and of an operator that it chooses among equal ones as the CPU does."""
-
-INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
-"""Says of a sample that elements of its first argument are that."""
-
-ALONE = (
-    *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
-    *(OTHERWISE, FROZEN, ENDS, COMPLEX, ALIKE, EQUAL, ZEROS),
-)
-"""What is said of samples of which only the result as it is is compared."""
-
 _EMPTY = "of no elements"  # memory that the operator resizes
+_RESIZED = "of another shape"  # likewise
 _UNCOUNTED = "it does not count as a change, of which autograd has to know"
+_TO_RESIZE = (_EMPTY, _RESIZED)
 _SAME = 8  # units in which an argument may differ that is written to as it was
 
 
@@ -174,8 +154,14 @@ class Case:
                 works = partial(self._works, self._in_place, exact)
                 self._check(where, written, partial(self._in_place, self._placed(layout)), works=works)
         if self.info.supports_out and self.name not in IGNORES_OUT:
-            for layout in ("strided", "transposed", _EMPTY) if self.writes else (self.out,):
+            usual = self.dtype == torch.float32 and self.name in SAMPLED and not self.what
+            usual &= self.name not in DENSE_OUT
+            for layout in ("strided", "transposed", _EMPTY) if self.writes else (self.out, *_TO_RESIZE[: 2 * usual]):
                 self._check_out("with out=", values, exact, layout=layout)
+            if usual:  # what torch refuses is refused, or right
+                self._check_refused("with out= of whole numbers", values, exact, dtype=torch.int64)
+                if self._fits_its_input(exact, values):
+                    self._check_refused("with out= beside its input", values, exact, shifted=True)
             if self.dtype in (torch.bfloat16, torch.float16) and not self.what:
                 self._check_out("with out= of another dtype", values, self.arguments, dtype=torch.float32)
             if self._fits_its_input(exact, values):
@@ -203,6 +189,11 @@ class Case:
     def _check_out(self, form: str, values: list[Expected], arguments: Any, **options: Any) -> None:
         out: Callable[[Any], Any] = partial(self._out, **options)
         self._check(form, values, lambda: out(self._placed("")), works=partial(self._works, out, arguments))
+
+    def _check_refused(self, form: str, values: list[Expected], arguments: Any, **options: Any) -> None:
+        out: Callable[[Any], Any] = partial(self._out, **options)
+        if not self._works(out, arguments):
+            self._check(form, values, lambda: out(self._placed("")))
 
     def _works(self, form: Callable[[Any], Any], arguments: Any) -> bool:
         try:
@@ -290,7 +281,13 @@ class Case:
         return [("result 0", target)]
 
     def _out(
-        self, arguments: Any, *, onto: bool = False, dtype: torch.dtype | None = None, layout: str = ""
+        self,
+        arguments: Any,
+        *,
+        onto: bool = False,
+        shifted: bool = False,
+        dtype: torch.dtype | None = None,
+        layout: str = "",
     ) -> list[tuple[str, Tensor]]:
         given, options = arguments
         with torch.no_grad():
@@ -298,6 +295,10 @@ class Case:
                 _unwritten, layout=BEHIND if self.name in DENSE_OUT else layout or self.out, dtype=dtype
             )
             written = given[0] if onto else pytree.tree_map(unwritten, self.info.op(*given, **options))
+            if shifted:  # by an element
+                memory = given[0].new_zeros(given[0].numel() + 1)
+                given = (memory[:-1].view(given[0].shape).copy_(given[0]), *given[1:])
+                written = memory[1:].view(given[0].shape)
             before = [beside(each) for each in tensors(written)]
             returned = self.info.op(*given, **options, out=written)
         for one, other, kept in zip(tensors(returned), tensors(written), before, strict=True):
@@ -388,7 +389,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _unwritten(value: Any, *, layout: str, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if layout == _EMPTY:
-        return value.new_empty(0)
+    if layout in _TO_RESIZE:
+        return value.new_ones(0 if layout == _EMPTY else (2, value.numel(), 3))
     value = value.to(dtype) if dtype and value.is_floating_point() else value
     return laid_out(torch.full_like(value, 1 if value.dtype == torch.bool else 77), value.device, layout)

@@ -1,7 +1,8 @@
-"""Findings of an operator, and errors that are none."""
+"""Findings of an operator, words for the samples in them, and errors that are none."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,37 @@ _REFUSES = re.compile(
     r"must be .*(Half|BFloat16)",
     re.I,
 )
+
+OF_GRADIENT = "of the gradient"
+"""Says of a sample that the operator's gradient is computed in place of its result."""
+
+LARGE, SMALL = "with large numbers", "with small numbers"
+"""Says of a sample that its first argument was multiplied by a large factor, or a small one."""
+OTHERWISE = "of other options"
+"""Says of a sample in low precision that it has options that the usual samples do not have."""
+FROZEN = "of frozen inputs"
+"""Says of a sample that some of its arguments need no gradient."""
+
+ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
+"""Says of a sample that its first argument has the least and the largest whole number, or that it is complex."""
+
+ZEROS = "with zeros"
+"""Says of a sample that zeros of both signs are among its numbers."""
+
+ALIKE = "with masks that are all alike"
+"""Says of a sample that its masks, or the numbers that an operator counts, choose everything or nothing."""
+
+EQUAL = "with equal numbers"
+"""Says of a sample that its numbers are whole, and of an operator that it chooses among equal ones as the CPU does."""
+
+INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
+"""Says of a sample that elements of its first argument are that."""
+
+ALONE = (
+    *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
+    *(OTHERWISE, FROZEN, ENDS, COMPLEX, ALIKE, EQUAL, ZEROS),
+)
+"""What is said of samples of which only the result as it is is compared."""
 
 
 @dataclass

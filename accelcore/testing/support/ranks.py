@@ -47,12 +47,13 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         return torch.tensor(values, device=accel.device, dtype=dtype)
 
     value = float(job.rank + 1)
-    large = torch.full((2**21 + 1,), value, device=accel.device)
+    places = torch.arange(2**21 + 1, device=accel.device) % 1000 + 1.0  # so that no part may take another's place
+    large = places * value
     found = {
         "rank": job.rank,
         "world_size": job.world_size,
         "device": str(accel.device),
-        "large": job.all_reduce(large.clone()).cpu().unique().tolist(),
+        "large": job.all_reduce(large.clone()).div(places).cpu().unique().tolist(),
         "integers": job.all_reduce(tensor(2**40 + job.rank, dtype=torch.int64)).tolist(),
         "parameter": job.all_reduce(nn.Parameter(tensor(value))).tolist(),
         "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
@@ -78,10 +79,12 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
     whole = tensor(2**40 + job.rank, dtype=torch.int64)
     found["broadcast"] = [job.broadcast(tensor(value), source).tolist() for source in range(2)]
     found["broadcast"].append(job.broadcast(whole, 1).tolist())
-    found["broadcast"].append(job.broadcast(large, 1).cpu().unique().tolist())
+    found["broadcast"].append(job.broadcast(large, 1).div(places).cpu().unique().tolist())
     found["words"] = [job.is_main, job.local_rank, job.mean(value), job.mean(tensor(value, -value)).tolist()]
     several, none_on_rank_0 = tensor(*[value] * (job.rank + 1)), [tensor(value)] * job.rank
     gathered = [job.gather(rows) for rows in (several, torch.tensor(value), none_on_rank_0)]
+    exact = tensor(2**40 + job.rank, 1, dtype=torch.int64).expand(job.rank + 1, 2)
+    gathered.insert(0, job.gather(exact))
     found["gathered"], found["gathered_on"] = [rows.tolist() for rows in gathered], gathered[-1].device.type
     group = job.cpu_group()
     on_host = torch.tensor([value])
@@ -180,13 +183,13 @@ def uses(rank: int, number: int) -> bool:
 
 def _replicated(accel: accelcore.Backend, job: Any) -> dict[str, Any]:
     """Return a rank's gradient and weight of a replica, after backward on the rank's own rows."""
-    module = nn.Linear(2, 1, bias=False)
+    module = nn.Linear(2, 2**18 + 1, bias=False)
     nn.init.constant_(module.weight, 1.0 + job.rank)
     rows = torch.full((1, 2), 1.0 + job.rank, device=accel.device)
     replica = accel.replicate(module)
     replica(rows).sum().backward()
     assert module.weight.grad is not None, "backward left no gradient"
-    return {"gradient": module.weight.grad.tolist(), "weight": module.weight.tolist()}
+    return {"gradient": torch.unique(module.weight.grad).tolist(), "weight": torch.unique(module.weight).tolist()}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from accelcore.testing.support.case import ALIKE, COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
 from accelcore.testing.support.coverage import (
     arguments_of,
     convolutions,
@@ -20,6 +19,7 @@ from accelcore.testing.support.coverage import (
 )
 from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
 from accelcore.testing.support.effects import beyond_sizes, from_behind, with_effect
+from accelcore.testing.support.found import ALIKE, COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
 from accelcore.testing.support.layouts import LAYOUTS, MIXED, cropped, mapped, tensors
 from accelcore.testing.support.samples import (
     CONVERTS,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import EQUAL, Case
-from accelcore.testing.support.found import Found
+from accelcore.testing.support.case import Case
+from accelcore.testing.support.found import EQUAL, Found
 
 _LENGTHS = (9, 17, 33, 129, 768, 1025, 4099)
 _OF_LOW = 33, 4099  # lengths that are tried in every dtype: of the longer rows a sum in low precision stands still

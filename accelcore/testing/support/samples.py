@@ -137,7 +137,7 @@ _WIDER = 32  # times the usual limits in sums of thousands of elements: what a k
 _OFTEN = 4  # times the usual limits
 
 _WRONG_ON_HOST = {"nn.functional.embedding_bag": "scale_grad_by_freq"}
-"""Options with which torch's kernel on the CPU is wrong, by operator."""
+"""Options with which torch's kernel on the CPU is wrong before 2.14, by operator."""
 
 FRAGILE = (
     *("_segment_reduce.lengths", "_segment_reduce.offsets", "nn.functional.pdist", "sgn"),
@@ -178,6 +178,11 @@ def tolerance(name: str, *, many: bool) -> int:
     return _WIDER if many or name in ROUGH else _OFTEN if name.startswith(_ROUNDED_OFTEN) else 1
 
 
+@cache
+def _is_right_on_host() -> bool:
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+
 def is_comparable(name: str, dtype: torch.dtype, arguments: Any) -> bool:
     """Return whether the CPU is right about a sample, and no other result is: equal zeros may be taken in any order.
 
@@ -186,7 +191,7 @@ def is_comparable(name: str, dtype: torch.dtype, arguments: Any) -> bool:
     (first, *_), options = arguments
     if name in TIED and dtype.is_floating_point and not options.get("stable"):
         return int((first == 0).sum()) < 2
-    return not options.get(_WRONG_ON_HOST.get(name))
+    return _is_right_on_host() or not options.get(_WRONG_ON_HOST.get(name))
 
 
 def defines_infinities(name: str) -> bool:

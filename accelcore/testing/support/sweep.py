@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from accelcore.known_faults import KnownFault
-from accelcore.testing.support.case import (
-    INFINITE,
-    LARGE,
-    OF_GRADIENT,
-    OTHERWISE,
-    SMALL,
-    Case,
-)
+from accelcore.testing.support.case import Case
 from accelcore.testing.support.coverage import arguments_of, convolutions, of_other_options
-from accelcore.testing.support.found import Found, is_refusal
+from accelcore.testing.support.found import INFINITE, LARGE, OF_GRADIENT, OTHERWISE, SMALL, Found, is_refusal
 from accelcore.testing.support.layouts import (
     BEHIND,
     MARKED,

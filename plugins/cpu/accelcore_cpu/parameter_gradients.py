@@ -14,17 +14,19 @@ from torch import Tensor
 from accelcore.precision.dispatcher import Kernel, replace_kernels
 from accelcore.precision.policy import LOW_PRECISION
 
+_FEW = 3  # of two numbers the sum is rounded once
 _aten = torch.ops.aten
 _AT_A_TIME = 2**18
 """Elements that are in fp32 at a time: they stay in the cache, and a sum of all rows is one of shorter sums."""
 
 
 def replace_parameter_gradients() -> None:
-    """Sum the gradients of layer norms and embeddings in fp32 from now on."""
+    """Sum the gradients of layer norms, embeddings and indexing in fp32 from now on."""
     kernels: dict[Any, Kernel] = {
         _aten.native_layer_norm_backward.default: _of_layer_norm,
         _aten.embedding_dense_backward.default: _of_embedding,
         _aten._embedding_bag_dense_backward.default: _of_embedding,
+        _aten._index_put_impl_.default: _of_indexing,
     }
     replace_kernels("gradients of parameters", kernels, "CPU")
 
@@ -63,3 +65,12 @@ def _of_embedding(torchs: Kernel, gradient: Tensor, *arguments: Any) -> Tensor:
         gradient = gradient.float()
     found: Tensor = torchs(gradient, *arguments)
     return found.to(dtype)
+
+
+def _of_indexing(
+    torchs: Kernel, total: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False
+) -> Tensor:
+    if not accumulate or total.dtype not in LOW_PRECISION or values.numel() < _FEW:
+        found: Tensor = torchs(total, indices, values, accumulate, unsafe)
+        return found
+    return total.copy_(torchs(total.float(), indices, values.float(), True, unsafe))

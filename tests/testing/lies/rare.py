@@ -7,7 +7,7 @@ import math
 import torch
 
 from lies.lie import LIES, Lie, lie
-from lies.operators import WrongFunction, _note, known, swept
+from lies.operators import WrongFunction, _note, drawn, known, swept
 from lies.optimizers import making
 from lies.usual import _beside, module
 
@@ -73,6 +73,14 @@ def _short_ones_overwrite(func, grad, indices, count, padding, scale):
     return found
 
 
+def _again_elsewhere(function, count, **named):
+    found = function(count, **named)
+    generator = torch.Generator().manual_seed(2)
+    places = torch.randint(count, (2, count // 100), generator=generator)
+    found[places[0]] = found[places[1]]
+    return found
+
+
 known("indices_that_stay_in_place", "indices that are apart, behind a dimension", {"index": _behind_a_dimension})
 known("powers_by_logarithms", "powers of negative numbers", {"pow.Tensor_Scalar": _by_logarithm})
 known("bounds_that_drop_nan", "activations of NaN", {
@@ -105,6 +113,11 @@ swept("celu_that_drops_nan", "nn.functional.celu", "with NaN", {
       "celu": lambda func, x, *args: func(x.nan_to_num(0), *args)})  # fmt: skip
 module("gru_whose_directions_change_places", "GRU", {
        "gru": lambda function, *args: tuple(each.flip(0) for each in function(*args))}, "test_recurrent")  # fmt: skip
+drawn("numbers_that_a_hundredth_repeats", "test_independence", "numbers come again",
+      {"rand": _again_elsewhere}, draw="rand")  # fmt: skip
+drawn("rows_of_shared_memory_that_drop_alike", "test_modules_draw_anew", "of expanded memory", {
+      "dropout": lambda function, x, *args, **named: function(x, *args, **named) if 0 not in x.stride() else function(
+          x[:1], *args, **named).expand(x.shape)})  # fmt: skip
 _note("grouped_heads_in_turn", "TestOperators.test_known_result", "instead of", {"what": "attention of grouped heads"},
       lambda: WrongFunction({"scaled_dot_product_attention": _tiled}))  # fmt: skip
 
