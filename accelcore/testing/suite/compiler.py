@@ -36,6 +36,13 @@ class _Shifted(torch.nn.Module):
         return self.factor * normed.to(rows.dtype) + shift
 
 
+class _Branching(torch.nn.Module):
+    """A result whose way depends on values, which a compiler may take for constants."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * 2 if rows.sum() > 0 else rows - 1
+
+
 class TestCompiler(DeviceTests):
     """Compiled modules against eager ones."""
 
@@ -81,7 +88,8 @@ class TestCompiler(DeviceTests):
             other = next((name for name in accel.capabilities.model_dtypes if name != "float32"), "float32")
             calls_of = [
                 *((16, True, "float32", False), (16, True, "float32", True), (5, True, "float32", True)),
-                *((5, False, other, False), (5, False, other, False)),  # the second with other weights
+                *((5, False, other, False), (5, True, "float32", True)),
+                (5, False, other, False),  # as before, with other weights
             ]
             for number, (size, training, name, graph) in enumerate(calls_of):
                 ((rows, _),) = batches(1, size)
@@ -108,6 +116,16 @@ class TestCompiler(DeviceTests):
                 assert error(found, expected) < limit, "without gradients a later call overwrites an output, undeclared"
             for buffer, expected in zip(module.buffers(), reference.buffers(), strict=True):
                 assert error(buffer, expected) < 1e-4, "a buffer of the module did not follow"
+
+    def test_compiled_branches(self, accel: Backend) -> None:
+        """A compiled module takes the branch that the values of each call ask for."""
+        if accel.emulated:
+            pytest.skip("torch would compile an emulation's kernels, too, where they run between two graphs")
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            compiled = accel.compiler.compile(_Branching().to(accel.device), {})
+            for number, expected in ((1.0, 2.0), (-3.0, -4.0), (3.0, 6.0)):
+                found = compiled.module(torch.full((4,), number, device=accel.device))
+                assert found.tolist() == [expected] * 4, f"of {number} it makes {found.tolist()}: it kept a branch"
 
     def test_compiled_draws_anew(self, accel: Backend) -> None:
         """Each call of a compiled module draws other random numbers, and after the same seed the same ones."""

@@ -239,6 +239,17 @@ def test_reset_gives_torchs_kernels_back(accel, without_fp16_units):
 
 
 ROWS, MANY = torch.linspace(-2, 3000, 24008).sin().view(3001, 2, 4), torch.arange(9000).remainder(3).view(-1, 4)
+
+
+class Table(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-2, 2, 20).view(4, 5))
+
+    def forward(self, places):
+        return self.weight[places]
+
+
 SUMMED = {
     "LayerNorm": (lambda: torch.nn.LayerNorm(4), ROWS),
     "LayerNorm of two dimensions": (lambda: torch.nn.LayerNorm((4, 2)), ROWS.transpose(1, 2)),
@@ -250,6 +261,7 @@ SUMMED = {
     "Embedding by frequency": (lambda: torch.nn.Embedding(4, 5, scale_grad_by_freq=True), MANY),
     "EmbeddingBag": (lambda: torch.nn.EmbeddingBag(4, 5), MANY),
     "EmbeddingBag of sums": (lambda: torch.nn.EmbeddingBag(4, 5, mode="sum"), MANY),
+    "a table that is indexed": (Table, MANY),
     "EmbeddingBag of maxima": (lambda: torch.nn.EmbeddingBag(4, 5, mode="max"), MANY),
 }  # fmt: skip
 

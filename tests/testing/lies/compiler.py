@@ -64,6 +64,39 @@ def compiler_of_the_first_evaluated_weights(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
+@lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
+def compiler_that_evaluates_for_ever(backend):
+    def compile(honest, module, options):
+        evaluated = []
+
+        def run(rows, **named):
+            mode = module.training
+            if not mode:
+                evaluated.append(True)
+            module.train(mode and not evaluated)
+            found = module(rows, **named)
+            module.train(mode)
+            return found
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
+@lie("TestCompiler.test_compiled_branches", says="it kept a branch")
+def compiler_of_the_first_branch(backend):
+    def compile(honest, module, options):
+        kept = []
+
+        def run(rows):
+            kept[:] = kept or [bool(rows.sum() > 0)]
+            return rows * 2 if kept[0] else rows - 1
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 def _with_constants(chosen):
     def compile(honest, module, options):
         constants = {}
