@@ -54,6 +54,8 @@ def test_an_unknown_command_suggests_one(capsys, word, meant):
 
 @pytest.mark.parametrize("command", ["run", "verify backend", "lint --selct", "port", "record --out", "doctor --dep"])
 def test_a_wrong_call_is_one_message_with_the_usage_and_what_to_do(capsys, command):
+    if command.split()[0] in ("lint", "port"):
+        pytest.importorskip("accelcore_lint")
     assert main(command.split()) in (2, 64)
     what, usage, remedy = capsys.readouterr().err.splitlines()
     command = command.partition(" --")[0]

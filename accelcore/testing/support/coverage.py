@@ -184,7 +184,7 @@ def _of_defaults(info: Any, pool: list[Any]) -> Iterator[Any]:
     if not pool:
         return
     known = {key for _, named in pool for key in named}
-    given, named = max(pool, key=lambda arguments: (len(arguments[1]), len(arguments[0])))
+    given, named = max(pool, key=lambda each: (len(each[1]), len(tensors(each[1])), len(each[0])))
     for place, value in enumerate(given):
         same = isinstance(value, bool) and all(value is each[place] for each, _ in pool if len(each) > place)
         if same and (info.name, place) not in _UNDEFINED:

@@ -238,7 +238,7 @@ def _with_a_route_that_rounds(backend):
 
 
 swept("logsumexp_of_infinities", "logsumexp", "with inf: result", {"logsumexp": _naive_logsumexp})
-swept("product_that_reads_what_it_ignores", "baddbmm", "with beta=0: result", {"baddbmm": _with_what_it_ignores})
+swept("product_that_reads_what_it_ignores", "baddbmm", ": result 0 is wrong in", {"baddbmm": _with_what_it_ignores})
 swept("attention_that_is_causal_for_equal_lengths", "nn.functional.scaled_dot_product_attention", "is wrong in",
       {"_scaled_dot_product_flash_attention_for_cpu": _causal_for_equal_lengths})  # fmt: skip
 swept("embedding_gradient_that_is_never_scaled", "nn.functional.embedding", "the gradient",
