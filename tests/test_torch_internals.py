@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
@@ -52,6 +53,8 @@ class Subclass(torch.Tensor):
 
 @pytest.mark.parametrize("kind", ["replaced", "subclass", "complex"])
 def test_a_backward_pass_that_is_not_plain_is_left_to_torch(kind, monkeypatch):
+    if kind == "subclass" and "torch_function" not in inspect.getsource(torch.autograd.backward):
+        pytest.skip("this torch asks no class before a backward pass")
     calls = []
     weight = torch.ones(1, dtype=torch.complex64 if kind == "complex" else torch.float32, requires_grad=True)
     loss = weight.sum().as_subclass(Subclass) if kind == "subclass" else weight.sum()

@@ -213,7 +213,7 @@ def waves(accel, rank, options):
         trainer = accel.trainer(
             model, accel.optimizers.create("sgd", model.parameters(), lr=LR), loss=lambda m, b: m(*b), **options
         )
-    except accelcore.ConfigurationError as error:
+    except (accelcore.ConfigurationError, accelcore.UnsupportedError) as error:
         return str(error)
     trainer((batch(rank, 0)[:, :3], rank == 1))
     for other in range(2):

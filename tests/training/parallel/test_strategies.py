@@ -239,6 +239,10 @@ def test_complex_parameters_train_or_are_refused(job, request):
     for found in job[0]:
         if request.node.callspec.params["job"] == "fsdp":
             assert "'always' cannot be divided among ranks: it is complex" in found["waves"]
+        elif isinstance(found["waves"], str):  # torch 2.7
+            assert request.node.callspec.params["job"] == "ddp"
+            assert "complex" in found["waves"]
+            assert "combine_ddp" in found["waves"]
         else:
             assert found["waves"] < (0.02 if "bf16" in request.node.callspec.params["job"] else 1e-5)
 
