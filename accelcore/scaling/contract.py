@@ -222,11 +222,12 @@ class StaticScaler(NoScaler):
     reads_gradients = True
 
     def __init__(self, scale: float) -> None:
-        self._scale = scale
+        self._scale, self._has_scaled = scale, False
         self._unscaled: set[int] = set()
         self._inverses: dict[tuple[torch.dtype, torch.device], float | Tensor] = {}
 
     def scale(self, loss: Tensor) -> Tensor:
+        self._has_scaled = True
         return marked(loss * self._scale)
 
     def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
@@ -235,7 +236,7 @@ class StaticScaler(NoScaler):
                 "unscale_ was called twice for one optimizer since the last update",
                 remedy="call it once before scaler.step(optimizer), and scaler.update() after",
             )
-        given = by_dtype(gradients_of(optimizer) if gradients is None else gradients)
+        given = by_dtype(gradients_of(optimizer, scaled=self._has_scaled) if gradients is None else gradients)
         if not self.takes_fp16:
             refuse_fp16(given)
         self._unscaled.add(id(optimizer))
@@ -287,9 +288,14 @@ def marked(scaled: Tensor) -> Tensor:
     return scaled
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients of an optimizer's parameters, of sparse ones the values."""
+def gradients_of(optimizer: Optimizer, *, scaled: bool) -> list[Tensor]:
+    """Return an optimizer's gradients, of sparse ones the values; raise TrainingError unless a loss was `scaled`."""
     found = resolved([p for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+    if found and not scaled:
+        raise TrainingError(
+            "this loss scaler has never scaled a loss, and would divide the gradients by its scale",
+            remedy="call backward on the scaled loss: scaler.scale(loss).backward()",
+        )
     if True in map(_IS_SPARSE, found):
         return [gradient._values() if gradient.is_sparse else gradient for gradient in found]
     return found

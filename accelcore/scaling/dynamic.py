@@ -77,7 +77,7 @@ class GradScaler(LossScaler):
     trusts_kernels = True
 
     def __init__(self, device: torch.device, settings: LossScale) -> None:
-        self._settings = settings
+        self._settings, self._has_scaled = settings, False
         self._scale = torch.full((), settings.init, dtype=torch.float32, device=device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.float32, device=device)
@@ -86,6 +86,7 @@ class GradScaler(LossScaler):
         self.streak: OverflowStreak = OverflowStreak()
 
     def scale(self, loss: Tensor) -> Tensor:
+        self._has_scaled = True
         return marked(loss * self._scale)
 
     def unscale_(self, optimizer: Optimizer, gradients: Given = None, any_rank: AnyRank = None) -> None:
@@ -218,7 +219,7 @@ class GradScaler(LossScaler):
     def _find_overflow(
         self, optimizer: Optimizer, gradients: Given, multiplier: Tensor, any_rank: AnyRank
     ) -> _Progress:
-        given = gradients_of(optimizer) if gradients is None else gradients
+        given = gradients_of(optimizer, scaled=self._has_scaled) if gradients is None else gradients
         found = self.check(given, multiplier)
         progress = _Progress(
             optimizer, found if any_rank is None else any_rank(found), had_gradients=bool(given) or any_rank is not None

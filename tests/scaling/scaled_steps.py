@@ -15,6 +15,12 @@ def parameter(*values, dtype=torch.float32):
     return torch.nn.Parameter(torch.tensor(values or (1.0, -2.0), dtype=dtype))
 
 
+def in_use(scaler):
+    """A scaler that has scaled a loss: before, it refuses gradients."""
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
 def train_step(scaler, optimizer, weight, factors):
     """One step of the loss sum(factors * weight), whose gradient is `factors`."""
     optimizer.zero_grad()

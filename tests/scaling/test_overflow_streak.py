@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.scaling.scaled_steps import INF, NAN, ROUTES, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, ROUTES, in_use, parameter, train_step
 
 
 def told(caplog):
@@ -20,7 +20,7 @@ def told(caplog):
 @pytest.mark.parametrize("route", ROUTES)
 def test_twenty_overflows_in_a_row_name_the_first_bad_parameter(accel, caplog, route):
     caplog.set_level(logging.WARNING, "accelcore")
-    scaler, weights = accel.scaler.create(), [parameter(), parameter(1.0), parameter(1.0)]
+    scaler, weights = in_use(accel.scaler.create()), [parameter(), parameter(1.0), parameter(1.0)]
     options = {"lr": 0.5} if route == "native" else {"lr": 0.5, "route": route}
     optimizer = accel.optimizers.create("adamw", [{"params": weights[:1]}, {"params": weights[1:]}], **options)
 
@@ -60,7 +60,7 @@ def test_named_parameters_are_told_by_name(accel, caplog):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_updates_that_a_graph_records_are_reported_by_warn_alone(accel, caplog, route):
-    scaler, weight = accel.scaler.create(), parameter()
+    scaler, weight = in_use(accel.scaler.create()), parameter()
     optimizer = accel.optimizers.create("adamw", [weight], **({} if route == "native" else {"route": route}))
     for _ in range(20):
         weight.grad = torch.full_like(weight, INF)
@@ -115,7 +115,7 @@ def waits(at_most):
 @pytest.mark.parametrize(("route", "expected"), [("fused", 0), ("foreach", 1), ("loop", 1)])
 @pytest.mark.parametrize("value", [1.0, INF])
 def test_a_step_waits_once_and_not_at_all_where_the_kernel_skips(accel, route, expected, value):
-    scaler, weight = accel.scaler.create(), parameter()
+    scaler, weight = in_use(accel.scaler.create()), parameter()
     if route == "loop":
         optimizer = torch.optim.SGD([weight], lr=0.5, foreach=False)
     else:

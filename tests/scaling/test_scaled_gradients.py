@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import accelcore
 from accelcore.errors import TrainingError
-from tests.scaling.scaled_steps import INF, NAN, ROUTES, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, ROUTES, in_use, parameter, train_step
 
 gradients = st.lists(st.floats(-1e6, 1e6, width=32).filter(lambda g: g == 0 or abs(g) > 1e-20), min_size=2, max_size=2)
 
@@ -76,7 +76,7 @@ def test_complex_gradients_are_unscaled_and_checked(accel, dtype, dynamic):
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_gradients_with_the_negative_or_conjugate_bit_are_unscaled_and_checked(accel, dynamic):
     """torch's kernels for many tensors refuse to write to them."""
-    scaler = accel.scaler.create(init=8.0, dynamic=dynamic)
+    scaler = in_use(accel.scaler.create(init=8.0, dynamic=dynamic))
     weights = [torch.nn.Parameter(torch.tensor(2.0)), parameter(1 + 2j, 3j, dtype=torch.complex64)]
     optimizer = torch.optim.SGD(weights, lr=1.0)
     for bad in (False, True):
@@ -95,7 +95,7 @@ def test_gradients_with_the_negative_or_conjugate_bit_are_unscaled_and_checked(a
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("exact", [0.0, -0.0, 1.5e-45, -3e-40, 1.17e-38])
 def test_zeros_and_denormals_are_no_overflow_and_come_back(accel, exact, dynamic):
-    scaler, weight = accel.scaler.create(init=1024.0, dynamic=dynamic), parameter(1.0)
+    scaler, weight = in_use(accel.scaler.create(init=1024.0, dynamic=dynamic)), parameter(1.0)
     optimizer = torch.optim.SGD([weight], lr=0.5)
     weight.grad = torch.tensor([exact]) * 1024
     scaler.unscale_(optimizer)
@@ -130,7 +130,7 @@ def test_sparse_gradients_are_unscaled_and_checked(accel, duplicates):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_fp16_gradients_are_refused_untouched(accel, route):
-    scaler, weights = accel.scaler.create(), [parameter(1.0), parameter(1.0, dtype=torch.float16)]
+    scaler, weights = in_use(accel.scaler.create()), [parameter(1.0), parameter(1.0, dtype=torch.float16)]
     optimizer = accel.optimizers.create("adamw", weights, lr=0.125, eps=1e-4, route=route)  # 1e-8 is 0 in fp16
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -144,7 +144,7 @@ def test_fp16_gradients_are_refused_untouched(accel, route):
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_fp16_gradients_are_taken_where_somebody_says_so(accel, dynamic):
-    scaler, weight = accel.scaler.create(init=4.0, dynamic=dynamic), parameter(1.0, dtype=torch.float16)
+    scaler, weight = in_use(accel.scaler.create(init=4.0, dynamic=dynamic)), parameter(1.0, dtype=torch.float16)
     scaler.takes_fp16 = True
     optimizer = torch.optim.SGD([weight], lr=0.5)
     weight.grad = torch.full_like(weight, 4.0)
@@ -154,7 +154,7 @@ def test_fp16_gradients_are_taken_where_somebody_says_so(accel, dynamic):
 
 
 def test_a_step_without_gradients_says_nothing_of_the_scale(accel):
-    scaler, weights = accel.scaler.create(interval=2), [parameter(), parameter()]
+    scaler, weights = in_use(accel.scaler.create(interval=2)), [parameter(), parameter()]
     one, other = (torch.optim.SGD([weight], lr=0.5) for weight in weights)
     for _ in range(5):
         scaler.step(one)

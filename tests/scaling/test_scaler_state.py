@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
-from tests.scaling.scaled_steps import INF, NAN, parameter
+from tests.scaling.scaled_steps import INF, NAN, in_use, parameter
 
 
 def test_the_state_is_torchs_and_a_count_of_skipped_steps(accel):
@@ -75,7 +75,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(accel, damage):
 
 
 def test_a_static_scaler_refuses_to_unscale_twice(accel):
-    scaler, weight = accel.scaler.create(init=8.0, dynamic=False), parameter()
+    scaler, weight = in_use(accel.scaler.create(init=8.0, dynamic=False)), parameter()
     optimizer = torch.optim.SGD([weight], lr=0.5)
     weight.grad = torch.tensor([8.0, 16.0])
     scaler.unscale_(optimizer)

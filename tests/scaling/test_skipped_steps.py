@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelcore.errors import TrainingError
-from tests.scaling.scaled_steps import INF, NAN, ROUTES, parameter, train_step
+from tests.scaling.scaled_steps import INF, NAN, ROUTES, in_use, parameter, train_step
 
 OF_ADAGRAD = [route for route in ROUTES if route != "native"]
 ROUTES_OF = [(name, route) for name in ("adam", "adamw", "sgd") for route in ROUTES]
@@ -78,7 +78,7 @@ def test_fused_optimizers_keep_no_reference_to_the_scaler(accel):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_calls_out_of_order_are_refused_and_the_next_right_step_works(accel, route):
-    scaler, weight = accel.scaler.create(), parameter(1.0, -2.0)
+    scaler, weight = in_use(accel.scaler.create()), parameter(1.0, -2.0)
     optimizer = accel.optimizers.create("adamw", [weight], lr=0.125, route=route)
     with pytest.raises(TrainingError, match="update was called before"):
         scaler.update()
@@ -109,9 +109,29 @@ def test_a_closure_is_refused(accel, make):
         "static": lambda: accel.scaler.create(init=8.0, dynamic=False),
         "none": accel.scaler.none,
     }[make]()
+    in_use(scaler)
     optimizer = torch.optim.SGD([weight := parameter()], lr=0.5)
     weight.grad = torch.ones(2)
     with pytest.raises(TrainingError, match="closure"):
         scaler.step(optimizer, lambda: weight.sum())
     scaler.step(optimizer)
     scaler.update()
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_loss_that_was_not_scaled_is_refused_at_its_gradients(accel, dynamic):
+    """torch's scaler refuses it, too: else each gradient is divided by 65536, and nothing is trained."""
+    scaler, weight = accel.scaler.create(dynamic=dynamic), parameter()
+    optimizer = accel.optimizers.create("sgd", [weight], lr=0.5)
+    scaler.load_state_dict(scaler.state_dict())
+    weight.sum().backward()
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(TrainingError, match="never scaled a loss") as caught:
+            call(optimizer)
+    assert "scaler.scale(loss).backward()" in caught.value.remedy
+    assert weight.grad.tolist() == [1.0, 1.0]
+    train_step(scaler, optimizer, weight, (1.0, 1.0))
+    assert weight.tolist() == [0.5, -2.5]
+    weight.grad = torch.full((2,), scaler.get_scale())  # as a replayed graph computes it: `scale` is not called again
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.0, -3.0]

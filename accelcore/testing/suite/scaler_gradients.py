@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from accelcore import Backend
+from accelcore.scaling.contract import LossScaler
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import overflow, spoil, weights
@@ -42,6 +43,13 @@ every_optimizer = pytest.mark.parametrize("make", [make_plain, make_own, make_ad
 def parameters_of(accel: Backend, *sizes: int) -> list[nn.Parameter]:
     """Return a parameter of each size."""
     return [nn.Parameter(torch.linspace(1, 2, size).to(accel.device)) for size in sizes or (8, 5)]
+
+
+def scaler_in_use(accel: Backend, init: float) -> LossScaler:
+    """Return a scaler that has scaled a loss: before, it refuses gradients."""
+    scaler = accel.scaler.create(init=init)
+    scaler.scale(torch.ones((), device=accel.device))
+    return scaler
 
 
 def new_gradients(accel: Backend, scaler: object, parameters: list[nn.Parameter], factor: float = 1.0) -> None:
@@ -85,7 +93,7 @@ class GradientsOfScaler:
             for number, parameter in enumerate(parameters):
                 if number % 2:
                     parameter.data = parameter.data.to(getattr(torch, name))
-            scaler, before = accel.scaler.create(init=8.0), weights(parameters)
+            scaler, before = scaler_in_use(accel, 8.0), weights(parameters)
             optimizer = make(accel, [*parameters, last])
             for spoilt in (True, False):
                 for parameter in (*parameters, last):
@@ -105,10 +113,10 @@ class GradientsOfScaler:
             gradient = VIEWS[kind](torch.full((4, 6), 2.0, device=accel.device))
             parameter = nn.Parameter(torch.ones_like(gradient))
             parameter.grad = gradient
+            optimizer, scaler = make_plain(accel, [parameter]), scaler_in_use(accel, 4.0)
             if element is not None:
                 place = tuple(element if count > 2 else -1 for count in gradient.shape)
                 gradient[place] = overflow(accel.device)
-            optimizer, scaler = make_plain(accel, [parameter]), accel.scaler.create(init=4.0)
             take_step(scaler, optimizer)
             right = 0.75 if element is None else 1.0
             assert bool((parameter == right).all()), f"a gradient that is {kind}, with an inf at {element}, is misread"
@@ -117,7 +125,7 @@ class GradientsOfScaler:
         """Gradients of every declared dtype but fp16 are divided by the scale."""
         kinds = [getattr(torch, name) for name in accel.capabilities.model_dtypes if name != "float16"]
         parameters = [nn.Parameter(torch.ones(3, dtype=kind, device=accel.device)) for kind in kinds]
-        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create(init=1024.0)
+        optimizer, scaler = make_plain(accel, parameters), scaler_in_use(accel, 1024.0)
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 256.0)
         scaler.unscale_(optimizer)
@@ -146,7 +154,7 @@ class GradientsOfScaler:
     def test_large_gradients_are_no_overflow(self, accel: Backend) -> None:
         """Finite gradients do not count as overflow, even if their sum or their squares do."""
         parameters = parameters_of(accel, 64, 64)
-        optimizer, scaler = make_plain(accel, parameters), accel.scaler.create(init=2.0)
+        optimizer, scaler = make_plain(accel, parameters), scaler_in_use(accel, 2.0)
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 3e38)
         take_step(scaler, optimizer)
