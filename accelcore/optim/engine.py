@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -27,6 +28,7 @@ __all__ = ["Engine", "Factory", "Memory", "Request"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 _GROUPS_AT_ONCE = 64
+_SHORT = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay", "epsilon": "eps"}
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
@@ -125,10 +127,11 @@ class Route:
             ConfigurationError: the factory refuses the arguments.
             PluginError: the factory returned something else.
         """
+        known = _options(self.factory)
+        _check_keys(groups, known)
         try:
             made = self._made(request, groups)
         except (TypeError, ValueError, KeyError) as error:
-            known = _options(self.factory)
             unknown = [name for name in request.options if known and name not in known]
             route = "" if request.route == "auto" else f" by the route {self.name!r}"
             corrections = [_in_place_of(name, known) for name in unknown] if unknown else [_correction(str(error))]
@@ -279,6 +282,23 @@ def _in_place_of(name: str, known: list[str]) -> str:
     """Return a hint for an unknown option, such as `lr` for `learning_rate`, or `weight_decay` for `wd`."""
     meant = next((option for option in known if _initials(name) == option or _initials(option) == name), None)
     return f"did you mean {meant!r}?" if meant else did_you_mean(name, known)
+
+
+def _check_keys(groups: Sequence[dict[str, Any]], known: list[str]) -> None:
+    """Raise ConfigurationError if a key of a group must be a misspelt option. torch keeps unknown keys for the script.
+
+    A key that extends an option by a word, such as `weight_decay_scale`, or that stands beside the option, is taken.
+    """
+    for number, group in enumerate(groups):
+        for key in (key for key in group if isinstance(key, str) and key not in (*known, "params")):
+            alike = get_close_matches(key.lower(), [name for name in known if f"{name}_" not in f"{key}_"], 1, 0.8)
+            meant = _SHORT.get(key, alike[0] if alike else None)
+            if meant in known and meant not in group:
+                raise ConfigurationError(
+                    f"parameter group {number} has the unknown key {key!r}",
+                    why="torch keeps it, and trains the group with the default",
+                    remedy=f"did you mean {meant!r}? If the key is the script's own, choose another name",
+                )
 
 
 def _correction(why: str) -> str:

@@ -195,6 +195,9 @@ class Optimizers:
                 raise ConfigurationError(
                     f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
                 )
+        empty = [str(number) for number, group in enumerate(groups) if not group["params"]]
+        if empty:
+            logger.warning("parameter group %s is empty: see how its parameters are chosen", " and ".join(empty))
         # Named parameters are pairs, as from model.named_parameters(). The optimizer refuses what is no tensor.
         members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
         parameters = tuple(member for member in members if isinstance(member, torch.Tensor))

@@ -98,6 +98,39 @@ def test_an_unknown_option_is_refused_and_the_known_ones_named(accel, route, nam
     assert caught.value.remedy == meant
 
 
+@pytest.mark.parametrize("route", ["auto", "fused", "loop"])
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "lr"),
+        ("wd", "weight_decay"),
+        ("weight_deacy", "weight_decay"),
+        ("LR", "lr"),
+        ("beta", "betas"),
+    ],
+)
+def test_a_misspelt_option_of_a_group_is_refused(accel, route, key, meant):
+    groups = [{"params": [parameter()], "lr": 0.1}, {"params": [parameter()], key: 1e-5}]
+    with pytest.raises(ConfigurationError, match=f"group 1 has the unknown key '{key}'") as caught:
+        accel.optimizers.create("adamw", groups, lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), route=route)
+    assert f"did you mean '{meant}'?" in caught.value.remedy
+
+
+def test_keys_of_the_scripts_own_stay_in_a_group(accel, caplog):
+    own = {
+        "name": "top",
+        "lr_scale": 0.5,
+        "group_name": "layer_1",
+        "weight_decay_mult": 0.0,
+        "max_momentum": 0.9,
+        "wd": 1,
+    }
+    groups = [{"params": [parameter()], "weight_decay": 0.0, **own}, {"params": []}]
+    optimizer = accel.optimizers.create("sgd", groups, lr=0.1)
+    assert own.items() <= optimizer.param_groups[0].items()
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["parameter group 1 is empty"]
+
+
 # Registering.
 
 
