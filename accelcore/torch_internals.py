@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -72,7 +72,6 @@ Without it, a kernel at such a key that calls its own operator never ends.
 
 _backward = torch.autograd.backward
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_IMPL_OVERRIDES = "allow_override" in signature(torch.library.Library.impl).parameters
 
 
 def compiler_error() -> type[Exception]:
@@ -332,13 +331,18 @@ def register_kernel(
     with_keyset: bool,
 ) -> None:
     """Register a kernel, also over one in Python. An older torch has no public way to do the latter."""
-    if _IMPL_OVERRIDES:
+    if _impl_overrides():
         library.impl(  # type: ignore[no-untyped-call]
             operator, kernel, dispatch_key, with_keyset=with_keyset, allow_override=True
         )
     else:
         assert library.m is not None, "it is not removed yet"
         library.m.impl(operator_name(operator).partition("::")[2], dispatch_key, kernel, with_keyset)
+
+
+@cache
+def _impl_overrides() -> bool:  # not when this file is imported: the documentation is built without torch
+    return "allow_override" in signature(torch.library.Library.impl).parameters
 
 
 def remove_library(library: torch.library.Library) -> None:
