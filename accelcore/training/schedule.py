@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -10,10 +11,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
     LinearLR,
     LRScheduler,
+    MultiStepLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError, logger
@@ -67,6 +72,7 @@ class Schedule:
         self._optimizer, self._compared = optimizer, self._make is None
         self._steps = scheduler is not None and by == "window"
         self._stays, self._has_warned = isinstance(scheduler, str), scheduler == "constant"
+        self._by_epoch: bool | None = None  # whether the scheduler seems to count epochs; None: not checked
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         self._is_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
@@ -105,6 +111,21 @@ class Schedule:
         elif updates not in (None, self.updates):
             raise _another_length(ConfigurationError, self.updates, updates)
         self._compared = True
+
+    def warn_if_by_epoch(self, epochs: int | None, updates: int | None) -> None:
+        """Log once that the scheduler seems to count epochs, although the trainer steps it after each update."""
+        if not (self._by_epoch is None and self._steps and epochs and updates):
+            return
+        self._by_epoch = updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates)
+        if self._by_epoch:
+            logger.warning(
+                "%s seems to count epochs, but the trainer steps it after each update: in %d epochs with %d updates "
+                'the learning rate changes far too early. Give accel.trainer(..., schedule_by="script"), and call '
+                "scheduler.step() after each epoch; or make it for the number of updates, trainer.total_steps",
+                type(self.scheduler).__name__,
+                epochs,
+                updates,
+            )
 
     def state(self) -> dict[str, Any]:
         state = None if self.scheduler is None else self.scheduler.state_dict()
@@ -298,6 +319,24 @@ def _another_length(kind: type[AccelError], saved: int | None, own: int | None) 
         'another folder with trainer.load("model.safetensors"). Or train as that run did. Or keep its schedule by '
         f'total_steps={saved}: "cosine" and "linear" then train any later update at the learning rate 0',
     )
+
+
+def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> bool:
+    """Return whether a scheduler is over within `epochs` steps, or its learning rate is almost 0 after `updates`."""
+    for name in ("T_max", "T_0"):  # of the cosines
+        if hasattr(scheduler, name):
+            return bool(getattr(scheduler, name) <= epochs)
+    if isinstance(scheduler, MultiStepLR):
+        return max(scheduler.milestones, default=updates) <= epochs
+    if isinstance(scheduler, StepLR):
+        return scheduler.step_size <= epochs and scheduler.gamma ** (updates // scheduler.step_size) < 1e-4
+    if isinstance(scheduler, ExponentialLR):
+        return bool(scheduler.gamma**updates < 1e-6)
+    if isinstance(scheduler, LambdaLR):
+        with suppress(Exception):  # a function of the script may not be defined for these steps
+            ends = [function(updates // 2) <= 1e-6 < function(epochs // 2) for function in scheduler.lr_lambdas]
+            return all(ends)
+    return any(_counts_epochs(each, epochs, updates) for each in getattr(scheduler, "_schedulers", ()))
 
 
 def _last_epoch(scheduler: Any) -> int | None:

@@ -255,6 +255,8 @@ class Trainer(Suggests, Checkpoints):
         self._plan.gradients.refresh(thorough=True)
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
+        if self.backend.collectives.rank == 0:
+            self._schedule.warn_if_by_epoch(self._stream.total_epochs, self.total_steps)
         began = None if self._step.is_open else self.steps
         self._step.epoch.begin()
         taken = yield from self._stream.batches(loader, shard=shard)

@@ -8,7 +8,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelcore
@@ -206,7 +216,7 @@ def test_a_schedule_that_has_ended_trains_at_0_and_warns_once(accel, tmp_path, c
         ("cosine", False, {}, ""),
         ("constant", True, {}, ""),
         (lambda optimizer: StepLR(optimizer, 1), False, {"schedule_by": "script"}, "the scheduler was not stepped"),
-        (lambda optimizer: StepLR(optimizer, 1), True, {}, ""),
+        (lambda optimizer: StepLR(optimizer, 1, gamma=0.9), True, {}, ""),
     ],
 )
 def test_a_schedule_that_the_epochs_leave_before_its_end_is_reported(accel, caplog, scheduler, left, options, says):
@@ -244,6 +254,53 @@ def test_a_scheduler_of_a_function_goes_on_past_its_end_as_torchs_does_and_warns
         train(trainer, 2)
     assert rates.seen[:5] == pytest.approx(expected[: len(rates.seen)], abs=0)
     assert caplog.text.count(f"{ENDED} 4, and a later update was trained at the learning rate {expected[4]:g}. ") == 1
+
+
+def warm(optimizer, then, rising=2):
+    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=rising), then(optimizer)], [rising])
+
+
+BY_EPOCH = {  # for 8 epochs of 3 updates
+    "StepLR": lambda optimizer: StepLR(optimizer, 3),
+    "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [3, 6]),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 8),
+    "CosineAnnealingWarmRestarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 4),
+    "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda epoch: max(0.0, 1 - epoch / 8)),
+    "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 6)),
+}
+BY_UPDATE = {
+    "StepLR": lambda optimizer: StepLR(optimizer, 1, gamma=0.9),
+    "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [3, 20]),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 24),
+    "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.9),
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.0][step]),
+    "LinearLR": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=4),
+    "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 22)),
+}
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize(("name", "is_function"), [*((name, False) for name in BY_EPOCH | BY_UPDATE), ("StepLR", True)])
+def test_a_scheduler_that_counts_epochs_and_is_stepped_by_update_is_reported(
+    accel, caplog, name, is_function, by_epoch
+):
+    function = (BY_EPOCH if by_epoch else BY_UPDATE).get(name)
+    if function is None:
+        return
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    scheduler = (lambda optimizer, updates: function(optimizer)) if is_function else function(optimizer)
+    trainer = accel.trainer(
+        model, optimizer, loss=lambda model, rows: model(rows).mean(), accumulate=2, scheduler=scheduler
+    )
+    for epoch in trainer.epochs(8):
+        for batch in trainer.batches(LOADER):
+            if epoch < 2 and name != "LambdaLR":
+                trainer(batch)
+    lines = [record.message for record in caplog.records if "seems to count epochs" in record.message]
+    assert [line.split()[0] for line in lines] == [name] * by_epoch
+    assert all('schedule_by="script"' in line and "8 epochs" in line and "24 updates" in line for line in lines)
 
 
 def test_a_constant_rate_has_no_end(accel, caplog):

@@ -49,7 +49,7 @@ class DataStream:
         self._had_batches = self._was_empty = self._in_epochs = False  # of epochs
         self._keeps_epoch = False  # whether the script has set the epoch
         self._said: set[str] = set()
-        self._total_epochs: int | None = None
+        self.total_epochs: int | None = None
         self._batches: int | None = None
         self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
         self.load_state_dict(_BEGINNING)
@@ -111,7 +111,7 @@ class DataStream:
         """Return the epochs that are left of `total`; call `ended` after the last one. See `Trainer.epochs`."""
         if not is_whole(total):
             raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
-        self._total_epochs = total
+        self.total_epochs = total
         if 0 < total <= self.epoch and self._collectives.rank == 0:
             logger.warning(
                 "this training is finished: %d epochs are done, and the script asks for %d; to continue, ask for "
@@ -164,9 +164,9 @@ class DataStream:
 
     def total_steps(self, accumulate: int) -> int | None:
         """Return the number of windows of all epochs; None if it is unknown."""
-        if self._total_epochs is None or self._batches is None:
+        if self.total_epochs is None or self._batches is None:
             return None
-        return self._total_epochs * -(-self._batches // accumulate)
+        return self.total_epochs * -(-self._batches // accumulate)
 
     def warn_if_unused(self) -> None:
         """Warn once if no trainer has read batches here, or had its epoch set: in a job's first step, and at a `save`.
