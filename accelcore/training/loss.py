@@ -192,6 +192,25 @@ def wrong_update(*, after_batch: bool) -> TrainingError:
     )
 
 
+def no_update_between() -> TrainingError:
+    """Return the error for the losses of two batches in one micro-batch of several."""
+    return TrainingError(
+        "trainer.backward(loss) was called for a second batch, and trainer.update() was not called after the first",
+        why="trainer.update() counts micro-batches, and updates the parameters after the last of accumulate=; without "
+        "it the gradients of both batches are summed up as those of one",
+        remedy="call trainer.update() after each batch, not only after the last of a window",
+    )
+
+
+def no_gradient() -> TrainingError:
+    """Return the error for a window in which no parameter received a gradient."""
+    return TrainingError(
+        "no parameter received a gradient in this window",
+        remedy="look for frozen parameters, or a loss of another model: the function loss= must use the model that it "
+        "is given, a loop of your own trainer.forward",
+    )
+
+
 def no_update(when: str) -> TrainingError:
     """Return the error for gradients that no update has used until `when`."""
     return TrainingError(

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError, logger
-from accelcore.jobs.collectives import Collectives
-from accelcore.training.loss import no_step
 
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -100,42 +98,3 @@ class ModelSnapshot:
             f"the model or the optimizer has changed since its trainer was made: {changes}",
             remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
         )
-
-
-class EpochWithoutSteps:
-    """Detect an epoch over a trainer's batches in which the script trained without it, or nothing was trained.
-
-    `began`: the steps of all trainers of the job, and how often each parameter was written to, when the epoch began;
-    None after any update, and outside of an epoch.
-    """
-
-    def __init__(self, optimizer: Optimizer, job: Collectives) -> None:
-        self._optimizer, self._job = optimizer, job
-        self.began: tuple[dict[int, tuple[int, int]], list[int]] | None = None
-        self._warned = False
-
-    def begin(self) -> None:
-        self.began = dict(self._job.steps), self._versions()
-
-    def check(self, when: str) -> bool:
-        """Return whether no trainer made a step since the epoch began; raise TrainingError if the script trained."""
-        if self.began is None or self.began[0] != self._job.steps:
-            return False
-        if all(map(int.__gt__, versions := self._versions(), self.began[1])) and versions:
-            raise no_step(f"{when}, and the script changed the parameters without the trainer")
-        return True
-
-    def end(self, *, had_batches: bool) -> None:
-        """Do what `check` does, and warn once of an epoch that `had_batches` and no step."""
-        if self.check("an epoch has ended") and had_batches and not self._warned:
-            self._warned = True
-            if self._job.rank == 0:
-                logger.warning(
-                    "an epoch of trainer.batches(...) has ended without a step of a trainer: to train, call "
-                    "trainer(batch), or trainer.backward(loss) and trainer.update(); to evaluate, loop over "
-                    "trainer.evaluate(loader)"
-                )
-
-    def _versions(self) -> list[int]:
-        members = (each for group in self._optimizer.param_groups for each in group["params"])
-        return [each._version for each in members if each.requires_grad]

@@ -1,4 +1,4 @@
-"""Callbacks for loss, gradient norm, overflow, step and module outputs; hooks that are removed with their owner."""
+"""Callbacks for loss, gradient norm, learning rate, step and others; hooks that are removed with their owner."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Observer:
     """Base class of observers: override the events you need. Events without an observer cost nothing.
 
     Tensors are on the device; reading one on the host waits for the device. An exception of an observer ends the
-    trainer's call after the step is complete. After an update the order is loss, gradient norm, overflow, step.
+    trainer's call after the step is complete. After an update the order is loss, gradient norm, overflow, learning
+    rate, step.
 
     Attributes:
         measures_norm: whether `gradient_norm` needs the norm without `clip_norm`, which computes it anyway.
@@ -53,6 +54,9 @@ class Observer:
 
     def overflow(self, found: Tensor) -> None:
         """Receive 1.0 if a window's gradients overflowed and its update was skipped, else 0.0. Needs a loss scale."""
+
+    def learning_rate(self, lr: float | Tensor) -> None:
+        """Receive the learning rate of the first group that a window was trained at. The optimizer has the next one."""
 
     def step(self, steps: int) -> None:
         """Receive the number of windows closed so far, after each window."""
@@ -108,6 +112,7 @@ class Listeners:
         self.measures_norm = bool(_listeners(measuring, "gradient_norm"))
         self.gradient_norm = _listeners(observers, "gradient_norm")
         self.overflow = _listeners(observers, "overflow")
+        self.learning_rate = _listeners(observers, "learning_rate")
         self.step = _listeners(observers, "step")
         self.output = _listeners(observers, "output")
 

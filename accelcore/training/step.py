@@ -16,12 +16,22 @@ from accelcore.training.captured import CapturedStep
 from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.loss import LossOfModel, hint_of, no_loss, no_update, second_backward, split_loss, wrong_update
-from accelcore.training.model_changes import EpochWithoutSteps, ModelSnapshot
+from accelcore.training.loss import (
+    LossOfModel,
+    hint_of,
+    no_gradient,
+    no_loss,
+    no_update,
+    second_backward,
+    split_loss,
+    wrong_update,
+)
+from accelcore.training.model_changes import ModelSnapshot
 from accelcore.training.observers import tell
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
+from accelcore.training.script_calls import BATCH, CallsOfUpdate, EpochWithoutSteps
 from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached, is_on
 
@@ -59,12 +69,8 @@ class Step:
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
-        updated = (each for group in plan.optimizer.param_groups for each in group["params"])
-        self._updated = next(updated, torch.empty(0))  # any of what the optimizer updates; a group may be empty
-        self._version: int | None = None  # its version when a window's first backward began, until that is compared
-        self._updated_by = ""  # "trainer(batch)" or "trainer.update()" if that was the trainer's last call
         self.epoch = EpochWithoutSteps(plan.optimizer, plan.backend.collectives)
-        self._added = False  # whether a backward pass was added that no micro-batch has counted
+        self.calls = CallsOfUpdate(plan.optimizer, plan.options["accumulate"])
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
@@ -78,28 +84,18 @@ class Step:
         """Whether a window has begun, with gradients or without."""
         return self._window.micro > 0 or self.shared.is_open
 
-    def note_update(self, call: str) -> None:
-        """Note the call that updates the parameters, or "" when a backward pass was added, for what errors advise."""
-        self._updated_by, self._added = call, not call
-        if self._binding is not None:
-            self._binding.updated_by = call
-
     def _open(self) -> None:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self.shared.acquire()
         if not self.shared.is_open:
             self.shared.open(warns=self._job.rank == 0)
             self._gradients.clear()
-            self._version = self._updated._version
+            self.calls.window_opened()
             return
         self.shared.check_left()
         self.shared.check_foreign()
-        if self._version is not None and self._window.micro == 0 and self._updated._version != self._version:
-            self._version = None
-            logger.warning(
-                "the parameters have changed between two calls of trainer.backward(...), and trainer.update() was not "
-                "called: call it instead of optimizer.step()"
-            )
+        if self._window.micro == 0:
+            self.calls.warn_if_updated()
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
@@ -133,9 +129,13 @@ class Step:
                 self.drop(error)
             raise
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None, *, retain_graph: bool) -> None:
-        """Add the gradients of a loss, and call its observers. The gradients outlast the next forward pass."""
+    def backward(self, loss: Tensor, weight: float | Tensor | None, *, retain_graph: bool, place: object) -> None:
+        """Add the gradients of a loss, and call its observers. The gradients outlast the next forward pass.
+
+        `place`: the batch's place in the data.
+        """
         try:
+            self.calls.note_backward(place)
             self._add(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
             self.drop(error)
@@ -199,12 +199,15 @@ class Step:
             self.drop(error)
             raise
         self._window.steps += 1
+        lr = self._optimizer.param_groups[0]["lr"] if self._listeners.learning_rate else None
+        lr = lr.clone() if isinstance(lr, Tensor) else lr  # the schedule writes to it
         self._schedule.window_ended(warns=self._job.rank == 0)
         if self._window.steps % _WALKED == 0 or self._window.steps.bit_count() == 1:  # the same windows on all ranks
             self._snapshot.check_model()  # before observers, which may call `Trainer.refresh`
         tell(self._listeners.loss, loss)
         tell(self._listeners.gradient_norm, self._norm)
         tell(self._listeners.overflow, self._overflow)
+        tell(self._listeners.learning_rate, lr)
         tell(self._listeners.step, self._window.steps)
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
@@ -234,9 +237,9 @@ class Step:
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
-        if self._updated_by == "trainer(batch)":
+        if self.calls.last == BATCH:
             raise wrong_update(after_batch=True)
-        if not self._added:
+        if not self.calls.added:
             error = wrong_update(after_batch=False)
             self.drop(error)
             raise error
@@ -268,11 +271,7 @@ class Step:
     def _check_received(self) -> None:
         if True not in self._gradients.received:
             self._snapshot.check_model()  # if all layers were replaced, this names one
-            raise TrainingError(
-                "no parameter received a gradient in this window",
-                remedy="look for frozen parameters, or a loss of another model: the function loss= must use the model "
-                "that it is given, a loop of your own trainer.forward",
-            )
+            raise no_gradient()
 
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:
         """Return the weighted gradients, unscaled if they are clipped or observed; none if they are not read."""
@@ -323,7 +322,8 @@ class Step:
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.begin(opened=opened)
-        self._added, self.epoch.began = opened, None
+        self.calls.begin(opened=opened)
+        self.epoch.began = None
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)

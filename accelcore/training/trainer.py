@@ -28,6 +28,7 @@ from accelcore.training.options import TrainerOptions, check_arguments, check_va
 from accelcore.training.plan import Plan
 from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
 from accelcore.training.schedule import Schedule
+from accelcore.training.script_calls import BATCH
 from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
@@ -289,7 +290,7 @@ class Trainer(Suggests, Checkpoints):
         """
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
-        step.note_update("trainer(batch)")
+        step.calls.note(BATCH)
         loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
         step.finite.losses.append((self._window.steps + 1, loss, loss._version))
         step.end_micro_batch(loss, updated=captured is not None)
@@ -318,17 +319,17 @@ class Trainer(Suggests, Checkpoints):
 
         Raises:
             TrainingError: `loss` is not a scalar of the parameters, or in a job not computed by `trainer.forward`; or
-                `loss.backward()` was called within the window, which would add gradients that are not the trainer's.
+                `loss.backward()` was called within the window, which would add gradients that are not the trainer's;
+                or, with `accumulate` above 1, `update` was not called after the last batch.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
-        self._step.note_update("")
-        self._step.backward(loss, weight, retain_graph=retain_graph)
+        self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)
 
     def update(self) -> bool:
-        """Count a micro-batch; at the end of a window, update the parameters. Return whether a window was closed."""
+        """Count a micro-batch, after each batch; update at the end of a window. Return whether a window was closed."""
         self._step.check_failure()
         self._step.check_update()
-        self._step.note_update("trainer.update()")
+        self._step.calls.note("trainer.update()")
         if self._window.is_last:
             self._step.check_unchanged()
             self._number_step(self._window.micro + 1)

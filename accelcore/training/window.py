@@ -226,11 +226,16 @@ class SharedParameters:
         self.left = next(((each, grad, grad._version) for each, grad in held if grad is not None), None)
 
     def check_left(self) -> None:
-        """Raise TrainingError if the noted gradient was cleared since. Waits for the device only if it was written."""
+        """Raise TrainingError if the noted gradient was cleared since. Waits for the device only if it was written.
+
+        DistributedDataParallel may move a gradient into the memory of a bucket.
+        """
         if self.left is None:
             return
         parameter, gradient, version = self.left
-        if parameter.grad is not gradient or (gradient._version != version and not to_local(gradient).any()):
+        now = parameter.grad
+        is_changed = now is not gradient or gradient._version != version
+        if now is None or (is_changed and not to_local(now).any()):
             raise TrainingError(
                 "the gradients of a window were cleared between two of its micro-batches",
                 why="zero_grad() was called, and the trainer adds gradients up until the window's update",

@@ -213,7 +213,7 @@ def test_observers_change_no_number(accel):
     assert all(map(torch.equal, seen.model.parameters(), unseen.model.parameters()))
 
 
-@pytest.mark.parametrize("method", ["loss", "gradient_norm", "overflow", "step"])
+@pytest.mark.parametrize("method", ["loss", "gradient_norm", "overflow", "learning_rate", "step"])
 def test_an_observer_that_raises_in_the_three_calls_ends_one_of_them_after_it_is_whole(accel, method):
     class Broken(Observer):
         broken = True

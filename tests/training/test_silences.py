@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -44,15 +46,19 @@ def test_backward_without_update_is_reported_when_the_epoch_ends(accel, caplog, 
     assert "trainer.update() was not called" in caplog.text
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_whole_epoch_without_update_is_an_error_and_drops_its_gradients(accel, accumulate):
+@pytest.mark.parametrize(
+    ("accumulate", "says"),
+    [
+        (1, r"no weight(.|\n)*call trainer\.update\(\) after each"),
+        (2, r"for a second batch(.|\n)*call trainer\.update\(\) after each batch"),
+    ],
+)
+def test_an_epoch_without_update_is_an_error_and_drops_its_gradients(accel, accumulate, says):
     trainer, other = make(accel, accumulate=accumulate), make(accel, accumulate=accumulate)
     other.model.load_state_dict(trainer.model.state_dict())
     batches = trainer.batches(data(3))
-    for _ in range(3):
-        trainer.backward(loss_of(trainer.forward, next(batches)))
-    with pytest.raises(accelcore.TrainingError, match=r"no weight(.|\n)*call trainer\.update\(\) after each"):
-        next(batches)
+    with pytest.raises(accelcore.TrainingError, match=says):
+        deque(trainer.backward(loss_of(trainer.forward, batch)) for batch in batches)
     assert all(map(torch.equal, trainer.model.parameters(), other.model.parameters()))
     batch = next(iter(data(3)))
     for each in (trainer, other):  # none of the dropped gradients is left
@@ -60,6 +66,27 @@ def test_a_whole_epoch_without_update_is_an_error_and_drops_its_gradients(accel,
         each.update()
         each.flush()
     assert all(map(torch.equal, trainer.model.parameters(), other.model.parameters()))
+
+
+def test_update_at_the_end_of_windows_only_is_refused_and_several_losses_of_a_batch_are_not(accel, tmp_path):
+    trainer = make(accel, accumulate=2)
+
+    def train(*updates):
+        for number, batch in enumerate(trainer.batches(data(4))):
+            for _ in range(2):
+                trainer.backward(loss_of(trainer.forward, batch))
+            if number in updates:
+                trainer.update()
+            if number == 2:
+                trainer.save(tmp_path)
+        return trainer.steps
+
+    assert train(0, 1, 2, 3) == 2
+    with pytest.raises(accelcore.TrainingError, match="for a second batch"):
+        train(1, 3)
+    trainer.resume(tmp_path)  # within a window; the last batch is left
+    assert trainer.steps == 1
+    assert train(0) == 2
 
 
 def test_a_checkpoint_of_gradients_without_any_update_is_refused(accel, tmp_path):

@@ -155,6 +155,11 @@ class DataStream:
                 "begin another",
             )
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Place in the data, another one for each batch that a loop was given."""
+        return self.loop, self.taken
+
     def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
         """Note how many batches an epoch of `loader` has, for `total_steps`."""
         try:

@@ -35,7 +35,7 @@ class Log(Meter):
 
     Give it to a trainer: `accel.trainer(..., observers=[accelcore.Log("outputs/run")])`. The main rank writes a line
     every few steps, a JSON object: `step`; `epoch`, counted from 0; `loss`, the mean over this rank's micro-batches
-    since the last line or a resume; `lr` of the first group, for the next update; `gradient_norm` of the step;
+    since the last line or a resume; `lr` of the first group in the step; `gradient_norm` of the step;
     `rows_per_second` of all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A value that
     is not finite is null. A step does not wait for the device: a line is written one step later.
 

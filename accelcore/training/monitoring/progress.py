@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
@@ -41,6 +40,7 @@ class Meter(Settings, Observer):
         self._total = trainer.total_steps
         self._rows, self._seconds = 0, 0.0
         self._since: float | None = None
+        self._lr: float | Tensor | None = None
 
     def epoch_begin(self, epoch: int) -> None:
         assert self._trainer is not None, "begin comes first"
@@ -55,6 +55,9 @@ class Meter(Settings, Observer):
             self._seconds += perf_counter() - self._since
             self._since = None
 
+    def learning_rate(self, lr: float | Tensor) -> None:
+        self._lr = lr
+
     def _rows_per_second(self) -> float | None:
         """Return the rows of all ranks a second since the last call; None if they are not known."""
         now = perf_counter()
@@ -65,11 +68,8 @@ class Meter(Settings, Observer):
         return found
 
     def _begin_to_read(self, **tensors: Tensor | None) -> Callable[[], dict[str, float]]:
-        """Begin to copy scalars and the learning rate of the next update; return a function that waits for them."""
-        given: dict[str, Any] = dict(tensors)
-        with suppress(ReferenceError):  # at exit the trainer may be gone
-            assert self._trainer is not None, "begin comes first"
-            given["lr"] = self._trainer.optimizer.param_groups[0]["lr"]
+        """Begin to copy scalars and the learning rate; return a function that waits for them."""
+        given = {**tensors, "lr": self._lr}
         fetch = self._backend.runtime.fetch
         waiting = {name: fetch(value) if isinstance(value, Tensor) else value for name, value in given.items()}
 

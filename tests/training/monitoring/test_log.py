@@ -62,7 +62,7 @@ def test_a_line_has_the_figures_of_the_steps_since_the_last_one(accel, tmp_path,
         assert list(line) == FIGURES
         step = line["step"]
         assert line["loss"] == pytest.approx(losses[step - every : step].mean().item())
-        assert line["lr"] == pytest.approx(0.1 * (1 - step / total), abs=1e-6)
+        assert line["lr"] == pytest.approx(0.1 * (1 - (step - 1) / total))
         assert line["epoch"] == (step > total // 2)
         assert min(line["rows_per_second"], line["gradient_norm"], line["memory_peak"]) > 0
 
