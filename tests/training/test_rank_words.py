@@ -138,8 +138,15 @@ def test_a_mean_weighs_batches_by_their_rows_and_refuses_what_has_none(accel):
         evaluation.mean(torch.mean)
     with pytest.raises(accelcore.ConfigurationError, match="loss='mse' does"):
         make(accel, loss="mse")
-    with pytest.raises(accelcore.TrainingError, match=r"scalar(.|\n)*one value for each row"):
-        trainer.evaluate([torch.tensor(1.0)]).mean(lambda batch: batch)
+    for batch, has in (
+        (torch.tensor(1.0), "no tensor with"),
+        ({"tokens": torch.ones(37), "x": torch.ones(8, 2)}, "tensors of 8 and 37"),
+        ((torch.ones(5, 8), torch.ones(8)), "tensors of 5 and 8"),
+    ):
+        with pytest.raises(accelcore.TrainingError, match=rf"scalar(.|\n)*{has} rows(.|\n)*one value for each row"):
+            trainer.evaluate([batch]).mean(lambda batch: 1.0)
+    batches = [{"name": "a", "x": torch.zeros(1)}, {"name": "b", "x": torch.ones(3)}]
+    assert trainer.evaluate(batches).mean(lambda batch: batch["x"].mean()) == 0.75
     assert trainer.model.training
 
 

@@ -18,7 +18,7 @@ from accelcore.jobs.exchange import gather_objects
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
-from accelcore.util.containers import rows
+from accelcore.util.containers import rows, tensors
 from accelcore.util.text import kind_of
 
 
@@ -45,14 +45,15 @@ class Evaluation(Batches):
         Args:
             function: returns a tensor of values, which all count alike: one for each row, or another number of them,
                 such as one for each token; or a scalar, the mean over the rows of the batch; or a dict of these, by
-                name.
+                name. The rows of a batch are dimension 0 of its tensors: for a batch of shape (time, rows, ...),
+                return one value for each row.
 
         Returns:
             A float, or a dict of floats.
 
         Raises:
-            TrainingError: `function` returned something else; or a scalar, and the batch has no tensor whose length is
-                its number of rows.
+            TrainingError: `function` returned something else; or a scalar, and the batch has no tensors, or tensors
+                that differ in dimension 0.
             ConfigurationError: there are no rows at all.
         """
         totals: dict[str, list[Tensor]] = defaultdict(list)
@@ -104,13 +105,15 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
     if value.dim():
         return total, value.numel()
-    count = rows(batch)
-    if not count:
+    lengths = {len(tensor) for tensor in tensors(batch) if tensor.dim()}
+    if len(lengths) != 1 or 0 in lengths:
+        has = f"tensors of {' and '.join(map(str, sorted(lengths)))} rows" if lengths else "no tensor with rows"
         raise TrainingError(
             "the function returned a scalar for a batch whose number of rows is unknown",
-            why="a scalar counts as the mean over the rows of the batch",
-            remedy="return one value for each row",
+            why=f"a scalar counts as the mean over the rows of the batch, and this batch has {has}",
+            remedy="return one value for each row, such as loss.expand(rows) for the mean over them",
         )
+    (count,) = lengths
     return total * count, count
 
 
