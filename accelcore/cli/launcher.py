@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accelcore.cli.child import signal_name
+from accelcore.jobs.missing_ranks import LOST
 
 _LONGEST = 300  # characters of a line of an error
 _LABELS = ("  why: ", "  available: ", "  what to do: ")  # of accelcore's errors
@@ -68,6 +69,8 @@ def _order(failure: ProcessFailure) -> tuple[int, float]:
     if isinstance(failure.message, dict):
         # A rank that waits in a call knows more than one that has ended. The file's own time: torch's is whole seconds.
         lost = _lost(failure)
+        if LOST.search(str(failure.message["message"])):  # it was ended before it could name the other rank
+            return 2, os.stat(failure.error_file).st_mtime
         return bool(lost) + ("has ended its part" in lost), os.stat(failure.error_file).st_mtime
     return 3 * (failure.exitcode == -signal.SIGTERM), failure.timestamp
 

@@ -35,7 +35,7 @@ from accelcore.util.text import first_line, ranks
 _BEAT = 1.0  # seconds between two notes of a rank
 _SILENT = 3.0  # seconds without a note after which a rank counts as ended
 _SHORT = 64  # largest flight record that is read each second. NCCL's has 2000 entries, and reading it takes 0.15 s.
-_LOST = re.compile(
+LOST = re.compile(
     r"\.cc:\d+\] .*(timed out|closed|reset|refused|broken pipe)|timeout caused pair closure|monitoredBarrier",
     re.IGNORECASE,
 )
@@ -149,7 +149,7 @@ class MissingRanks:
         """Return whether a collective raised an error because a rank was lost."""
         if not isinstance(error, RuntimeError):
             return False
-        if isinstance(error, DistError) or _LOST.search(str(error)):
+        if isinstance(error, DistError) or LOST.search(str(error)):
             return True
         # Libraries have words of their own, which mean this if another rank has failed before.
         modules = (frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__))

@@ -209,6 +209,14 @@ def test_the_rank_that_failed_first_by_itself_is_named(failed):
             "not every rank of the job came to trainer.save()",
             1,
         ),
+        (
+            {
+                1: failed(1, "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1", 9.1),
+                0: failed(1, "DistributedError: not every rank of the job came to job.mean()", 9.2),
+            },
+            "not every rank of the job came to job.mean()",
+            1,
+        ),
         ({2: failed(-15), 0: failed(3)}, "rank 0 failed first, with exit code 3", 3),
         ({0: failed(-15), 1: failed(-15)}, "rank 0 failed first, by SIGTERM", 143),
         ({0: failed(-9)}, "rank 0 failed first, by SIGKILL\n  what to do: check whether memory ran out", 137),
