@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,9 +23,9 @@ from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches, check_loader
-from accelcore.training.loss import check_loss, without_backward
+from accelcore.training.loss import check_loss, warn_of_no_autocast, without_backward
 from accelcore.training.observers import observed
-from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
+from accelcore.training.options import INSTEAD, TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
 from accelcore.training.schedule import Schedule
@@ -39,39 +40,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _numbers = count()
-_INSTEAD = {
-    **{name: f'trainer.options["{name}"]' for name in TrainerOptions.__annotations__},
-    **dict.fromkeys(("loss", "last_loss"), "loss = trainer(batch)"),
-    **dict.fromkeys(("loss_scale", "scale", "get_scale"), "trainer.scaler.get_scale()"),
-    **dict.fromkeys(("lr", "learning_rate", "get_lr"), 'trainer.optimizer.param_groups[0]["lr"]'),
-    **dict.fromkeys(("max_epochs", "num_epochs"), "for epoch in trainer.epochs(10): ..."),
-    **dict.fromkeys(("max_steps", "num_training_steps"), "trainer.total_steps"),
-    **dict.fromkeys(("rank", "world_size", "is_main", "print", "gather"), "job = accel.join(), which has it"),
-    **dict.fromkeys(("grad_norm", "gradient_norm"), "an observer with the method gradient_norm(norm)"),
-    **dict.fromkeys(("dataloader", "train_dataloader"), "trainer.batches(loader)"),
-    **dict.fromkeys(("unwrap_model", "module", "parameters"), "trainer.model, which is the model as given"),
-    **dict.fromkeys(("fit", "train"), "for batch in trainer.batches(loader): trainer(batch)"),
-    **dict.fromkeys(
-        ("step", "optimizer_step", "training_step"), "trainer(batch), or trainer.backward(loss) and trainer.update()"
-    ),
-    **dict.fromkeys(("validate", "test", "eval"), "trainer.evaluate(loader)"),
-    **dict.fromkeys(("clip_gradients", "clip_grad_norm_"), "accel.trainer(..., clip_norm=1.0)"),
-    **dict.fromkeys(("save_checkpoint", "save_state", "state_dict"), "trainer.save(folder)"),
-    **dict.fromkeys(("load_checkpoint", "load_state", "load_state_dict"), "trainer.resume(folder)"),
-    "zero_grad": "nothing there, because a window begins without gradients",
-    "global_step": "trainer.steps",
-    "ranks": "job = accel.join() and job.world_size",
-    "optimizers": "trainer.optimizer",
-    "lr_scheduler": "trainer.scheduler",
-    "predict": "trainer.evaluate(loader)",
-    "callbacks": 'trainer.options["observers"]',
-    "should_stop": "break in the loop over the epochs",
-    "current_epoch": "trainer.epoch",
-    "device": "accel.device",
-    "no_sync": "accel.trainer(..., accumulate=4), which exchanges gradients once a window",
-    "log": "accel.trainer(..., observers=[accelcore.Log(folder)])",
-}
-"""Names of Lightning, accelerate and torch, and what stands for them on a trainer."""
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
@@ -136,12 +104,13 @@ class Trainer(Suggests, Checkpoints):
         self.saver = Saver(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
         self._number = next(_numbers)
         self.aux: Any = None
+        self._lacks_autocast = plan.policy.autocast is not None  # until a step of the script's own enters it
         self._prepared()
         self._schedule.begin(given["total_steps"])
         for listener in plan.listeners.begin:
             listener(proxy(self))
 
-    _instead = _INSTEAD
+    _instead = INSTEAD
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FIXED:
@@ -152,6 +121,8 @@ class Trainer(Suggests, Checkpoints):
                 if name in TrainerOptions.__annotations__
                 else "make another trainer by accel.trainer(...)",
             )
+        if name in INSTEAD:
+            raise ConfigurationError(f"trainer.{name} cannot be set", remedy=f"write {INSTEAD[name]}")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -302,10 +273,13 @@ class Trainer(Suggests, Checkpoints):
         self._step.check_failure()
         if self._window.micro == 0 or self._window.is_last:
             self._step.check_unchanged()
+        if self._lacks_autocast and torch.is_autocast_enabled(self.backend.device.type):
+            self._lacks_autocast = False
         return self._plan.forward
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for the forward pass and the loss."""
+        self._lacks_autocast = False
         return self._plan.contexts.make_region()
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, retain_graph: bool = False) -> None:
@@ -323,6 +297,10 @@ class Trainer(Suggests, Checkpoints):
                 or, with `accumulate` above 1, `update` was not called after the last batch.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
+        if self._lacks_autocast:
+            self._lacks_autocast = False
+            if self.backend.collectives.rank == 0:
+                warn_of_no_autocast(self._plan.policy.autocast)
         self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)
 
     def update(self) -> bool:

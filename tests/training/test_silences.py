@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -28,6 +29,30 @@ def test_what_a_trainer_was_made_with_cannot_be_replaced(accel, name):
     with pytest.raises(accelcore.ConfigurationError, match=rf"trainer\.{name} (.|\n)*accel\.trainer"):
         setattr(trainer, name, StepLR(trainer.optimizer, 1))
     assert getattr(trainer, name, None) is before
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("lr", "param_groups"), ("max_steps", "total_steps"), ("log", "Log")])
+def test_another_librarys_attribute_cannot_be_set(accel, name, remedy):
+    trainer = make(accel)
+    with pytest.raises(accelcore.ConfigurationError, match=rf"trainer\.{name} (.|\n)*{remedy}"):
+        setattr(trainer, name, 1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "O1", "fp32"])
+@pytest.mark.parametrize("way", ["none", "trainer's", "torch's", "whole"])
+def test_a_step_outside_of_autocast_is_reported_once(accel, caplog, precision, way):
+    trainer = make(accel, precision=precision)
+    context = {"trainer's": trainer.autocast, "torch's": lambda: torch.autocast("cpu", torch.bfloat16)}.get(way)
+    for batch in data(3):
+        if way == "whole":
+            trainer(batch)
+            continue
+        with context() if context else nullcontext():
+            loss = loss_of(trainer.forward, batch)
+        trainer.backward(loss)
+        trainer.update()
+    lines = [record.message for record in caplog.records if "with trainer.autocast():" in record.message]
+    assert len(lines) == (way == "none" and precision != "fp32")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
