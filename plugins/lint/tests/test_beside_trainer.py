@@ -81,6 +81,51 @@ def test_a_scheduler_that_the_trainer_is_not_given_is_found(options, line, found
 
 
 @pytest.mark.parametrize(
+    ("options", "line", "found"),
+    [
+        (", accumulate=4", "t.backward(f(net, b) / 4)", True),
+        (", accumulate=n", "t.backward(f(net, b) / n)", True),
+        (", accumulate=4", "t.backward(f(net, b))", False),
+        (", accumulate=4", "t.backward(f(net, b) / 3)", False),
+        ("", "t.backward(f(net, b) / n)", False),
+        (", accumulate=4", "if i % 4 == 0: t.update()", True),
+        (", accumulate=4", "if i > 4: t.update()", False),
+        ("", "if i % 4 == 0: t.update()", False),
+    ],
+)
+def test_what_the_trainer_counts_itself_is_found(options, line, found):
+    assert marked(line, options=options) == ({line} if found else set())
+
+
+def test_a_loss_that_was_divided_before_is_found():
+    line = "loss = f(net, b) / n; t.backward(loss)"
+    assert marked(line, options=", accumulate=n") == {line}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "epochs", "found"),
+    [
+        ("CosineAnnealingLR(o, T_max=n)", ", scheduler=s", "n", True),
+        ("CosineAnnealingLR(o, n)", ", scheduler=s", "n", True),
+        ("CosineAnnealingLR(o, n * len(loader))", ", scheduler=s", "n", False),
+        ("CosineAnnealingLR(o, T_max=n)", ", scheduler=s, schedule_by='script'", "n", False),
+        ("CosineAnnealingLR(o, T_max=n)", ", scheduler=s, **options", "n", False),
+        ("StepLR(o, 30)", ", scheduler=s", "90", True),
+        ("StepLR(o, 1000)", ", scheduler=s", "90", False),
+        ("StepLR(o, steps)", ", scheduler=s", "90", False),
+    ],
+)
+def test_a_scheduler_of_epochs_that_is_stepped_after_each_update_is_found(scheduler, options, epochs, found):
+    before = f"s = {scheduler}"
+    text = SCRIPT.format(line="pass", before=before, options=options, loss="f")
+    text = text.replace("import StepLR", "import CosineAnnealingLR, StepLR").replace(
+        "for b in", f"for e in t.epochs({epochs}):\n  for b in"
+    )
+    text = text.replace("\n    ", "\n      ")
+    assert {each.line for each in check(text) if each.code == "ACC315"} == ({8} if found else set())
+
+
+@pytest.mark.parametrize(
     ("loop", "line", "found"),
     [
         ("for e in range(9):", "pass", True),

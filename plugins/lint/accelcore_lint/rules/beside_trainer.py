@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from accelcore_lint.kinds import is_scaler
 from accelcore_lint.rule import Mark, Rule
+from accelcore_lint.rules.divided_loss import divides
 from accelcore_lint.script import Script, argument, last_name
 
 _SCHEDULERS = "torch.optim.lr_scheduler."
@@ -27,6 +28,8 @@ def _check(script: Script) -> Iterator[Mark]:
                 yield from _over_range(script, trainer)
                 yield from _scaled(script, trainer, argument(made, "loss"))
                 yield from _unknown_scheduler(script, made, trainer, ast.unparse(optimizer))
+                yield from _counted(script, made, trainer)
+                yield from _by_epoch(script, made, trainer)
 
 
 def _in_loops(script: Script, trainer: str, model: str, optimizer: str) -> Iterator[Mark]:
@@ -130,6 +133,57 @@ def _unknown_scheduler(script: Script, made: ast.Call, trainer: str, optimizer: 
             )
 
 
+def _counted(script: Script, made: ast.Call, trainer: str) -> Iterator[Mark]:
+    """Find what the script does about micro-batches that the trainer counts: a divided loss, an update after some."""
+    accumulate = argument(made, "accumulate")
+    if accumulate is None or ast.unparse(accumulate) == "1":
+        return
+    count = ast.unparse(accumulate)
+    for call in script.all(ast.Call):
+        name = ast.unparse(call.func)
+        if name == f"{trainer}.backward" and call.args:
+            loss, loop = call.args[0], next(script.inside(call, (ast.For, ast.While)), call)
+            stores = [
+                node.value
+                for node in ast.walk(loop)
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == ast.unparse(loss)
+            ]
+            for divided in (loss, *stores):
+                if isinstance(divided, ast.BinOp) and divides(divided, count):
+                    why = "The trainer divides by the number of micro-batches itself: the gradients are too small."
+                    yield Mark(divided, why, f"Write {ast.unparse(divided.left)}.")
+        elif name == f"{trainer}.update":
+            guards = (above.test for above in script.inside(call, ast.If))
+            if any(isinstance(part, ast.Mod) for test in guards for part in ast.walk(test)):
+                why = f"The trainer counts micro-batches, and updates after every {count} calls."
+                yield Mark(call, why, "Call it after each batch.")
+
+
+def _by_epoch(script: Script, made: ast.Call, trainer: str) -> Iterator[Mark]:
+    """Find a scheduler that is as long as the epochs, and that the trainer steps after each update."""
+    given = argument(made, "scheduler")
+    scheduler = script.names.value(given) if isinstance(given, ast.Name) else given
+    keywords = {keyword.arg for keyword in made.keywords}
+    if not isinstance(scheduler, ast.Call) or {None, "schedule_by"} & keywords:
+        return
+    name = script.names.resolve(scheduler.func).removeprefix(_SCHEDULERS)
+    length = argument(scheduler, {"CosineAnnealingLR": "T_max", "StepLR": "step_size"}.get(name, ""), 1)
+    epochs = [call.args[0] for call in script.all(ast.Call) if ast.unparse(call.func) == f"{trainer}.epochs"]
+    if name not in ("CosineAnnealingLR", "StepLR") or length is None or len(epochs) != 1:
+        return
+    numbers = [
+        node.value for node in (length, epochs[0]) if isinstance(node, ast.Constant) and isinstance(node.value, int)
+    ]
+    if ast.unparse(length) == ast.unparse(epochs[0]) or (
+        name == "StepLR" and len(numbers) == 2 and numbers[0] <= numbers[1]
+    ):
+        yield Mark(
+            scheduler,
+            "The trainer steps it after each update, and this counts epochs: the learning rate changes too early.",
+            'Write accel.trainer(..., schedule_by="script"), and scheduler.step() after each epoch.',
+        )
+
+
 def _function(script: Script, node: ast.AST) -> ast.AST | None:
     return next(script.inside(node, (ast.FunctionDef, ast.AsyncFunctionDef)), None)
 
@@ -140,7 +194,9 @@ RULE = Rule(
     about="What accelcore's trainer does itself, and the script does once more beside it: `zero_grad()`, "
     "`optimizer.step()`, `clip_grad_norm_` or `scaler.scale(loss)`. Or `loss.backward()` and `optimizer.step()` "
     "in a loop over its batches that never calls it. Or a scheduler that the trainer was not given, so that its "
-    "checkpoints lack it. Or a loop over `range(epochs)` after `trainer.resume(...)`, which trains all epochs again. "
+    "checkpoints lack it; or one that counts epochs and is stepped after each update. Or a loss that is divided by "
+    "`accumulate`, or `trainer.update()` after every few batches only: the trainer counts them. Or a loop "
+    "over `range(epochs)` after `trainer.resume(...)`, which trains all epochs again. "
     "The trainer, its model and its optimizer must have names in the same script.",
     check=_check,
     found="""

@@ -28,12 +28,13 @@ def divisions(window: Window) -> list[ast.AST]:
             if last_name(node.target) in names and ast.unparse(node.value) == count:
                 found.append(node)
         elif isinstance(node, ast.Assign) and any(last_name(target) in names for target in node.targets):
-            found += [node.value] if isinstance(node.value, ast.BinOp) and _divides(node.value, count) else []
-    found += [part for part in ast.walk(loss) if isinstance(part, ast.BinOp) and _divides(part, count)]
+            found += [node.value] if isinstance(node.value, ast.BinOp) and divides(node.value, count) else []
+    found += [part for part in ast.walk(loss) if isinstance(part, ast.BinOp) and divides(part, count)]
     return list(dict.fromkeys(found))
 
 
-def _divides(node: ast.BinOp, count: str) -> bool:
+def divides(node: ast.BinOp, count: str) -> bool:
+    """Return whether an expression divides by the count, compared as code."""
     return isinstance(node.op, ast.Div) and ast.unparse(node.right) == count
 
 
