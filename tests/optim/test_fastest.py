@@ -62,6 +62,15 @@ def test_one_of_another_class_goes_on_as_it_is_and_the_log_says_so(accel, caplog
     assert "Own is used as it is" in caplog.text
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_scheduler_of_the_slower_optimizer_is_reported(accel, caplog, late):
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    if not late:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    torch.optim.lr_scheduler.StepLR(accel.optimizers.fastest(optimizer), 1)
+    assert [record.message.partition(" was")[0] for record in caplog.records] == ["a scheduler"] * (not late)
+
+
 def test_classes_and_mistaken_names(accel):
     model = net()
     assert accel.optimizers.create(torch.optim.AdamW, model.parameters(), lr=0.1).name == "adamw"
