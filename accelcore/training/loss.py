@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import MARK
-from accelcore.util.text import kind_of
+from accelcore.util.text import bound, kind_of
 
 _OTHER_DTYPE = re.compile("(?i)bfloat16|half|mixed dtype")  # in torch's errors for operands of several dtypes
 _FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
@@ -30,9 +30,9 @@ def check_loss(loss: Any, model: nn.Module) -> None:
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
     function = loss.forward if isinstance(loss, nn.Module) else loss
-    bound = _bound(function, model, None)
-    is_swapped = bound is not None and [*bound.signature.parameters][1:2] == ["model"]
-    if is_swapped or bound is None:
+    given = bound(function, model, None)
+    is_swapped = given is not None and [*given.signature.parameters][1:2] == ["model"]
+    if is_swapped or given is None:
         raise ConfigurationError(
             f"loss={getattr(loss, '__name__', kind_of(loss))} "
             + ("takes the model second" if is_swapped else "does not take two arguments"),
@@ -53,7 +53,7 @@ class LossOfModel:
         try:
             returned = model(*listed, **named)
         except TypeError as error:
-            if _bound(self._forward, *listed, **named) is not None:
+            if bound(self._forward, *listed, **named) is not None:
                 raise
             raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
         if isinstance(returned, Tensor) and returned.numel() != 1:
@@ -228,16 +228,6 @@ def no_update(when: str) -> TrainingError:
         remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
         "epoch, make the trainer with accumulate=len(loader) as well",
     )
-
-
-def _bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:
-    """Bind arguments to the parameters of a function; return None if it cannot be called with them."""
-    try:
-        return inspect.signature(function).bind(*arguments, **named)
-    except TypeError:
-        return None
-    except ValueError:  # a builtin has no signature
-        return inspect.signature(lambda *_, **__: None).bind(*arguments, **named)
 
 
 def _is_torchs(loss: Any) -> bool:

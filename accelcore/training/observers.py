@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from difflib import get_close_matches
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from accelcore.util.text import bound
 
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
@@ -67,6 +69,16 @@ class Observer:
 
 EVENTS = tuple(name for name, member in vars(Observer).items() if isfunction(member))
 """The methods of `Observer` that may be overridden."""
+
+
+_WORDS = {
+    **dict.fromkeys(("train_begin", "train_start", "fit_start"), "begin"),
+    **dict.fromkeys(("epoch_start", "train_epoch_start"), "epoch_begin"),
+    **dict.fromkeys(("batch_start", "batch_begin", "train_batch_start"), "batch"),
+    **dict.fromkeys(("step_end", "batch_end", "train_batch_end", "optimizer_step"), "step"),
+    "train_epoch_end": "epoch_end",
+}
+"""Other libraries' names of events."""
 
 
 class Hooks(ExitStack):
@@ -139,12 +151,21 @@ def overrides(observer: Observer, event: str) -> bool:
     return getattr(type(observer), event) is not getattr(Observer, event)
 
 
+def uncallable(observers: Sequence[Observer]) -> Iterator[tuple[Observer, str, str]]:
+    """Yield the methods that cannot be called with what their event gives, and the names of its arguments."""
+    for observer in observers:
+        for event in EVENTS:
+            names = [*signature(getattr(Observer, event)).parameters][1:]
+            if overrides(observer, event) and bound(getattr(observer, event), *names) is None:
+                yield observer, event, ", ".join(names)
+
+
 def misspelt(observers: Sequence[Observer]) -> Iterator[tuple[Observer, str, str]]:
     """Yield the methods whose names are almost those of events, as in other libraries: `on_loss`, `epoch_ends`."""
     for observer in observers:
         for name in sorted({name for kind in type(observer).__mro__[:-1] for name in vars(kind)} - {*dir(Observer)}):
             word = name.removeprefix("on_")
-            close = get_close_matches(word, EVENTS, n=1, cutoff=0.85)
+            close = [_WORDS[word]] if word in _WORDS else get_close_matches(word, EVENTS, n=1, cutoff=0.85)
             if close and not word.startswith("_") and callable(getattr(type(observer), name)):
                 yield observer, name, close[0]
 

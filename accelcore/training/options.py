@@ -17,7 +17,7 @@ from accelcore.scaling.contract import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
-from accelcore.util.text import Settings, did_you_mean, is_number, is_whole, kind_of
+from accelcore.util.text import Settings, bound, did_you_mean, is_number, is_whole, kind_of
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]
@@ -284,7 +284,9 @@ def check_values(options: TrainerOptions) -> None:
     by_value = "clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)"
     norm_fits = clip_norm is None or (is_number(clip_norm) and clip_norm > 0)
     nonfinite_fits, updates_fit = nonfinite in (None, "raise", "skip"), updates is None or is_whole(updates, 1)
-    clip_fits, weight_fits = (value is None or callable(value) for value in (clip, weight))
+    clip_fits, weight_fits = (
+        value is None or (callable(value) and bound(value, None) is not None) for value in (clip, weight)
+    )
     for fits, wrong, remedy in (
         (
             is_whole(accumulate, 1),
@@ -292,8 +294,8 @@ def check_values(options: TrainerOptions) -> None:
             "give an int, 1 or more",
         ),
         (norm_fits, f"clip_norm={clip_norm!r} is not a norm", "give a number > 0, or None"),
-        (clip_fits, f"clip={clip!r} is not a function", f"pass a norm as clip_norm=, or {by_value}"),
-        (weight_fits, f"weight={weight!r} is not a function", "pass lambda batch: len(batch[0])"),
+        (clip_fits, f"clip={clip!r} is not a function of the parameters", f"pass a norm as clip_norm=, or {by_value}"),
+        (weight_fits, f"weight={weight!r} is not a function of the batch", "pass lambda batch: len(batch[0])"),
         (flat is None or isinstance(flat, bool), f"flat={flat!r} is unknown", "give True, False, or None to choose"),
         (isinstance(graph, bool), f"graph={graph!r} is not True or False", "give one of them"),
         (nonfinite_fits, f"on_nonfinite={nonfinite!r} is unknown", 'give "raise", "skip" or None'),

@@ -6,11 +6,11 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeGuard
 
 from accelcore.errors import ConfigurationError
 
@@ -59,6 +59,16 @@ class Suggests:
 
         def __getattr__(self, name: str) -> None:
             no_attribute(self, name, self._instead)
+
+
+def bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:
+    """Bind arguments to the parameters of a function; return None if it cannot be called with them."""
+    try:
+        return inspect.signature(function).bind(*arguments, **named)
+    except TypeError:
+        return None
+    except ValueError:  # a builtin has no signature
+        return inspect.signature(lambda *_, **__: None).bind(*arguments, **named)
 
 
 def kind_of(value: object) -> str:

@@ -113,7 +113,7 @@ def test_the_norm_is_that_of_the_gradients_masters_get(accel):
     assert observer.of("norm") == [pytest.approx(exact, rel=0.02)]
 
 
-@pytest.mark.parametrize("name", ["on_loss", "epoch_ends"])
+@pytest.mark.parametrize("name", ["on_loss", "epoch_ends", "on_train_epoch_end"])
 def test_a_method_that_is_almost_an_event_is_reported(accel, caplog, name):
     Tracker = type("Tracker", (Observer,), {"step": print, "kept": print, name: print})
     model = net()
@@ -121,6 +121,13 @@ def test_a_method_that_is_almost_an_event_is_reported(accel, caplog, name):
     (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
     assert f"Tracker.{name} " in said
     assert said.endswith(("event loss?", "event epoch_end?"))
+
+
+@pytest.mark.parametrize(("event", "says"), [("step", "step.self, steps."), ("begin", "begin.self, trainer.")])
+def test_a_method_that_takes_other_arguments_than_its_event_is_refused(accel, event, says):
+    Tracker = type("Tracker", (Observer,), {event: lambda self: None})
+    with pytest.raises(accelcore.ConfigurationError, match=rf"Tracker\.{event} (.|\n)*{says}"):
+        make(accel, [Tracker()])
 
 
 class Course(Observer):

@@ -184,8 +184,8 @@ class DataStream:
         same = ", and all ranks train on the same data unless the script divides it" if in_job else ""
         self._warn_once(
             "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
-            f"data{same}. Write `for batch in trainer.batches(loader):`. A script that finds its place in the data "
-            "itself ends this warning by trainer.epoch = epoch, before each epoch"
+            f"data{same}. Write `for batch in trainer.batches(loader):`. If the script finds its place in the "
+            "data itself, let it set trainer.epoch = epoch before each epoch: this warning then ends"
         )
 
     def warn_if_untrained(self) -> None:

@@ -131,7 +131,11 @@ class OptimizerPart(Part):
                 saved_group = {key: value for key, value in saved_group.items() if key not in left}
                 foreign -= _OF_SCHEDULERS
             adamw = "decoupled_weight_decay"  # tells Adam from AdamW
-            if set(saved_group["params"]) != set(members) or foreign or saved_group.get(adamw) != own.get(adamw):
+            if differing := sorted(set(saved_group["params"]) ^ set(members), key=str):
+                here, there = ("has", "does not") if (name := differing[0]) in members else ("lacks", "has it")
+                why = f"parameter group {position} here {here} {name!r}, and that of the checkpoint {there}"
+                raise _another(saved, why)
+            if foreign or saved_group.get(adamw) != own.get(adamw):
                 raise _another(
                     saved,
                     f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
@@ -143,7 +147,9 @@ class OptimizerPart(Part):
                         f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
                     )
             if missing := sorted(set(own) - set(saved_group)):  # options that another version of torch did not have
-                logger.warning("the checkpoint's optimizer has no %s: they are not changed", ", ".join(missing))
+                logger.warning(
+                    "the checkpoint's parameter groups have no %s: this optimizer keeps its own", ", ".join(missing)
+                )
             for name in members:
                 numbers[name] = len(numbers)
             switches = {key: live[key] for key in SWITCHES if key in live}

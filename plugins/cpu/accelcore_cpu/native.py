@@ -178,7 +178,8 @@ def _address(gradient: Any, member: Member, copies: list[tuple[Tensor, Tensor]])
     if gradient.layout is not torch.strided:
         raise TrainingError(
             "a gradient is sparse, and the kernel would take its memory for a dense one",
-            remedy='create the embedding with sparse=False, or the optimizer with route="loop" if it has one',
+            remedy='create the embedding with sparse=False, or the optimizer by name "sparseadam", or "sgd" with '
+            'route="loop"',
         )
     if gradient.shape != value.shape:
         raise TrainingError(

@@ -252,3 +252,20 @@ def test_an_epoch_goes_on_with_the_same_batches_only(accel, tmp_path, build, run
     other.resume(tmp_path)
     with pytest.raises(accelcore.CheckpointError, match=says):
         next(iter(other.batches(make(noisy))))
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_groups_of_other_parameters_name_the_first_that_differs(accel, tmp_path, is_empty):
+    model = nn.Linear(2, 1)
+    weight, bias = model.parameters()
+
+    def trainer(*groups):
+        optimizer = accel.optimizers.create("sgd", [{"params": group} for group in groups], lr=0.1)
+        return accel.trainer(model, optimizer, loss=lambda model, batch: model(batch).sum())
+
+    trainer([bias], [weight]).save(tmp_path)
+    groups = [[], [weight, bias]] if is_empty else [[weight], [bias]]
+    with pytest.raises(
+        accelcore.CheckpointError, match="parameter group 0 here lacks 'bias', and that of the checkpoint"
+    ):
+        trainer(*groups).resume(tmp_path)
