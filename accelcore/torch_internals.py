@@ -270,14 +270,6 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     )
 
 
-def has_scheduler(optimizer: Optimizer) -> bool:
-    """Return whether a scheduler of torch was made for this optimizer.
-
-    Without it, an optimizer that takes the place of this one would keep its learning rate in silence.
-    """
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
 def expect_no_step(optimizer: Optimizer) -> None:
     """Let torch's schedulers not warn that `step` of this optimizer was not called before theirs."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

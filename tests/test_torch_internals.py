@@ -371,10 +371,3 @@ def test_an_optimizer_may_be_updated_without_its_step_before_its_scheduler_is_st
         scheduler.step()
         assert any("optimizer.step()" in str(warning.message) for warning in recwarn) == expected
         recwarn.clear()
-
-
-def test_an_optimizer_shows_that_a_scheduler_was_made_for_it():
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    assert not internals.has_scheduler(optimizer)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert internals.has_scheduler(optimizer)

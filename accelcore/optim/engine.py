@@ -134,7 +134,7 @@ class Route:
         except (TypeError, ValueError, KeyError) as error:
             unknown = [name for name in request.options if known and name not in known]
             route = "" if request.route == "auto" else f" by the route {self.name!r}"
-            corrections = [_in_place_of(name, known) for name in unknown] if unknown else [_correction(str(error))]
+            corrections = [did_you_mean(_SHORT.get(name, name), known) for name in unknown] or [_correction(str(error))]
             raise ConfigurationError(
                 f"optimizer {request.name!r}{route} refuses these arguments",
                 why=str(error),
@@ -278,12 +278,6 @@ def _unnamed(member: Any) -> Any:
     return member[1] if isinstance(member, tuple) else member
 
 
-def _in_place_of(name: str, known: list[str]) -> str:
-    """Return a hint for an unknown option, such as `lr` for `learning_rate`, or `weight_decay` for `wd`."""
-    meant = next((option for option in known if _initials(name) == option or _initials(option) == name), None)
-    return f"did you mean {meant!r}?" if meant else did_you_mean(name, known)
-
-
 def _check_keys(groups: Sequence[dict[str, Any]], known: list[str]) -> None:
     """Raise ConfigurationError if a key of a group must be a misspelt option. torch keeps unknown keys for the script.
 
@@ -291,12 +285,11 @@ def _check_keys(groups: Sequence[dict[str, Any]], known: list[str]) -> None:
     """
     for number, group in enumerate(groups):
         for key in (key for key in group if isinstance(key, str) and key not in (*known, "params")):
-            alike = get_close_matches(key.lower(), [name for name in known if f"{name}_" not in f"{key}_"], 1, 0.8)
-            meant = _SHORT.get(key, alike[0] if alike else None)
-            if meant in known and meant not in group:
+            apart = [name for name in known if f"{name}_" not in f"{key}_"]
+            meant = next(iter(get_close_matches(_SHORT.get(key, key.lower()), apart, 1, 0.8)), None)
+            if meant is not None and meant not in group:
                 raise ConfigurationError(
                     f"parameter group {number} has the unknown key {key!r}",
-                    why="torch keeps it, and trains the group with the default",
                     remedy=f"did you mean {meant!r}? If the key is the script's own, choose another name",
                 )
 
@@ -310,7 +303,3 @@ def _correction(why: str) -> str:
     other = re.match(r"Invalid (\w+) value", why)
     name = {"epsilon": "eps"}.get(other[1], other[1]) if other else ""
     return f"give {name}= a value of 0 or more" if name else ""
-
-
-def _initials(name: str) -> str:
-    return "".join(word[:1] for word in name.split("_"))

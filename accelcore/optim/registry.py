@@ -18,7 +18,6 @@ from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.state import SWITCHES
-from accelcore.torch_internals import has_scheduler
 from accelcore.util.text import did_you_mean
 
 __all__ = ["ExplainedRoute", "Optimizers"]
@@ -219,10 +218,10 @@ class Optimizers:
             return optimizer
         groups, options = _request_of(optimizer)
         made = self.create(name, groups, **options)
-        if has_scheduler(optimizer):
+        if "step" in vars(optimizer):  # a scheduler wraps it
             logger.warning(
-                "a scheduler was made for the optimizer that accel.optimizers.fastest(...) was given, and does not "
-                "change the one that it returns: make the scheduler for that one"
+                "a scheduler of the optimizer that fastest(...) was given does not change the one that it returns: "
+                "make the scheduler for that one"
             )
         if optimizer.state:
             made.load_state_dict(optimizer.state_dict())

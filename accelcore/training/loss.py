@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.errors import ConfigurationError, TrainingError, logger
+from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import MARK
 from accelcore.util.text import bound, kind_of
@@ -94,15 +94,6 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
             remedy="put the labels into the batch",
         )
     return loss, returned
-
-
-def warn_of_no_autocast(dtype: object) -> None:
-    """Log that the forward pass of a step of the script's own was not under the trainer's autocast."""
-    logger.warning(
-        "the trainer's precision asks for autocast in %s, and this step has not entered it: its forward pass ran in "
-        "the model's dtype. Write: with trainer.autocast(): loss = criterion(trainer.forward(inputs), targets)",
-        dtype,
-    )
 
 
 def _is_scalar(value: Any) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from difflib import get_close_matches
-from inspect import isfunction, signature
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-
-from accelcore.util.text import bound
 
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer
@@ -72,12 +70,9 @@ EVENTS = tuple(name for name, member in vars(Observer).items() if isfunction(mem
 
 
 _WORDS = {
-    **dict.fromkeys(("train_begin", "train_start", "fit_start"), "begin"),
-    **dict.fromkeys(("epoch_start", "train_epoch_start"), "epoch_begin"),
-    **dict.fromkeys(("batch_start", "batch_begin", "train_batch_start"), "batch"),
-    **dict.fromkeys(("step_end", "batch_end", "train_batch_end", "optimizer_step"), "step"),
-    "train_epoch_end": "epoch_end",
-}
+    "train_begin": "begin", "train_start": "begin", "epoch_start": "epoch_begin", "batch_begin": "batch",
+    "batch_start": "batch", "batch_end": "step", "step_end": "step", "train_epoch_end": "epoch_end",
+}  # fmt: skip
 """Other libraries' names of events."""
 
 
@@ -149,15 +144,6 @@ def observed(batches: Iterator[Any], listeners: Listeners, epoch_now: Callable[[
 def overrides(observer: Observer, event: str) -> bool:
     """Return whether an observer's class has a method of its own for an event."""
     return getattr(type(observer), event) is not getattr(Observer, event)
-
-
-def uncallable(observers: Sequence[Observer]) -> Iterator[tuple[Observer, str, str]]:
-    """Yield the methods that cannot be called with what their event gives, and the names of its arguments."""
-    for observer in observers:
-        for event in EVENTS:
-            names = [*signature(getattr(Observer, event)).parameters][1:]
-            if overrides(observer, event) and bound(getattr(observer, event), *names) is None:
-                yield observer, event, ", ".join(names)
 
 
 def misspelt(observers: Sequence[Observer]) -> Iterator[tuple[Observer, str, str]]:

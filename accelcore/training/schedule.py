@@ -72,7 +72,7 @@ class Schedule:
         self._optimizer, self._compared = optimizer, self._make is None
         self._steps = scheduler is not None and by == "window"
         self._stays, self._has_warned = isinstance(scheduler, str), scheduler == "constant"
-        self._by_epoch: bool | None = None  # whether the scheduler seems to count epochs; None: not checked
+        self._is_compared = False  # with the number of epochs
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         self._is_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
@@ -114,16 +114,15 @@ class Schedule:
 
     def warn_if_by_epoch(self, epochs: int | None, updates: int | None) -> None:
         """Log once that the scheduler seems to count epochs, although the trainer steps it after each update."""
-        if not (self._by_epoch is None and self._steps and epochs and updates):
+        if self._is_compared or not (self._steps and epochs and updates):
             return
-        self._by_epoch = updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates)
-        if self._by_epoch:
+        self._is_compared = True
+        if updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates):
             logger.warning(
-                "%s seems to count epochs, but the trainer steps it after each update: in %d epochs with %d updates "
-                'the learning rate changes far too early. Give accel.trainer(..., schedule_by="script"), and call '
-                "scheduler.step() after each epoch; or make it for the number of updates, trainer.total_steps",
+                "%s seems to count epochs, but the trainer steps it after each update: the learning rate changes too "
+                'early. Give accel.trainer(..., schedule_by="script"), and call scheduler.step() after each epoch; or '
+                "make it for %d updates",
                 type(self.scheduler).__name__,
-                epochs,
                 updates,
             )
 
@@ -323,19 +322,16 @@ def _another_length(kind: type[AccelError], saved: int | None, own: int | None) 
 
 def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> bool:
     """Return whether a scheduler is over within `epochs` steps, or its learning rate is almost 0 after `updates`."""
-    for name in ("T_max", "T_0"):  # of the cosines
-        if hasattr(scheduler, name):
-            return bool(getattr(scheduler, name) <= epochs)
+    if (length := getattr(scheduler, "T_max", getattr(scheduler, "T_0", None))) is not None:  # of the cosines
+        return bool(length <= epochs)
     if isinstance(scheduler, MultiStepLR):
         return max(scheduler.milestones, default=updates) <= epochs
-    if isinstance(scheduler, StepLR):
-        return scheduler.step_size <= epochs and scheduler.gamma ** (updates // scheduler.step_size) < 1e-4
-    if isinstance(scheduler, ExponentialLR):
-        return bool(scheduler.gamma**updates < 1e-6)
+    if isinstance(scheduler, StepLR | ExponentialLR):
+        size = getattr(scheduler, "step_size", 1)
+        return bool(size <= epochs and scheduler.gamma ** (updates // size) < 1e-6)
     if isinstance(scheduler, LambdaLR):
         with suppress(Exception):  # a function of the script may not be defined for these steps
-            ends = [function(updates // 2) <= 1e-6 < function(epochs // 2) for function in scheduler.lr_lambdas]
-            return all(ends)
+            return all(each(updates // 2) <= 1e-6 < each(epochs // 2) for each in scheduler.lr_lambdas)
     return any(_counts_epochs(each, epochs, updates) for each in getattr(scheduler, "_schedulers", ()))
 
 

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches, check_loader
-from accelcore.training.loss import check_loss, warn_of_no_autocast, without_backward
+from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
 from accelcore.training.options import INSTEAD, TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
@@ -305,7 +305,10 @@ class Trainer(Suggests, Checkpoints):
         if self._lacks_autocast:
             self._lacks_autocast = False
             if self.backend.collectives.rank == 0:
-                warn_of_no_autocast(self._plan.policy.autocast)
+                logger.warning(
+                    "this step has not entered the autocast of its trainer: the forward pass ran in the dtype of the "
+                    "model. Write: with trainer.autocast(): loss = criterion(trainer.forward(inputs), targets)"
+                )
         self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)
 
     def update(self) -> bool:

@@ -300,7 +300,7 @@ def test_a_scheduler_that_counts_epochs_and_is_stepped_by_update_is_reported(
                 trainer(batch)
     lines = [record.message for record in caplog.records if "seems to count epochs" in record.message]
     assert [line.split()[0] for line in lines] == [name] * by_epoch
-    assert all('schedule_by="script"' in line and "8 epochs" in line and "24 updates" in line for line in lines)
+    assert all('schedule_by="script"' in line and "24 updates" in line for line in lines)
 
 
 def test_a_constant_rate_has_no_end(accel, caplog):

@@ -123,13 +123,6 @@ def test_a_method_that_is_almost_an_event_is_reported(accel, caplog, name):
     assert said.endswith(("event loss?", "event epoch_end?"))
 
 
-@pytest.mark.parametrize(("event", "says"), [("step", "step.self, steps."), ("begin", "begin.self, trainer.")])
-def test_a_method_that_takes_other_arguments_than_its_event_is_refused(accel, event, says):
-    Tracker = type("Tracker", (Observer,), {event: lambda self: None})
-    with pytest.raises(accelcore.ConfigurationError, match=rf"Tracker\.{event} (.|\n)*{says}"):
-        make(accel, [Tracker()])
-
-
 class Course(Observer):
     """The events around data, and what the trainer is seen to be in them."""
 

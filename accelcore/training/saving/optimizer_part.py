@@ -147,9 +147,7 @@ class OptimizerPart(Part):
                         f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
                     )
             if missing := sorted(set(own) - set(saved_group)):  # options that another version of torch did not have
-                logger.warning(
-                    "the checkpoint's parameter groups have no %s: this optimizer keeps its own", ", ".join(missing)
-                )
+                logger.warning("the checkpoint's optimizer lacks %s, and this one keeps its own", ", ".join(missing))
             for name in members:
                 numbers[name] = len(numbers)
             switches = {key: live[key] for key in SWITCHES if key in live}

@@ -13,7 +13,7 @@ from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
-from accelcore.training.observers import EVENTS, Hooks, Listeners, Observer, misspelt, overrides, uncallable
+from accelcore.training.observers import EVENTS, Hooks, Listeners, Observer, misspelt, overrides
 from accelcore.training.plan import Plan, Stage
 from accelcore.util.text import kind_of
 
@@ -38,11 +38,6 @@ class Observe(Stage):
                 f"observers= has {kind_of(idle[0])}, which overrides no event and would never be called",
                 available=", ".join(EVENTS),
                 remedy="give its methods the names of events",
-            )
-        for observer, event, arguments in uncallable(observers):
-            raise ConfigurationError(
-                f"{type(observer).__name__}.{event} cannot be called with the arguments of its event",
-                remedy=f"write def {event}(self, {arguments})",
             )
         for observer, name, event in misspelt(observers):
             logger.warning("%s.%s is not called: did you mean the event %s?", type(observer).__name__, name, event)
