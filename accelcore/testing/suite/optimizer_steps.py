@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accelcore import AccelError, Backend, UnsupportedError
 from accelcore.testing.suite.optimizer_state import on_host, routes_of, with_rate
+from accelcore.testing.suite.scaler_gradients import scaler_in_use
 from accelcore.testing.support.declared import declared
 from accelcore.testing.support.options import EVERY, LR, ORACLES, gradients, options_of, oracle, parameters, step
 from accelcore.testing.support.oracles import error, spoil, weights
@@ -249,7 +250,7 @@ class StepsOfOptimizers:
             for options in ORACLES[name][1]:
                 members = parameters(accel.device)
                 optimizer = accel.optimizers.create(name, members, **with_rate(options))
-                scaler = accel.scaler.create(init=4.0)
+                scaler = scaler_in_use(accel, 4.0)
                 reference, expected = on_host(name, options)
                 for number, value in enumerate((None, math.inf, None, math.nan, None)):
                     for parameter, gradient in zip(members, gradients(number), strict=True):

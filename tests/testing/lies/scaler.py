@@ -88,7 +88,8 @@ class _KeepsTheOldScale(GradScaler):
         super().load_state_dict(state)
 
     def scale(self, loss):
-        return loss * (self._scale if self.old is None else self.old)
+        scaled = super().scale(loss)
+        return scaled if self.old is None else loss * self.old
 
 
 class _CountsOptimizers(GradScaler):
