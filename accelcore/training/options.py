@@ -284,9 +284,7 @@ def check_values(options: TrainerOptions) -> None:
     by_value = "clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)"
     norm_fits = clip_norm is None or (is_number(clip_norm) and clip_norm > 0)
     nonfinite_fits, updates_fit = nonfinite in (None, "raise", "skip"), updates is None or is_whole(updates, 1)
-    clip_fits, weight_fits = (
-        value is None or (callable(value) and bound(value, None) is not None) for value in (clip, weight)
-    )
+    clip_fits, weight_fits = (value is None or bound(value, None) is not None for value in (clip, weight))
     for fits, wrong, remedy in (
         (
             is_whole(accumulate, 1),
