@@ -144,5 +144,31 @@ def differences(descriptions: Sequence[Mapping[str, str]]) -> tuple[str, str]:
     return ranks(odd), "; ".join(lines[:_SHOWN] + more)
 
 
+@torch.no_grad()
+def check_replicas(plan: Plan) -> None:
+    """Raise DistributedError on all ranks if a learning rate differs, or the norm of a parameter that each rank has."""
+    job, groups = plan.backend.collectives, plan.optimizer.param_groups
+    if job.world_size == 1:
+        return
+    slots = [] if plan.strategy.layout == "shards" else plan.gradients.slots
+    norms = torch._foreach_norm([slot.parameter for slot in slots]) if slots else []
+    rates = torch.tensor([float(group.get("lr", 0.0)) for group in groups], device=plan.backend.device)
+    own = torch.stack([*rates, *(norm.float() for norm in norms)])
+    high, negated = job.all_reduce(torch.stack([own, -own]), "max")
+    rounded = max(torch.finfo(each.dtype).eps for each in (own, *norms)) ** 0.5  # devices may round differently
+    if not (high + negated > rounded * high.abs()).any():
+        return
+    names = [f"lr in group {number} of the optimizer" for number in range(len(groups))]
+    names += [f"the norm of the parameter {slot.name}" for slot in slots]
+    texts = {name: f"{value:.5g}" for name, value in zip(names, own.tolist(), strict=True)}
+    odd, why = differences(gather_objects(job, texts))
+    raise DistributedError(
+        f"{odd} of this job no longer trains what the others train",
+        why=why,
+        remedy="change learning rates and weights on all ranks alike: step ReduceLROnPlateau by "
+        "trainer.evaluate(loader).mean(...) or job.mean(loss), and load weights before accel.trainer(...), or on all",
+    )
+
+
 def _tensor(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -11,7 +11,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from accelcore.errors import DistributedError, TrainingError
+from accelcore.errors import DistributedError, TrainingError, logger
 from accelcore.jobs.exchange import exchange
 from accelcore.scaling.dynamic import is_finite
 from accelcore.training.gradients import Gradients, by_slot
@@ -24,6 +24,8 @@ _SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
 class FiniteCheck:
     """Look for NaN and inf in the parameters or masters: often in the first windows, later in every 64th.
 
+    A loss that is not finite may leave them finite, and train nothing. That is logged once.
+
     What is found on the device is read one window later, so that the device does not become idle meanwhile.
     """
 
@@ -32,6 +34,7 @@ class FiniteCheck:
 
     def __init__(self, plan: Plan, steps: int) -> None:
         self._plan = plan
+        self._warned = False
         self._wanted = plan.options["on_nonfinite"] is not None and len(plan.gradients.values) > 0
         self.losses = deque(maxlen=2 * _EVERY * plan.options["accumulate"])
         self.begin(steps)
@@ -53,6 +56,7 @@ class FiniteCheck:
         self.due = steps + min(steps - self._began, _EVERY)
         if found:
             self._examine(steps, agree=True)
+        self._warn_of_losses()
 
     def check(self, steps: int, *, agree: bool = True) -> None:
         """Raise TrainingError if a parameter is not finite after `steps` windows. Waits for the device.
@@ -61,6 +65,8 @@ class FiniteCheck:
         """
         if self._wanted and self._found(agree=agree).item():
             self._examine(steps, agree=agree)
+        if self._wanted:
+            self._warn_of_losses()
 
     @torch.no_grad()
     def _found(self, *, agree: bool) -> Tensor:
@@ -83,11 +89,25 @@ class FiniteCheck:
                 "finite; on_nonfinite=None never checks",
             )
 
+    def _kept_losses(self) -> list[tuple[int, float]]:
+        """Return steps and losses of the last micro-batches, but those that the script has changed in place."""
+        return [(step, float(loss)) for step, loss, version in self.losses if loss._version == version]
+
+    def _warn_of_losses(self) -> None:
+        kept = [] if self._warned else self._kept_losses()
+        bad = [each for each in kept if not math.isfinite(each[1])]
+        if bad:
+            self._warned, job = True, self._plan.backend.collectives
+            logger.warning(
+                "%d of the last %d losses%s are NaN or inf, the first of step %d: %s. The parameters are finite: such "
+                "batches may train nothing. A cross-entropy is NaN if each label of a batch is ignore_index",
+                *(len(bad), len(kept), f" on rank {job.rank}" if job.world_size > 1 else "", *bad[0]),
+            )
+
     def _first_bad_loss(self, *, agree: bool) -> str:
         job = self._plan.backend.collectives
         which = "on this rank " if job.world_size > 1 else ""
-        # The script may have changed a loss in place.
-        kept = [(step, float(loss)) for step, loss, version in self.losses if loss._version == version]
+        kept = self._kept_losses()
         bad = next(((step, loss) for step, loss in kept if not math.isfinite(loss)), None)
         if agree and which and self._plan.options["parallel"] != "none":
             with suppress(DistributedError):  # only this rank's parameters were changed, by the script

@@ -12,6 +12,7 @@ from accelcore.errors import DistributedError, TrainingError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.torch_fused import FusedStep
 from accelcore.scaling.contract import MARK, LossScaler
+from accelcore.training.agreement import check_replicas
 from accelcore.training.captured import CapturedStep
 from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
@@ -26,12 +27,11 @@ from accelcore.training.loss import (
     split_loss,
     wrong_update,
 )
-from accelcore.training.model_changes import ModelSnapshot
+from accelcore.training.model_changes import ModelSnapshot, ScriptCalls
 from accelcore.training.observers import tell
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
-from accelcore.training.script_calls import BATCH, CallsOfUpdate, EpochWithoutSteps
 from accelcore.training.window import SharedParameters, Window
 from accelcore.util.containers import detached, is_on
 
@@ -69,13 +69,13 @@ class Step:
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
-        self.epoch = EpochWithoutSteps(plan.optimizer, plan.backend.collectives)
-        self.calls = CallsOfUpdate(plan.optimizer, plan.options["accumulate"])
+        self.calls = ScriptCalls(plan.optimizer, plan.gradients.slots, self._job, window.accumulate)
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
         self._overwrites = plan.compiled is not None and plan.compiled.overwrites
         self._snapshot = ModelSnapshot(plan.model, plan.optimizer, plan.strategy.reset)
+        self.check_replicas = partial(check_replicas, plan)
         self.finite = FiniteCheck(plan, window.steps)
         self.failure: TrainingError | None = None  # why the trainer can no longer train
 
@@ -204,6 +204,7 @@ class Step:
         self._schedule.window_ended(warns=self._job.rank == 0)
         if self._window.steps % _WALKED == 0 or self._window.steps.bit_count() == 1:  # the same windows on all ranks
             self._snapshot.check_model()  # before observers, which may call `Trainer.refresh`
+            self.check_replicas()
         tell(self._listeners.loss, loss)
         tell(self._listeners.gradient_norm, self._norm)
         tell(self._listeners.overflow, self._overflow)
@@ -217,7 +218,7 @@ class Step:
 
         `began`: the number of steps when the epoch began; None if a window was open then.
         """
-        self.epoch.end(had_batches=had_batches)
+        self.calls.epoch_ends(had_batches=had_batches)
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")
@@ -230,14 +231,14 @@ class Step:
 
     def check_saved(self) -> None:
         """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
-        self.epoch.check("trainer.save() was called")
+        self.calls.check("trainer.save() was called")
         if self.is_open and self._window.steps == self._window.micro == 0:
             raise no_update("trainer.save() was called")
         self.shared.check_foreign()
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
-        if self.calls.last == BATCH:
+        if self.calls.last == "trainer(batch)":
             raise wrong_update(after_batch=True)
         if not self.calls.added:
             error = wrong_update(after_batch=False)
@@ -251,6 +252,7 @@ class Step:
         gradients.collect()
         self._strategy.reduce(gradients, full=full)
         self._check_received()
+        self.calls.note_received(gradients.received)
         gradients.grads_to_masters()
         buffers = self._unscale_and_clip(full=full)
         try:
@@ -323,7 +325,6 @@ class Step:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.begin(opened=opened)
         self.calls.begin(opened=opened)
-        self.epoch.began = None
         if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)

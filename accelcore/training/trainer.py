@@ -29,7 +29,6 @@ from accelcore.training.options import INSTEAD, TrainerOptions, check_arguments,
 from accelcore.training.plan import Plan
 from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
 from accelcore.training.schedule import Schedule
-from accelcore.training.script_calls import BATCH
 from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
@@ -230,7 +229,7 @@ class Trainer(Suggests, Checkpoints):
         if self.backend.collectives.rank == 0:
             self._schedule.warn_if_by_epoch(self._stream.total_epochs, self.total_steps)
         began = None if self._step.is_open else self.steps
-        self._step.epoch.begin()
+        self._step.calls.epoch_begins()
         taken = yield from self._stream.batches(loader, shard=shard)
         self.flush()
         self._step.end_epoch(began, had_batches=taken > 0)
@@ -266,7 +265,7 @@ class Trainer(Suggests, Checkpoints):
             )
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
-        step.calls.note(BATCH)
+        step.calls.note("trainer(batch)")
         loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
         step.finite.losses.append((self._window.steps + 1, loss, loss._version))
         step.end_micro_batch(loss, updated=captured is not None)

@@ -35,7 +35,43 @@ def main() -> None:
                 return [type(error).__name__, error.what, error.why, same]
             return []
 
+        def drift(what, *, saves=False, **options):
+            """Change rate or weights on rank 1 after a step, and take more steps or save."""
+            model = nn.Linear(2, 3)
+            optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+            trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).square().mean(), **options)
+            rows = torch.ones(1, 2) * (1 + rank)
+            try:
+                for step in range(3):
+                    trainer(rows)
+                    if step == 0 and rank == 1 and what == "rate":
+                        optimizer.param_groups[0]["lr"] = 0.01
+                    if step == 0 and rank == 1 and what == "weights":
+                        model.load_state_dict({name: 2 * each for name, each in model.state_dict().items()})
+                    if saves:
+                        trainer.save(Path(sys.argv[1], what or "no drift"))
+            except accelcore.DistributedError as error:
+                return [error.what, error.why, trainer.steps]
+            return []
+
+        def twice(parallel):
+            """Add up the gradients of two forward passes in each of two steps; return the weights."""
+            torch.manual_seed(0)
+            model = nn.Linear(2, 3)
+            trainer = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), parallel=parallel)
+            for rows in torch.randn(2, 2, 4, 2) + rank:
+                for each in rows:
+                    trainer.backward(trainer.forward(each).square().mean())
+                trainer.update()
+            return model.weight.tolist()
+
         found = {
+            "twice": [twice("ddp"), twice("combine_ddp")],
+            "no drift": drift(None, parallel="ddp", saves=True),
+            "ddp": drift("weights", parallel="ddp"),
+            "combine_ddp": drift("rate", parallel="combine_ddp"),
+            "fsdp": drift("rate", parallel="fsdp"),
+            "save": drift("weights", parallel="ddp", saves=True, on_nonfinite=None),
             "nothing": attempt(loss=lambda model, batch: model(batch).sum()),
             "observers": attempt(observers=[Steps()] if rank == 0 else []),
             "shape": attempt(width=4 if rank == 1 else 3),

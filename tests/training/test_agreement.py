@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from accelcore.training.agreement import differences
 from accelcore.util.text import ranks
@@ -21,7 +22,7 @@ def found(fork_ranks, tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
-@pytest.mark.parametrize("case", ["nothing", "observers"])
+@pytest.mark.parametrize("case", ["nothing", "observers", "no drift"])
 def test_ranks_that_train_the_same_are_left_alone(found, case):
     assert [rank[case] for rank in found] == [[], [], []]
 
@@ -48,6 +49,31 @@ def test_every_rank_is_told_which_is_odd_and_in_what(found, case, odd, says):
         assert what == f"{odd} of this job would not train what the others train"
         assert says in why
         assert untouched, "the model was changed before the ranks agreed"
+
+
+@pytest.mark.parametrize(
+    ("case", "says", "steps"),
+    [
+        ("ddp", "the norm of the parameter weight is ", 2),
+        ("combine_ddp", "lr in group 0 of the optimizer is 0.1 on ranks 0 and 2, 0.01 on rank 1", 2),
+        ("fsdp", "lr in group 0 of the optimizer is 0.1 on ranks 0 and 2, 0.01 on rank 1", 2),
+        ("save", "the norm of the parameter weight is ", 1),
+    ],
+)
+def test_ranks_that_drift_apart_are_told_within_some_steps_and_in_save(found, case, says, steps):
+    for rank in found:
+        what, why, done = rank[case]
+        assert what == "rank 1 of this job no longer trains what the others train"
+        assert says in why
+        assert done <= steps
+
+
+def test_gradients_of_two_forward_passes_add_up_under_ddp(found):
+    """DistributedDataParallel moves the first ones into a bucket meanwhile: they are not cleared."""
+    for rank in found:
+        ddp, combine_ddp = map(torch.tensor, rank["twice"])
+        torch.testing.assert_close(ddp, combine_ddp)
+        assert rank["twice"] == found[0]["twice"]
 
 
 def test_what_one_rank_is_refused_no_rank_does(found):

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from toys import OPTIMIZERS, data, loss_of, net
@@ -130,6 +131,21 @@ def make_by(accel, kind):
     model = net()
     create = torch.optim.SGD if kind == "torch" else accel.optimizers.create
     return accel.trainer(model, create(*[*(() if kind == "torch" else ["sgd"]), model.parameters()], lr=0.1))
+
+
+@pytest.mark.parametrize("flat", [None, True])
+def test_a_parameter_without_gradients_is_reported_when_the_first_epoch_ends(accel, caplog, flat):
+    def loss(model, batch):
+        features = model[0](batch[0]).detach() if trainer.steps != 1 else model[0](batch[0])
+        return mse_loss(model[1:3](features), batch[1])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 2))
+    trainer = make(accel, model, loss=loss, flat=flat)
+    for _ in range(2):
+        list(map(trainer, trainer.batches(data(3))))
+    (said,) = [record.getMessage() for record in caplog.records if "no gradient" in record.getMessage()]
+    assert "the parameter '3.weight' and '3.bias' in this epoch" in said
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -113,6 +113,8 @@ class Checkpoints(ABC):
                 remedy="give all ranks the folder that rank 0 names: job.gather_objects(folder)[0]; and a metric from "
                 "trainer.evaluate(loader).mean(...), or job.mean(...)",
             )
+        for training in trainings.values():
+            training.saver.step.check_replicas()
         rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
         if rank == 0:
             parts = [part for training in trainings.values() for part in training.parts]
