@@ -22,18 +22,20 @@ def _failing(graph: Any, inputs: Any) -> Any:
 
 
 class _Shifted(torch.nn.Module):
-    """Parameters, buffers and inputs that a forward pass changes, a mode, a number, and an argument with a name."""
+    """Parameters, buffers and inputs that a forward pass changes, a mode, attributes, and an argument with a name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(8)
         self.norm.bias.requires_grad_(False)  # a compiler may take it for a constant
-        self.factor = 1
+        self.factor, self.share, self.signs, self.way = 1, 1.0, [1.0], "up"
+        self.offset = torch.zeros(())
 
     def forward(self, rows: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
         normed: torch.Tensor = self.norm(rows.to(self.norm.weight.dtype, copy=True))
         rows += 1
-        return self.factor * normed.to(rows.dtype) + shift
+        shifted = self.factor * self.share * self.signs[0] * normed + self.offset.to(normed.device)
+        return (shifted if self.way == "up" else -shifted).to(rows.dtype) + shift
 
 
 class _Branching(torch.nn.Module):
@@ -87,11 +89,11 @@ class TestCompiler(DeviceTests):
             compiled = accel.compiler.compile(module, {})
             other = next((name for name in accel.capabilities.model_dtypes if name != "float32"), "float32")
             calls_of = [
-                *((16, True, "float32", False), (16, True, "float32", True), (5, True, "float32", True)),
-                *((5, False, other, False), (5, True, "float32", True)),
-                (5, False, other, False),  # as before, with other weights
+                *((16, True, "float32", False, 0), (16, True, "float32", True, 1), (5, True, "float32", True, 1)),
+                *((5, False, other, False, 2), (5, True, "float32", True, 1)),
+                (5, False, other, False, 2),  # as before, with other weights
             ]
-            for number, (size, training, name, graph) in enumerate(calls_of):
+            for number, (size, training, name, graph, way) in enumerate(calls_of):
                 ((rows, _),) = batches(1, size)
                 rows = rows.to(getattr(torch, name))
                 rows = rows.t().contiguous().t() if graph else rows
@@ -99,7 +101,9 @@ class TestCompiler(DeviceTests):
                     torch.nn.init.constant_(each.norm.weight, size + number)
                     torch.nn.init.constant_(each.norm.bias, number)
                     torch.nn.init.constant_(each.norm.get_buffer("running_mean"), number)
-                    each.factor = 1 + number
+                    each.factor, each.norm.eps, each.norm.momentum = 1 + number, 0.1 + way, 0.1 + way / 4
+                    each.share, each.signs, each.offset = 1 - way / 8, [1.0 + way], torch.tensor(way / 2)
+                    each.way = ("up", "down", "up")[way]
                 with torch.set_grad_enabled(graph):
                     found = compiled.module(given := rows.to(accel.device, copy=True), shift=2 * graph)
                 expected = reference(rows, shift=2 * graph)

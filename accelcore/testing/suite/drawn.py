@@ -53,6 +53,8 @@ _BY_PARAMETERS: dict[str, Callable[[Backend], Tensor]] = {  # which a device may
     "normal by tensors": lambda accel: torch.normal(_ones(accel) * 5, _ones(accel) * 2),
     "normal by its deviations": lambda accel: torch.normal(5.0, _ones(accel) * 2),
     "bernoulli_ by a tensor": lambda accel: _ones(accel).bernoulli_(_ones(accel) * 0.3),
+    "bernoulli of 1 in 172": lambda accel: torch.bernoulli(_ones(accel) / 172),  # no part of 256
+    "1 in 172 of multinomial": lambda accel: torch.multinomial(_ones(accel)[:2].div(171).cumprod(0), _COUNT, True),
     "poisson": lambda accel: torch.poisson(_ones(accel) * 3),
     "geometric_": lambda accel: torch.empty(_COUNT, device=accel.device).geometric_(0.25),
     "log_normal_": lambda accel: torch.empty(_COUNT, device=accel.device).log_normal_(1.0, 0.25),
@@ -75,6 +77,7 @@ _MOMENTS = {  # mean, variance, and the fourth central moment over the square of
     "normal by tensors": (5.0, 4.0, 3.0),
     "normal by its deviations": (5.0, 4.0, 3.0),
     "bernoulli_ by a tensor": (0.3, 0.21, 1.8),
+    **dict.fromkeys(("bernoulli of 1 in 172", "1 in 172 of multinomial"), (1 / 172, 171 / 172**2, 175.0)),
     "poisson": (3.0, 3.0, 4.0),
     "geometric_": (4.0, 12.0, 18.0),
     "log_normal_": (math.exp(1.03125), math.expm1(0.0625) * math.exp(2.0625), 8.0),
@@ -123,7 +126,7 @@ class DrawnTests:
     """Random numbers of the device."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+    @pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 0.9])
     def test_dropout(self, accel: Backend, rate: float, dtype: torch.dtype) -> None:
         """Dropout keeps the declared share, rescales what it keeps, and gives gradients by the same mask."""
         if str(dtype).removeprefix("torch.") not in accel.capabilities.model_dtypes:

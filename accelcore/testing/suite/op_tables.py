@@ -98,7 +98,9 @@ _FP32: dict[str, Operator] = {
 }
 _WIDEST: dict[str, Operator] = {
     "cat": lambda x: torch.cat([x, _wide(x)]),
+    "cat of several": lambda x: torch.cat([x, x, x, _wide(x).div(3), x]),
     "stack": lambda x: torch.stack([x, _wide(x)]),
+    "stack of several": lambda x: torch.stack([x, x, x, _wide(x).div(3), x]),
     "addcmul": lambda x: torch.addcmul(_wide(x), x, x),
     "index_add": lambda x: torch.index_add(x, 0, torch.arange(4, device=x.device), _wide(x)),
     "scatter_add": lambda x: torch.scatter_add(_wide(x), 0, torch.zeros(4, 4, device=x.device).long(), x),
@@ -202,6 +204,10 @@ class OpTables:
                     result = _FP32[name](given)
                 exact = result.dtype != torch.float32 or error(result, _FP32[name](given.cpu().double())) < 1e-5
                 assert exact, f"autocast makes {name} fp32 that was computed in low precision"
+            for name in ("cat", "stack", "cat of several", "stack of several"):  # fp32 without autocast, too
+                with accel.autocast(given.dtype):
+                    result = _WIDEST[name](given)
+                assert error(result, _WIDEST[name](given.cpu().double())) < 1e-5, f"under autocast {name} loses digits"
 
     @pytest.mark.parametrize("table", TABLES)
     def test_refuses(self, accel: Backend, table: str) -> None:

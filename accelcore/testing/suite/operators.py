@@ -15,6 +15,7 @@ from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import Found, is_refusal, known_faults
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
+from accelcore.testing.support.known_of_places import KNOWN_OF_PLACES
 from accelcore.testing.support.known_rare import KNOWN_RARE
 from accelcore.testing.support.rows import ROWS, compare_rows
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
@@ -22,7 +23,7 @@ from accelcore.testing.support.sweep import compare, compare_options
 from accelcore.testing.support.usable import DeviceTests
 
 _PARTS = 20  # of the operators, each a test
-_KNOWN = {**KNOWN, **KNOWN_OF_MANY, **KNOWN_RARE}
+_KNOWN = {**KNOWN, **KNOWN_OF_MANY, **KNOWN_OF_PLACES, **KNOWN_RARE}
 
 
 def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:

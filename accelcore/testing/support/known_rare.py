@@ -193,6 +193,17 @@ _ACTIVATIONS = (
 _16 = torch.float16
 _TINY = 2.0**-10  # the gap after 1 in fp16, as a number: the documentation imports this file without torch
 
+
+def _by_short_views(x: Tensor) -> Tensor:
+    """Choose among five numbers by 32-bit indices that have gaps, or are transposed."""
+    wide = torch.tensor([[4, 3, 2], [1, 0, 2]], device=x.device).int()
+    view, column = wide[:, :-1], wide[:, 0]
+    rows = [functional.embedding(each, x[:, None]).flatten() for each in (view, view.t())]
+    bags = functional.embedding_bag(view, x[:, None], mode="sum").flatten()
+    added = torch.zeros_like(x).index_add(0, column, x[:2] * 0 + torch.tensor([6.0, 5.0], device=x.device))
+    return torch.cat([*rows, x[view].flatten(), bags, x.index_select(0, column), added])
+
+
 KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
     "indices that are apart": (
         _of_cube(lambda x: x[index(x, 0, 1), :, index(x, 3, 0)]),
@@ -210,6 +221,10 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
             lambda x: functional.embedding(index(x, 1, 1, 0, 1).int(), x, padding_idx=0), *_SQUARE[:3], shape=(3, 1)
         ),
         [0, 3, 0],
+    ),
+    "short indices of a view": (
+        of_values(_by_short_views, 0.0, 1.0, 2.0, 3.0, 4.0),
+        [*(4, 3, 1, 0), *(4, 1, 3, 0), *(4, 3, 1, 0), *(7, 1), *(4, 1), *(0, 5, 0, 0, 6)],
     ),
     "powers of negative numbers": (
         of_values(lambda x: torch.cat([x**5, x**4, x**-3, x.pow(x.abs()), torch.pow(-2.0, x.abs())]), -2.0, -3.0),

@@ -17,12 +17,25 @@ _LENGTHS = (9, 17, 33, 129, 768, 1025, 4099)
 _OF_LOW = 33, 4099  # lengths that are tried in every dtype: of the longer rows a sum in low precision stands still
 _DIMENSIONS = {"rows": -1, "columns": 0, "planes": 1}  # where the elements of a row are neighbours, or not
 
+_MOST_ATTENDED = 257  # keys of as many queries
 _MOST_SQUARE = 129  # rows of a matrix that is decomposed
 
 
 def _definite(x: Tensor) -> Tensor:
     part = x[:, :_MOST_SQUARE]
     return part.t() @ part + 4 * torch.eye(part.shape[1]).to(x)
+
+
+def _spectrum(x: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.complex(wide, wide.detach().flip(1))
+
+
+def _attention(x: Tensor, **options: Any) -> Tensor:
+    """Attend to as many keys as there are columns: the largest scores are those of the first keys and of the last."""
+    keys = torch.cat([x, x.detach().flip(1), x[:2]]).t().contiguous()[None, None]
+    queries = keys if options else 3 * keys.detach().roll(2, 2)[:, :, :5]
+    return functional.scaled_dot_product_attention(queries, keys, keys.detach().flip(-1), **options)
 
 
 _OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
@@ -41,6 +54,12 @@ _OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "mv": lambda x: x @ x.detach()[0],
     "mm of many columns": lambda x: x.repeat(23, 1).t() @ x.detach().flip(1)[:, :130].repeat(23, 1),
     "bmm of many columns": lambda x: torch.bmm(x.expand(2, 3, -1).mT, x.detach().flip(1)[:, :130].expand(2, 3, -1)),
+    "fft": lambda x: torch.view_as_real(torch.fft.fft(_spectrum(x))),
+    "rfft": lambda x: torch.view_as_real(torch.fft.rfft(_spectrum(x).real)),
+    "irfft": lambda x: torch.fft.irfft(_spectrum(x)),
+    "irfft to odd lengths": lambda x: torch.fft.irfft(_spectrum(x), 2 * x.shape[1] - 1),
+    "attention": _attention,
+    "causal attention": lambda x: _attention(x[:, :_MOST_ATTENDED], is_causal=True),
     "cholesky": lambda x: torch.linalg.cholesky(_definite(x)),
     "inverse": lambda x: torch.linalg.inv(_definite(x)),
     "solution": lambda x: torch.linalg.solve(_definite(x), x.detach()[:, :_MOST_SQUARE].t()),

@@ -12,6 +12,7 @@ from lies import (  # noqa: F401  # each adds its own to LIES
     kernels,
     operators,
     optimizers,
+    places,
     precision,
     rare,
     runtime,

@@ -40,6 +40,8 @@ class _Disagreeing(TorchCollectives):
     def broadcast(self, tensor, src=0):
         if tensor.numel() == 1:
             return super().broadcast(tensor, 0)
+        if tensor.dtype == torch.bfloat16:
+            return tensor.copy_(super().broadcast(tensor.half(), src))
         if tensor.is_contiguous():
             return super().broadcast(tensor.clone(), src)
         dist.broadcast(tensor, src)  # gloo takes the memory from the first element on (pytorch#192920)
@@ -63,6 +65,7 @@ for _name, _test, _says, _arguments in (
     ("all_reduce_that_forgets_scalars", "test_views", "not what was asked", {"operation": "sum", "kind": "element"}),
     ("average_that_is_a_sum", "test_views", "not what was asked", {"operation": "avg", "kind": "whole"}),
     ("all_reduce_in_fp32", "test_every_digit", "in float64, not", {"dtype": "float64"}),
+    ("broadcast_in_fp16", "test_every_digit", "broadcast makes", {"dtype": "bfloat16"}),
     ("smallest_by_the_largest_negative", "test_every_digit", "min makes", {"dtype": "uint8"}),
     ("average_of_a_copy", "test_views", "another tensor", {"operation": "avg", "kind": "transposed"}),
     ("largest_from_the_block_before", "test_views", "not what was asked", {"operation": "max", "kind": "odd offset"}),

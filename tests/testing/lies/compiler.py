@@ -7,7 +7,7 @@ import copy
 import torch
 
 from accelcore.roles.compiler import Compiled
-from lies.lie import declaring, lie, replaced
+from lies.lie import LIES, Lie, declaring, lie, replaced
 
 
 def traced(backend):
@@ -203,24 +203,30 @@ def compiler_that_keeps_buffers(backend):
     return replaced(backend, "compiler", compile=compile)
 
 
-@lie("TestCompiler.test_compiled_follows_its_module", says="does not count")
-def compiler_that_keeps_numbers(backend):
-    """It computes with the numbers that the module had when it was called first."""
+def _keeping(name):
+    """Tell a compiler that computes with the attribute that the module had when it was called first."""
 
     def compile(honest, module, options):
         kept = {}
 
         def run(rows, **named):
-            now = module.factor
-            module.factor = kept.setdefault("factor", now)
+            now = getattr(module, name)
+            setattr(module, name, kept.setdefault(name, now))
             try:
                 return module(rows, **named)
             finally:
-                module.factor = now
+                setattr(module, name, now)
 
         return Compiled(run, compiled=True)
 
-    return replaced(backend, "compiler", compile=compile)
+    return lambda backend: replaced(backend, "compiler", compile=compile)
+
+
+for _name in ("factor", "share", "signs", "way", "offset"):
+    LIES[f"compiler_that_keeps_its_{_name}"] = Lie(
+        f"compiler_that_keeps_its_{_name}", _keeping(_name), "TestCompiler.test_compiled_follows_its_module",
+        "does not count",
+    )  # fmt: skip
 
 
 @lie("TestCompiler.test_compiled_follows_its_module", says="does not count")

@@ -1,0 +1,80 @@
+"""What is wrong only in many dimensions, long rows, views of many elements, far places, or at a rate that is rare."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lies.lie import lie
+from lies.operators import drawn, known
+from lies.precision import _under
+
+
+def _of_five_dimensions(func, x, **options):
+    swapped = x.dim() > 5 and not x.is_contiguous()
+    return func(x.transpose(0, 1), **options) if swapped else func(x, **options)
+
+
+def _without_late_nan(func, x, dim, *args):
+    late = torch.arange(x.shape[dim[0]])[(slice(None), *[None] * (x.dim() - 1 - dim[0] % x.dim()))] >= 1024
+    return func(x.masked_fill(late & x.isnan(), -math.inf), dim, *args)
+
+
+def _of_dense_indices(func, weight, index, *args):
+    if index.dtype == torch.int32 and not index.is_contiguous():
+        index = index.as_strided(index.shape, (index.shape[1], 1))
+    return func(weight, index, *args)
+
+
+def _of_the_whole_span(func, x):
+    if x.numel() > 65_536 and not x.is_contiguous():
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        func(x.as_strided((last + 1,), (1,)))
+    return func(x)
+
+
+def _in_order_of_memory(func, target, source, *args):
+    if target.dtype == torch.bfloat16 and target.dim() == 2 and target.t().is_contiguous():
+        func(target.t(), source.reshape(target.t().shape), *args)
+        return target
+    return func(target, source, *args)
+
+
+def _of_16_bits(func, rows, target, *args):
+    return func(rows, target % 2**16, *args)
+
+
+def _of_8_bits(function, x, p=0.5, training=True, inplace=False):
+    keep = round((1 - p) * 256) / 256
+    return x * torch.empty_like(x).bernoulli_(keep) / (1 - p)
+
+
+known("copies_of_five_dimensions", "copies of five to eight dimensions", {"clone": _of_five_dimensions})
+known("amax_of_1024_with_nan", "amax of NaN in long rows", {"amax": _without_late_nan})
+known("embedding_of_dense_short_indices", "short indices of a view", {"embedding": _of_dense_indices})
+known("zeros_in_the_whole_span", "zero_ of views of many", {"zero_": _of_the_whole_span})
+known("conversion_in_order_of_memory", "fp32 as bf16 in views of many", {"copy_": _in_order_of_memory})
+known("loss_of_65536_classes", "loss of many classes", {"nll_loss_forward": _of_16_bits})
+known("scatter_of_16_bits", "scatter at far places",
+      {"scatter.src": lambda func, x, dim, index, *args: func(x, dim, index % 2**16, *args)})  # fmt: skip
+drawn("dropout_of_8_bits", "test_dropout", "keeps 0.996", {"dropout": _of_8_bits},
+      rate=0.002, dtype=torch.float32)  # fmt: skip
+
+
+class _OfTheFirstTwo(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.cat and len(args[0]) > 2:
+            first, second = args[0][:2]
+            args = [each.to(torch.promote_types(first.dtype, second.dtype)) for each in args[0]], *args[1:]
+        return function(*args, **(kwargs or {}))
+
+
+@lie("TestPrecision.test_o1_dtypes", says="table O1 leaves cat of several in", treatment="widest")
+def table_o1_of_the_first_two(backend):
+    return _under(backend, _OfTheFirstTwo)
+
+
+@lie("TestPrecision.test_torchs_fp32", says="under autocast cat of several loses digits")
+def table_torch_of_the_first_two(backend):
+    return _under(backend, _OfTheFirstTwo)
