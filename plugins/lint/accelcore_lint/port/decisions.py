@@ -17,6 +17,7 @@ from accelcore_lint.port.guards import (
     Guard,
     Test,
     body_of,
+    flag_in,
     has_blocks,
     is_foreign,
     is_portable,
@@ -29,13 +30,14 @@ from accelcore_lint.port.guards import (
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
+from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.splits import is_split, places
 from accelcore_lint.port.syntax import is_import, key_of, loses_comment, reasons_above, text_of
 from accelcore_lint.port.uses import STOPS
 
-_FAILS = ("unknown name", "unknown function", "device call", "wait")
+_FAILS = ("unknown name", "unknown function", "device call", "wait", "load")
 """Rules by which lines are left that raise an error on other devices. These ran without them so far."""
 
 _QUESTIONS = ("condition", "is_cuda", "device check")
@@ -117,7 +119,7 @@ class Decisions(cst.CSTVisitor):
                 return True
             guard = self._guard_of(node) if decision.retry is not None else None
             name = self._name_of(node) if guard is None and decision.retry is not None else ""
-            name = name or turned_off(guard, self._facts.code)
+            name = name or turned_off(guard, self._facts.code) or flag_in(guard)
             guard = None if name else guard
             if decision.some and guard is None and not name:
                 around = itertools.takewhile(lambda outer: isinstance(outer, _PARTS), self._facts.parents(node))
@@ -156,7 +158,8 @@ class Decisions(cst.CSTVisitor):
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
             holder = next((each for each in self._facts.parents(guard) if isinstance(each, cst.ClassDef)), None)
-            decision, opens = self._kept(rule, decision, opens=opens)
+            if not self._empties(guard):
+                decision, opens = self._kept(rule, decision, opens=opens)
             if opens and decision.some and (holder is not None or self._asserts(node)):
                 # Other methods may set what this one reads, and questions below this one may stay.
                 self._named[holder or self._scope_of(node)].append(("", rule, node, decision))
@@ -200,6 +203,12 @@ class Decisions(cst.CSTVisitor):
         if opens and rule.name == "device check" and self._facts.keeps_questions:
             return replace(decision, reason=self._facts.keeps_questions), False
         return decision, opens
+
+    def _empties(self, guard: Guard) -> bool:
+        """Return whether all that an `if` guards is removed, so that its answer decides nothing."""
+        lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
+        gone = [line in self.rewrites and self.rewrites[line].build is removed for line in lines]
+        return bool(gone) and all(gone) and cst.ensure_type(guard, cst.If).orelse is None
 
     def _asserts(self, node: cst.CSTNode) -> bool:
         """Return whether a program stops if the answer to a question is no."""
@@ -334,7 +343,7 @@ class Decisions(cst.CSTVisitor):
         self._split = self._split or chooses or (rule.name in _QUESTIONS and is_split(guard))
         self._flags |= {self._name_of(node)} - {""} if guard is None and rule.name in _QUESTIONS else set()
         around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
-        if rule.name == "device string" and isinstance(next(around), cst.Assign):
+        if rule.name in ("device", "device string") and isinstance(next(around), cst.Assign):
             self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere
         statement = self._statement(node)
         if isinstance(statement, cst.SimpleStatementLine) and rule.name != "replicas":

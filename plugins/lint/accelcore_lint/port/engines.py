@@ -7,7 +7,8 @@ import re
 from accelcore_lint.port.rule import Note
 
 ENGINES = (
-    "accelerate|lightning|pytorch_lightning|lightning_fabric|deepspeed|ignite|fastai|mmengine|colossalai|horovod|byteps"
+    "accelerate|lightning|pytorch_lightning|lightning_fabric|composer|deepspeed|ignite|fastai|mmengine|colossalai"
+    "|horovod|byteps"
 )
 """Packages that choose the device and wrap the optimizer."""
 

@@ -20,6 +20,7 @@ GUARDS = (cst.If, cst.IfExp, cst.For, cst.BaseSimpleComp, cst.BooleanOperation)
 _OFF = re.compile(r"[\w.]+?(?:\.|\[[\"'])(\w+)(?:[\"']\])? *= *False\b.*", re.DOTALL)
 """A line that turns a flag of the script off, as `config["use_cuda"] = False`."""
 
+_CHOSEN_FLAG = re.compile(r"([\w.]+) *= *(?:True|False|0|1)(?: *#.*)?")
 
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
@@ -81,6 +82,16 @@ def turned_off(guard: Guard | None, code: str) -> str:
     return next((name for name in asked if name not in text_of(cst.ensure_type(guard, cst.If).test)), "")
 
 
+def flag_in(guard: Guard | None) -> str:
+    """Return the flag that is all that an `if` sets, as `use_cuda = 1` and otherwise `use_cuda = 0`; "" if none."""
+    last = guard.orelse if isinstance(guard, cst.If) else None
+    if not isinstance(guard, cst.If) or not isinstance(last, cst.Else):
+        return ""
+    found = [_CHOSEN_FLAG.fullmatch(text_of(branch.body)) for branch in (guard, last)]
+    names = {each[1] if each else "" for each in found}
+    return names.pop() if len(names) == 1 else ""
+
+
 def _assigned(node: cst.CSTNode) -> set[str]:
     made = matchers.findall(node, matchers.AssignTarget(matchers.Name() | matchers.Attribute()))
     return {text_of(cst.ensure_type(target, cst.AssignTarget).target) for target in made}
@@ -101,6 +112,25 @@ def is_portable(node: cst.CSTNode, is_whole: Callable[[cst.BaseExpression], bool
         return False
     lines = node.body.body if isinstance(node.body, cst.IndentedBlock) else ()
     return bool(lines) and all(_EVERYWHERE.search(text_of(line)) for line in lines)
+
+
+def is_further(index: cst.BaseExpression | None) -> bool:
+    """Return whether an index is a number that a host with one device does not have."""
+    return isinstance(index, cst.Integer) and text_of(index) != "0"
+
+
+def is_below_any(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cst.CSTNode]]) -> bool:
+    """Return whether a node only runs where there is a device, by a condition that does not ask how many."""
+    inner = node
+    for outer in parents(node):
+        if isinstance(outer, cst.FunctionDef):
+            return False
+        if isinstance(outer, (cst.If, cst.IfExp)) and inner is not outer.test and outer.orelse is not None:
+            test = text_of(outer.test)
+            if "cuda.is_available(" in test and "device_count" not in test:
+                return True
+        inner = outer
+    return False
 
 
 def is_tried(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cst.CSTNode]]) -> bool:

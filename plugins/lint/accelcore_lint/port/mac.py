@@ -10,6 +10,8 @@ _LACKS = {
     "float64": re.compile(
         r"\.double\(\)|\bset_default_dtype\(torch\.(?:float64|double)\)|\bdtype *= *torch\.(?:float64|double)\b"
         r"|\.to\(torch\.(?:float64|double)\)|\bDoubleTensor\b"
+        r"|\btorch\.(?:as_)?tensor\((?:np|numpy)\.(?:log|exp|sqrt|mean|std|zeros|ones|linspace|random\.\w+)\("
+        r"(?![^\n]*(?:float|int|long|bool))"
     ),
     "process groups": re.compile(r"\binit_process_group\("),
     "DataParallel": re.compile(r"(?<!\w)DataParallel\("),

@@ -56,6 +56,8 @@ _ASKED = "{} asks {} above lines for one vendor, and this run does not port that
 _OWN = "{} asks {} above a move of the project's own objects, which is left"
 _LOADED = "{} loads a state by {} to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _REST = "{} gives a function for the CPU all tensors that are not CUDA's, also those of other devices"
+_FLAGGED = "{} chooses the device by {}, which may be off: choose it by that flag here, too"
+_CLASS = re.compile(r"(?m)^class ")
 _WORD = re.compile(r"\w+")
 _MEMBER = re.compile(r"\.(\w+)")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
@@ -231,6 +233,9 @@ def _known_of_each(
     }
     for path, text in scripts.items():
         flags.setdefault(path, {}).update({name: _LOADED.format(path.name, name) for name in uses.flags_of_loads(text)})
+    flagged = {path: found for path, text in scripts.items() if (found := uses.flags_of_devices(text))}
+    off = {name for text in texts.values() for name in uses.flags_off(text)} if flagged else set()
+    flagged = {path: found & off for path, found in flagged.items()}
     rest = {path for path, text in texts.items() if uses.TAKES_REST.search(text)}
     meeting = _by_name(own, texts)
     known_of = {}
@@ -248,10 +253,26 @@ def _known_of_each(
             meets_torch=not with_torch.isdisjoint({path, *files}),
             # A package may load its files by names in a configuration, so that those in folders below count, too.
             keeps_questions=next((kept[each] for each in (path, *sorted(files | users)) if each in kept), "")
+            or _flagged(path, {*files, *users}, flagged, texts)
             or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
             asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )
     return known_of
+
+
+def _flagged(path: Path, program: Collection[Path], flagged: Mapping[Path, set[str]], texts: Mapping[Path, str]) -> str:
+    """Return the reason why a file's questions stay where another one chooses the device by a flag; "" if none does."""
+    if not flagged or not uses.asks_where(texts[path]):
+        return ""
+    # The program of a module is not certain: others may load it by its name, or hold its objects beside its own.
+    is_module = "__main__" not in texts[path] and _CLASS.search(texts[path])
+    words = set(_WORD.findall(texts[path]))
+    found = (
+        (each, name)
+        for each in sorted(set(flagged) - {path} if is_module else flagged.keys() & program)
+        for name in sorted(flagged[each] - words)
+    )
+    return next((_FLAGGED.format(each.name, name) for each, name in found), "")
 
 
 def _reached(path: Path, edges: Mapping[Path, set[Path]]) -> set[Path]:

@@ -17,6 +17,7 @@ _MARK = "__accelcore_removed__"
 _VARIABLE = r"(?:environ\[[\"']LOCAL_RANK[\"']\]|getenv\([\"']LOCAL_RANK[\"']\))"
 _READ_RANK = re.compile(rf"(?m)^[ \t]*(\w+) = int\(os\.{_VARIABLE}\)[ \t]*\r?$")
 _PLAIN = (cst.Comparison, cst.Name, cst.Attribute)
+_QUESTION = "torch.accelerator.is_available()"
 
 Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
 
@@ -97,7 +98,7 @@ class _Sweep(cst.CSTTransformer):
         return _swept(updated_node)
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement:
-        """Remove a condition with nothing under it, if its test is a name, or was rewritten to a comparison."""
+        """Remove a condition with nothing under it, if its test is a name, or was rewritten to a question."""
         last, new = original_node.orelse, updated_node.orelse
         is_empty_else = isinstance(last, cst.Else) and _is_empty(last.body)
         if new is not None and (is_removed(new) or (is_empty_else and not _has_comment(new))):
@@ -105,7 +106,8 @@ class _Sweep(cst.CSTTransformer):
         empty = _is_empty(original_node.body) and not _has_comment(updated_node)
         if original_node in self._elifs and any(line.comment for line in updated_node.leading_lines):
             return updated_node
-        if not empty or updated_node.orelse is not None or not isinstance(updated_node.test, _PLAIN):
+        plain = isinstance(updated_node.test, _PLAIN) or text_of(updated_node.test) == _QUESTION
+        if not empty or updated_node.orelse is not None or not plain:
             return updated_node
         line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)
         return removed(line)

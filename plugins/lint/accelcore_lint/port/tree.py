@@ -259,7 +259,7 @@ class Tree(Survey):
         found: list[cst.CSTNode] = []
         for call in self.calls:
             last, name = text_of(call.func).split(".")[-1], self.name(call.func) or ""
-            is_other = bool(name) or isinstance(call.func, cst.Attribute)
+            is_other = bool(name) or isinstance(call.func, cst.Attribute) or self._has_star
             if last in names and last not in own and is_other and not name.startswith(("torch.", "accelcore.")):
                 found.append(call)
         return found

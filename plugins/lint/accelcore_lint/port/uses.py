@@ -37,6 +37,10 @@ _USES = {
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
     "get_device": re.compile(r"(?m)^[ \t]+def get_device\b"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
+    "autocast": re.compile(
+        r"(?m)^[ \t]*(?:from|import)[ \t]+(?:accelerate|lightning|pytorch_lightning|lightning_fabric)\b"
+        r"|^[ \t]*from[ \t]+transformers\b[^\n]*\bimport[ \t]+(?:\([^()]*|[^\n#(]*)Trainer\b"
+    ),
     "fork": FORKS,
     "hidden": re.compile(r"(?m)^[ \t]+[^\n#]*_VISIBLE_DEVICES[\"'](?:\] *=|,) *[\"'](?:-1)?[\"']"),
     "spelled": re.compile(
@@ -55,6 +59,7 @@ _USES = {
 - get_device: a method of the project's own by the name of a tensor's.
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
   import of apex without which the program goes on.
+- autocast: a library that may compute in mixed precision on the CPU, too, which CUDA's autocast leaves as it is.
 - fork: processes of the project that cannot use CUDA if their parent has asked for it.
 - hidden: a condition below which all devices are hidden, so that the answer of CUDA is that there is none.
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
@@ -80,6 +85,14 @@ _ASKED = re.compile(r"(\w+) *= *[^\n]*\bis_available\(")
 _FLAG = re.compile(r"(\.|(?<![.\w\"']))\b(\w+)\b(?![.(\"'])")
 _LOADS = re.compile(r"map_location *= *\(?(?:None if ([^\n]+?) else|[^\n]*[\"']cpu[\"'] if ([^\n]+?) else None)\b")
 """Choices of a `map_location` that is None under a condition."""
+
+_CHOSEN_BY = re.compile(rf"[\"'](?:{_DEVICES})(?::\d+)?[\"']\)? if ([^\n]+?) else (?:torch\.device\()?[\"']cpu[\"']")
+_ASSIGNED = re.compile(rf"\bdevice *= *[^\n]*[\"'](?:{_DEVICES})\b")
+_OFF = re.compile(
+    r"\b(\w+)(?:[\"']\]?)? *[=:] *False\b|\bstore_false\b[^\n]*\bdest *= *[\"'](\w+)"
+    r"|[\"']--([\w-]+)[\"'][^\n]*\bstore_true\b(?![^\n]*default *= *True)"
+)
+"""Lines by which a flag is off, also unless the command line turns it on."""
 
 PASSED = re.compile(r"[(,]\s*(\w+)=(?:\w+\.)*(?!\1\b)(\w+)\s*(?=[,)])")
 """Parameters by which something of another name is passed on, as in `f(use_cuda=args.gpu)`."""
@@ -119,7 +132,7 @@ def kept_questions(text: str) -> str:
     if _GROUPS.search(text):
         return "the process group is chosen for CUDA, another accelerator or the CPU: choose one for each device there"
     engine = engine_in(text)
-    if engine is not None and "lightning" in engine[0]:
+    if engine is not None and ("lightning" in engine[0] or engine[0] == "composer"):
         return f"{engine[0]} trains this program and chooses its devices, CUDA's and not those of every vendor"
     return ""
 
@@ -130,22 +143,45 @@ def flags_of_loads(text: str) -> set[str]:
     return {name for test in tests for _, name in _FLAG.findall(test)} - {"not", "and", "or"}
 
 
+def flags_of_devices(text: str) -> set[str]:
+    """Return the flags by which a file chooses a device without a question for it."""
+    tests = [test for test, body in _blocks(text) if _ASSIGNED.search(body)] + _CHOSEN_BY.findall(text)
+    found = {name for test in tests if "available" not in test for _, name in _FLAG.findall(test)}
+    return found - {"not", "and", "or", "in", "is", "None", "self", *DEVICES}
+
+
+def flags_off(text: str) -> set[str]:
+    """Return the flags that a file turns off, or that are off unless its command line turns them on."""
+    return {name.replace("-", "_") for names in _OFF.findall(text) for name in names if name}
+
+
+def asks_where(text: str) -> bool:
+    """Return whether a file asks for a device, and puts something on it."""
+    asked = "cuda.is_available("
+    inline = any(asked in test for test in _CHOSEN_BY.findall(text))
+    return inline or any(asked in test and _VENDOR.search(body) for test, body in _blocks(text))
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the conditions of a file with what they guard."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if (test := _TEST.match(line)) is not None:
+            depth = _depth(line)
+            after = itertools.takewhile(lambda each: _depth(each) > depth, lines[number + 1 :])  # noqa: B023  # used at once
+            yield test[1], "\n".join((test[2], *after))
+
+
 def flags_of_moves(text: str, moved: Collection[str] | None) -> set[str]:
     """Return the attributes and parameters in conditions above a vendor's lines that the file does not set itself.
 
     Args:
         moved: names of objects; then only moves of these count. None: all of a vendor's lines do.
     """
-    tests: list[str] = []
     wanted = _VENDOR if moved is None else re.compile(rf"\b({'|'.join(moved)})\.({_DEVICES})\(")
-    lines = [line for line in text.splitlines() if line.strip()]
-    for number, line in enumerate(lines):
-        if (test := _TEST.match(line)) is not None:
-            depth = _depth(line)
-            after = itertools.takewhile(lambda each: _depth(each) > depth, lines[number + 1 :])  # noqa: B023  # used at once
-            tests += [test[1]] if any(map(wanted.search, (test[2], *after))) else []
-        elif wanted.search(line):
-            tests += _CHOICE.findall(line)
+    tests = [test for test, body in _blocks(text) if wanted.search(body)]
+    plain = (line for line in text.splitlines() if not _TEST.match(line) and wanted.search(line))
+    tests += [test for line in plain for test in _CHOICE.findall(line)]
     found = {(member, name) for test in tests for member, name in _FLAG.findall(test)}
     own = {name for member, name in found if not member} & set(_SET.findall(text))
     return {name for _, name in found} - own - set(_ASKED.findall(text))

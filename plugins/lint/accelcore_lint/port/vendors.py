@@ -34,7 +34,7 @@ _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%[dsi]|\{{.*\}}|\{{\}}|))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
 _MOVES = re.compile(rb"\.(cuda|npu)\(")
-_NAMED = re.compile(rb"cuda|cudnn|accelcore|device_ids|(?<![a-zA-Z])npu|Npu|nccl|hccl|apex")
+_NAMED = re.compile(rb"cuda|cudnn|accelcore|device_ids|(?<![a-zA-Z])npu|Npu|(?i:nccl|hccl)|apex")
 _BUILDS = re.compile(
     r"(?m)^[ \t]*((?:from|import)[ \t]+(?:torch\.utils\.cpp_extension|setuptools|distutils\.core|skbuild)\b"
     r"|from[ \t]+torch\.utils[ \t]+import\b[^\n]*\bcpp_extension\b)"
@@ -151,7 +151,7 @@ def vendor_lines(source: str) -> set[int]:
         elif kind == tokenize.STRING and not (statement_begins or _is_own_word(earlier, before, following.string)):
             match = _STRING.fullmatch(text)
             value = match[2] if match else ""
-            if device_text(value) or type_text(value) or value in GROUPS:
+            if device_text(value) or type_text(value) or value.lower() in GROUPS:
                 found.add(line)
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:
             found.add(line)

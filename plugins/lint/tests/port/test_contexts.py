@@ -170,7 +170,7 @@ def test_a_device_that_is_compared_by_its_name_has_no_number(asked):
 def test_a_name_of_a_device_keeps_its_number():
     source = (
         "import torch\ntorch.cuda.set_device(which())\n"
-        'device = "cuda:1" if torch.cuda.is_available() else "cpu"\n'
+        'device = "cuda:1"\n'
         'first_device = "cuda:0" if torch.cuda.is_available() else "cpu"\n'
     )
     ported = port_source(source, Level.ROLES).source

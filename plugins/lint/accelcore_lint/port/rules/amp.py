@@ -43,11 +43,15 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
         # A vendor's autocast means float16; other devices' own may have another default.
         dtype = values.pop("dtype", f"{facts.torch}.float16")
-        if test:
+        if test and "autocast" in facts.uses_of:  # CUDA's leaves autocast on the CPU as it is
+            enabled = values.pop("enabled", "True")
+            values["enabled"] = _beside_cpu(test, enabled, f'{facts.torch}.is_autocast_enabled("cpu")')
+            dtype = f"{dtype} if {test} else None" if enabled != "False" else ""
+        elif test:
             values["enabled"] = both(test, values.pop("enabled", "True"))
         parts = [
             *first,
-            dtype if with_backend else f"dtype={dtype}",
+            *([dtype if with_backend else f"dtype={dtype}"] if dtype else []),
             *(f"{key}={text}" for key, text in values.items()),
         ]
         made = cst.ensure_type(cst.parse_expression(f"{func}({', '.join(parts)})"), cst.Call)
@@ -71,6 +75,16 @@ def both(test: str, enabled: str) -> str:
         cst.parse_expression(enabled), (cst.Name, cst.Attribute, cst.Call, cst.Comparison, cst.Subscript)
     )
     return f"{test} and {enabled if plain else f'({enabled})'}"
+
+
+def _beside_cpu(test: str, enabled: str, on_cpu: str) -> str:
+    """Return the source of a condition for the accelerator, beside another one for the CPU."""
+    if enabled == "True":
+        return f"{test} or {on_cpu}"
+    if enabled == "False":
+        is_off = test.replace("!=", "==").replace("is not", "is")
+        return f"{is_off} and {on_cpu}"
+    return f"{enabled} if {test} else {on_cpu}"
 
 
 def _decide_custom(node: cst.Decorator, facts: Facts) -> Rewrite | Left | None:

@@ -9,6 +9,7 @@ import libcst as cst
 
 from accelcore_lint.port.device_names import index_of, is_device_name, with_type
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import argument, text_of
@@ -29,6 +30,8 @@ _LOOKS_UP = ("get", "pop", "setdefault", "getattr", "getenv")
 
 NAMED = "the name of a device, of which this file asserts that it is one of a list: add others there"
 DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
+
+_MAY_LACK = "device index {} under a condition that asks for any device: there may be one only, so ask for their number"
 
 _AUTOCAST = Left("autocast of one device, which does nothing on the CPU: write enabled= with the device's type")
 
@@ -163,6 +166,8 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     names = _chosen(facts, choice)
     if not names:
         return None
+    if is_further(further := index_of(names[0])[1]) and is_below_any(names[0], facts.parents):
+        return Left(_MAY_LACK.format(text_of(further or node)), node.children)
     reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps_questions
     if reason and len(_branches(choice)) > 1:
         return Left(reason, node.children)
@@ -238,6 +243,8 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return None
     if isinstance(wanted, Left):
         return wanted
+    if is_further(index) and is_below_any(node, facts.parents):
+        return Left(_MAY_LACK.format(text_of(index or node)))
     source_of = {"location": location_source, "kind": kind_source}.get(wanted, device_source)
     source = source_of(facts, node, index)
     return source if isinstance(source, Left) else whole(node, source)

@@ -128,7 +128,7 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
         return Left(_REASONS.get(name.removeprefix("torch."), _REASONS["FloatTensor"]))
     if isinstance(parent, cst.Comparison) and _MEMORY.match(str(node.evaluated_value)):
         return Left("the text of an error of one vendor: torch.OutOfMemoryError is the error of all devices")
-    if index_of(node)[0] or node.evaluated_value in GROUPS or _begins_device(node):
+    if index_of(node)[0] or str(node.raw_value).lower() in GROUPS or _begins_device(node):
         return Left("a vendor's name in a place where it is not certain what it is for")
     return None
 

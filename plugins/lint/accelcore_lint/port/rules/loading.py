@@ -46,9 +46,7 @@ def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return None
     if not any(_TO_CPU.search(text_of(other)) for other in _other_branches(node, facts)):
         return None
-    holder = facts.parent(facts.parent(node) or node)
-    is_state = isinstance(holder, cst.Call) and text_of(holder.func).endswith(".load_state_dict")
-    if not is_state:
+    if not _is_state(node, facts):
         return Left("torch.load without map_location only loads what was saved on a device that is here", inner=True)
     location = cst.Arg(
         cst.parse_expression(facts.place.device(node)),
@@ -62,6 +60,24 @@ def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return updated.with_changes(args=[path.with_changes(comma=comma), location])
 
     return Rewrite(build)
+
+
+def _is_state(load: cst.Call, facts: Facts) -> bool:
+    """Return whether all that is done with what is loaded is a `load_state_dict`, also by a name."""
+    holder = facts.parent(load)
+    if not isinstance(holder, cst.Assign):
+        return isinstance(holder, cst.Arg) and _is_restored(holder, facts)
+    name, scope = text_of(holder.targets[0].target), facts.function_of(load) or facts.module
+    if len(holder.targets) != 1 or not name.isidentifier():
+        return False
+    uses = map(facts.parent, matchers.findall(scope, matchers.Name(name)))
+    read = [use for use in uses if not isinstance(use, cst.AssignTarget)]
+    return bool(read) and all(isinstance(use, cst.Arg) and _is_restored(use, facts) for use in read)
+
+
+def _is_restored(arg: cst.Arg, facts: Facts) -> bool:
+    call = facts.parent(arg)
+    return isinstance(call, cst.Call) and text_of(call.func).endswith(".load_state_dict")
 
 
 def _other_branches(node: cst.CSTNode, facts: Facts) -> Iterator[cst.CSTNode]:

@@ -18,7 +18,7 @@ _INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_
 
 
 def _is_group(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.SimpleString) and node.evaluated_value in GROUPS
+    return isinstance(node, cst.SimpleString) and str(node.raw_value).lower() in GROUPS
 
 
 def _decide_init(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:

@@ -19,6 +19,11 @@ _HARMLESS = re.compile(
 )
 """Lines that draw no numbers on a device."""
 
+_CHOICE = re.compile(r"\s*[\w.]+ *= *[^#]*\btorch\.device\(")
+_CALLED = re.compile(r"([\w.]*\w)\(")
+_ASKED = {"torch.device", "torch.cuda.is_available", "torch.cuda.device_count", "str", "int"}
+"""Functions that a choice of a device may call."""
+
 _STATES = {"set_rng_state": 1, "seed": 0}
 """Other functions that the modules of all devices have, with their arguments."""
 
@@ -42,7 +47,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         and other.args
         and text_of(other.args[0].value) == seed
         and facts.function_of(other) is function
-        and _runs_before(facts, other, node)
+        and _runs_with(facts, other, node)
         and _is_fresh(facts, other, call)
         for other in facts.seeds
     ):
@@ -82,17 +87,22 @@ def _of_device(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, func
     return Rewrite(build, [call.func], facts.needs_torch)
 
 
-def _runs_before(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Return whether the block of another call is one of the blocks around a node."""
+def _runs_with(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
+    """Return whether the block of another call is one of the blocks around a node: it runs whenever the node does."""
     blocks = [outer for outer in facts.parents(other) if isinstance(outer, (cst.IndentedBlock, cst.Module))]
     return blocks[0] in list(facts.parents(node))
 
 
 def _is_fresh(facts: Facts, other: cst.CSTNode, call: cst.CSTNode) -> bool:
-    """Return whether nothing between two calls can draw numbers on the device, which the later one would take back."""
-    first, last = facts.line(other), facts.line(call)
+    """Return whether nothing between two calls, in either order, can draw numbers on the device."""
+    first, last = sorted((facts.line(other), facts.line(call)))
     between = facts.code.splitlines()[first : last - 1]
-    return first <= last and all(_HARMLESS.match(line) for line in between)
+    return all(_HARMLESS.match(line) or _chooses_device(line) for line in between)
+
+
+def _chooses_device(line: str) -> bool:
+    """Return whether a line assigns a choice of a device, and does nothing else."""
+    return _CHOICE.match(line) is not None and set(_CALLED.findall(line)) <= _ASKED
 
 
 SEEDS = Rule(

@@ -1,0 +1,143 @@
+"""What would be on two devices, or on one that a host lacks, and what the CPU's own autocast keeps."""
+
+import pytest
+import torch
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.mac import lacks_of_mps
+from accelcore_lint.port.port_command import ported_together
+from accelcore_lint.port.project import read_project
+from port_sources import written
+
+CHOICE = "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')"
+NUMBERED = "device = torch.device('cuda:' + str(n)) if torch.cuda.is_available() else torch.device('cpu')"
+QUESTION = "if torch.cuda.is_available():\n"
+
+
+def program(folder, files):
+    """The outcomes of files that are ported in one run, by their names."""
+    paths = written(folder, files)
+    return {each.path.name: each.outcome for each in ported_together(paths, Level.TORCH, read_project(paths), paths)}
+
+
+@pytest.mark.parametrize("flag", ["False", "True", None])
+def test_autocast_of_cuda_leaves_the_cpus_own_as_it_is(flag):
+    given = "" if flag is None else f"enabled={flag}"
+    source = (
+        "import torch\nfrom accelerate import Accelerator\n\n\ndef work(x, w):\n"
+        f"    with torch.cuda.amp.autocast({given}):\n        return x @ w\n"
+    )
+    ported = port_source(source, Level.TORCH).source
+    assert "cuda" not in ported
+    space = {}
+    exec(ported.replace("from accelerate import Accelerator\n", ""), space)
+    x = torch.ones(2, 2)
+    assert space["work"](x, x).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert space["work"](x, x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("off", ["config.use_gpu = False", "p.add_argument('--use_gpu', action='store_true')", "pass"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "device = 'cuda:0' if config.use_gpu else 'cpu'",
+        "if config.use_gpu:\n    print(1)\n    device = torch.device('cuda')\nelse:\n    device = torch.device('cpu')",
+    ],
+)
+def test_the_device_of_a_module_stays_if_a_flag_that_may_be_off_chooses_it_elsewhere(tmp_path, chosen, off):
+    buffer = f"import torch\n\n{CHOICE}\n\n\nclass Buffer:\n    pass\n"
+    agent = f"import torch\nfrom settings import config\n\n{chosen}\n"
+    files = {"buffer.py": buffer, "agent.py": agent, "settings.py": f"{off}\n"}
+    outcome = program(tmp_path, files)["buffer.py"]
+    assert (CHOICE in outcome.source) is (off != "pass")
+    follows = buffer.replace("else 'cpu'", "and config.use_gpu else 'cpu'")
+    files |= {"buffer.py": buffer, "other.py": follows}
+    assert all("by use_gpu" not in note.text for note in program(tmp_path, files)["other.py"].left)
+
+
+def test_a_number_of_devices_stays_if_composer_chooses_the_device():
+    source = (
+        "import torch\nfrom composer.devices import DeviceGPU\nfrom composer.trainer import Trainer\n\n"
+        "if torch.cuda.device_count() > 0:\n    device = DeviceGPU(0)\nelse:\n    device = 'cpu'\n"
+        "Trainer(device=device)\n"
+    )
+    assert "if torch.cuda.device_count() > 0:" in port_source(source, Level.TORCH).source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(("index", "kept"), [("1", True), ("0", False)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        QUESTION + "    one = torch.device('cuda:{}')\nelse:\n    one = torch.device('cpu')\n",
+        "device = torch.device('cuda:{}' if torch.cuda.is_available() else 'cpu')\n",
+        "device = 'cuda:{}' if torch.cuda.is_available() else 'cpu'\n",
+    ],
+)
+def test_a_further_device_stays_under_a_question_for_any(form, index, kept, level):
+    source = f"import torch\n\n{form.format(index)}"
+    ported = port_source(source, level).source
+    assert ("torch.cuda.is_available()" in ported) is kept
+    assert (f"cuda:{index}" in ported) is kept
+
+
+@pytest.mark.parametrize(("used", "kept"), [("weights", False), ("weights['net']", True)])
+def test_a_load_and_the_question_above_it_are_rewritten_together_or_not(used, kept):
+    source = (
+        f"import torch\n\n{QUESTION}    net = net.cuda()\n    weights = torch.load(path)\n"
+        f"else:\n    weights = torch.load(path, map_location=torch.device('cpu'))\nnet.load_state_dict({used})\n"
+    )
+    ported = port_source(source, Level.TORCH).source
+    assert (QUESTION in ported) is kept
+    assert ("weights = torch.load(path, map_location=device)" in ported) is not kept
+
+
+@pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("True", "False")])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_flag_that_two_branches_set_is_a_flag(yes, no, kept):
+    line = "torch.cuda.nvtx.mark('x')" if kept else "net.cuda()"
+    source = f"import torch\n\n{QUESTION}    use_cuda = {yes}\nelse:\n    use_cuda = {no}\nif use_cuda:\n    {line}\n"
+    assert (QUESTION in port_source(source, Level.TORCH).source) is kept
+
+
+def test_devices_that_a_function_of_another_file_hides_are_not_asked_for_before(tmp_path):
+    helper = "import os\nimport torch\n\n\ndef set_gpu(gpus):\n    os.environ['CUDA_VISIBLE_DEVICES'] = gpus\n"
+    main = (
+        "from helper import *\n\n\nclass Runner:\n    def __init__(self):\n"
+        "        if torch.cuda.is_available():\n            self.device = torch.device('cuda')\n\n\n"
+        "if __name__ == '__main__':\n    set_gpu('1')\n    Runner()\n"
+    )
+    source = program(tmp_path, {"main.py": main, "helper.py": helper})["main.py"].source
+    assert "current_accelerator" not in source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "torch.cuda.manual_seed_all(seed)\ntorch.manual_seed(seed)",
+        f"torch.manual_seed(seed)\n{NUMBERED}\n{QUESTION}    torch.cuda.manual_seed_all(seed)",
+    ],
+)
+def test_a_seed_of_all_devices_goes_where_torchs_own_stands_by(lines, level):
+    source = f"import torch\n\nseed = 1\n{lines}\nnet = torch.nn.DataParallel(net)\n"
+    ported = port_source(source, level).source
+    assert "manual_seed_all" not in ported
+    assert "\nif torch" not in ported
+    drawn = source.replace("torch.manual_seed(seed)", "torch.manual_seed(seed)\nx = torch.rand(1, device=d)", 1)
+    drawn = drawn.replace("torch.cuda.manual_seed_all(seed)\n", "torch.cuda.manual_seed_all(seed)\nx = draw()\n", 1)
+    assert "manual_seed_all" in port_source(drawn, level).source
+
+
+def test_a_process_group_in_capitals_is_one():
+    source = "import torch\n\ntorch.distributed.init_process_group(backend='NCCL', rank=rank, world_size=2)\n"
+    outcome = port_source(source, Level.TORCH)
+    assert (outcome.before, outcome.after) == (1, 0)
+    assert "get_default_backend_for_device" in outcome.source
+
+
+@pytest.mark.parametrize(
+    ("line", "found"), [("torch.tensor(np.log(a))", True), ("torch.tensor(np.log(a), dtype=torch.float32)", False)]
+)
+def test_the_report_names_float64_of_numpy(tmp_path, line, found):
+    assert ("float64" in lacks_of_mps({tmp_path / "a.py": f"x = {line}.to(device)\n"})) is found
