@@ -87,6 +87,7 @@ _LOADS = re.compile(r"map_location *= *\(?(?:None if ([^\n]+?) else|[^\n]*[\"']c
 """Choices of a `map_location` that is None under a condition."""
 
 _CHOSEN_BY = re.compile(rf"[\"'](?:{_DEVICES})(?::\d+)?[\"']\)? if ([^\n]+?) else (?:torch\.device\()?[\"']cpu[\"']")
+_ABOUT = re.compile(r"(?i)gpu|cuda|cpu|device")
 _ASSIGNED = re.compile(rf"\bdevice *= *[^\n]*[\"'](?:{_DEVICES})\b")
 _OFF = re.compile(
     r"\b(\w+)(?:[\"']\]?)? *[=:] *False\b|\bstore_false\b[^\n]*\bdest *= *[\"'](\w+)"
@@ -147,7 +148,7 @@ def flags_of_devices(text: str) -> set[str]:
     """Return the flags by which a file chooses a device without a question for it."""
     tests = [test for test, body in _blocks(text) if _ASSIGNED.search(body)] + _CHOSEN_BY.findall(text)
     found = {name for test in tests if "available" not in test for _, name in _FLAG.findall(test)}
-    return found - {"not", "and", "or", "in", "is", "None", "self", *DEVICES}
+    return {name for name in found if _ABOUT.search(name)} - {*DEVICES}
 
 
 def flags_off(text: str) -> set[str]:

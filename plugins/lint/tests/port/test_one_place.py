@@ -51,8 +51,9 @@ def test_the_device_of_a_module_stays_if_a_flag_that_may_be_off_chooses_it_elsew
     outcome = program(tmp_path, files)["buffer.py"]
     assert (CHOICE in outcome.source) is (off != "pass")
     follows = buffer.replace("else 'cpu'", "and config.use_gpu else 'cpu'")
-    files |= {"buffer.py": buffer, "other.py": follows}
-    assert all("by use_gpu" not in note.text for note in program(tmp_path, files)["other.py"].left)
+    files |= {"agent.py": f"{agent}if config.quiet:\n    device = 'cuda'\n", "quiet.py": "quiet = False\n"}
+    files |= {"other.py": follows}
+    assert all("chooses the device by" not in note.text for note in program(tmp_path, files)["other.py"].left)
 
 
 def test_a_number_of_devices_stays_if_composer_chooses_the_device():
