@@ -56,7 +56,6 @@ class FiniteCheck:
         self.due = steps + min(steps - self._began, _EVERY)
         if found:
             self._examine(steps, agree=True)
-        self._warn_of_losses()
 
     def check(self, steps: int, *, agree: bool = True) -> None:
         """Raise TrainingError if a parameter is not finite after `steps` windows. Waits for the device.

@@ -322,7 +322,7 @@ def _another_length(kind: type[AccelError], saved: int | None, own: int | None) 
 
 def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> bool:
     """Return whether a scheduler is over within `epochs` steps, or its learning rate is almost 0 after `updates`."""
-    if (length := getattr(scheduler, "T_max", getattr(scheduler, "T_0", None))) is not None:  # of the cosines
+    if (length := getattr(scheduler, "T_max", None)) is not None:  # of a cosine
         return bool(length <= epochs)
     if isinstance(scheduler, MultiStepLR):
         return max(scheduler.milestones, default=updates) <= epochs

@@ -305,8 +305,9 @@ class Trainer(Suggests, Checkpoints):
             self._lacks_autocast = False
             if self.backend.collectives.rank == 0:
                 logger.warning(
-                    "this step has not entered the autocast of its trainer: the forward pass ran in the dtype of the "
-                    "model. Write: with trainer.autocast(): loss = criterion(trainer.forward(inputs), targets)"
+                    "the first step has not entered trainer.autocast(): if it entered no other autocast, its forward "
+                    "pass ran in the dtype of the model. Write: with trainer.autocast(): loss = "
+                    "criterion(trainer.forward(inputs), targets)"
                 )
         self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)
 

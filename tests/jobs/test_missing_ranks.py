@@ -10,7 +10,7 @@ import pytest
 import torch
 
 RECORDED = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # by torch 2.10 and later
-COLLECTIVE = r"its last collective is gloo:all_reduce of \(\d+,\) \(collective \d+\), " if RECORDED else "it is at "
+COLLECTIVE = r"its last collective is gloo:all_reduce of \([\d, ]+\) \(collective \d+\), " if RECORDED else "it is at "
 SCRIPT = Path(__file__).with_name("lost_ranks.py")
 
 

@@ -222,7 +222,7 @@ def _keeping(name):
     return lambda backend: replaced(backend, "compiler", compile=compile)
 
 
-for _name in ("factor", "share", "signs", "way", "offset"):
+for _name in ("factor", "share", "signs", "way"):
     LIES[f"compiler_that_keeps_its_{_name}"] = Lie(
         f"compiler_that_keeps_its_{_name}", _keeping(_name), "TestCompiler.test_compiled_follows_its_module",
         "does not count",
