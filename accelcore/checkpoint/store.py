@@ -236,7 +236,7 @@ def check_mode(folder: Path, run: str, mode: str) -> None:
         if before != mode:
             raise ConfigurationError(
                 f"this save has mode={mode!r}, and this run saved {path.name} with mode={before!r}",
-                why="the best checkpoint so far would count as the worst, and might be deleted",
+                why="the best checkpoint so far might be deleted",
                 remedy=f"write mode={before!r} in every save of the run, or save in another folder",
             )
         return  # earlier ones have its mode

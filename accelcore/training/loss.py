@@ -160,8 +160,8 @@ def foreign_backward(name: str) -> TrainingError:
     """Return the error for `loss.backward()` within a window; the parameter `name` received a gradient."""
     return TrainingError(
         f"loss.backward() within a window has added to the gradient of the parameter {name!r}",
-        why=f"{_UNTREATED}; only those of trainer.backward(loss) are",
-        remedy="add the losses up before trainer.backward(loss), or call it for each; for gradients that are to train "
+        why=_UNTREATED,
+        remedy="add the losses up before trainer.backward(loss), or call it for each. If gradients shall train "
         "nothing, call torch.autograd.grad",
     )
 
@@ -187,7 +187,7 @@ def wrong_update(*, after_batch: bool) -> TrainingError:
     return TrainingError(
         "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
         why=_UNTREATED,
-        remedy="call trainer.backward(loss) in place of loss.backward(), and trainer.update() once after it; to skip a "
+        remedy="call trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it; to skip a "
         "batch, call neither",
     )
 
@@ -196,8 +196,8 @@ def no_update_between() -> TrainingError:
     """Return the error for the losses of two batches in one micro-batch of several."""
     return TrainingError(
         "trainer.backward(loss) was called for a second batch, and trainer.update() was not called after the first",
-        why="trainer.update() counts micro-batches, and updates the parameters after the last of accumulate=; without "
-        "it the gradients of both batches are summed up as those of one",
+        why="trainer.update() counts micro-batches, and updates the parameters after the last of accumulate=. Without "
+        "it, both batches count as one",
         remedy="call trainer.update() after each batch, not only after the last of a window",
     )
 

@@ -110,8 +110,8 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
         has = f"tensors of {' and '.join(map(str, sorted(lengths)))} rows" if lengths else "no tensor with rows"
         raise TrainingError(
             "the function returned a scalar for a batch whose number of rows is unknown",
-            why=f"a scalar counts as the mean over the rows of the batch, and this batch has {has}",
-            remedy="return one value for each row, such as loss.expand(rows) for the mean over them",
+            why=f"a scalar counts as the mean over the batch's rows. This batch has {has}",
+            remedy="return one value for each row: for the mean over rows, loss.expand(rows)",
         )
     (count,) = lengths
     return total * count, count
