@@ -113,16 +113,13 @@ def test_the_check_for_unsafe_memory_is_refused(emulated_npu):
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.10 about its own profiler
-def test_torchs_profiler_sees_the_host_and_says_so_once(emulated_npu):
+def test_torchs_profiler_sees_the_host_and_says_so_once_and_torch_npus_records_nothing(emulated_npu, tmp_path, capfd):
     x = torch.ones(2, device=emulated_npu)
     with pytest.warns(UserWarning, match=r"EMULATED: torch\.profiler records the host"), torch.profiler.profile():
         x.add_(1)
     with torch.profiler.profile() as profile:
         x.add_(1)
     assert "aten::add_" in {event.name for event in profile.events()}
-
-
-def test_torch_npus_profiler_says_that_it_records_nothing(emulated_npu, tmp_path, capfd):
     handler = torch_npu.profiler.tensorboard_trace_handler(str(tmp_path), analyse_flag=False)
     with torch_npu.profiler.profile(on_trace_ready=handler):
         torch.ones(2, device=emulated_npu).add_(1)
