@@ -88,7 +88,7 @@ def test_a_loss_that_called_backward_itself_is_refused(precision, accel):
     with trainer.autocast():
         loss = loss_of(trainer.forward, data(1)[0])
     loss.backward()
-    with pytest.raises(accelcore.TrainingError, match=r"in place of loss\.backward"):
+    with pytest.raises(accelcore.TrainingError, match=r"trainer\.backward\(loss\) instead of loss\.backward"):
         trainer.update()
     for parameter, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter, old, rtol=0, atol=0)
