@@ -280,14 +280,18 @@ BY_UPDATE = {
 }
 
 
-@pytest.mark.parametrize("by_epoch", [True, False])
-@pytest.mark.parametrize(("name", "is_function"), [*((name, False) for name in BY_EPOCH | BY_UPDATE), ("StepLR", True)])
+@pytest.mark.parametrize(
+    ("by_epoch", "name", "is_function"),
+    [
+        *((True, name, False) for name in BY_EPOCH),
+        *((False, name, False) for name in BY_UPDATE),
+        *((by_epoch, "StepLR", True) for by_epoch in (True, False)),
+    ],
+)
 def test_a_scheduler_that_counts_epochs_and_is_stepped_by_update_is_reported(
     accel, caplog, name, is_function, by_epoch
 ):
-    function = (BY_EPOCH if by_epoch else BY_UPDATE).get(name)
-    if function is None:
-        return
+    function = (BY_EPOCH if by_epoch else BY_UPDATE)[name]
     model = nn.Linear(3, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     scheduler = (lambda optimizer, updates: function(optimizer)) if is_function else function(optimizer)
