@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from accelcore_lint.names import Names
-from accelcore_lint.script import last_name
+from accelcore_lint.script import Script, argument, last_name
 
 _SCHEDULERS = "torch.optim.lr_scheduler."
 _WRAPPERS = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
@@ -41,6 +43,37 @@ def is_wrapper(names: Names, node: ast.AST) -> bool:
     return names.made_by(node) in _WRAPPERS
 
 
+def is_loader(names: Names, node: ast.AST) -> bool:
+    """Return whether an expression is a DataLoader of torch, made once in this script."""
+    made = names.made_by(node)
+    return made.startswith("torch.utils.data.") and made.endswith(".DataLoader")
+
+
 def is_loss(node: ast.AST) -> bool:
     """Return whether the name of an expression is one of a loss."""
     return bool(_LOSS.search(last_name(node)))
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer of accelcore, with a name, as the script makes it of a model and an optimizer that have names.
+
+    Attributes:
+        made: the call that makes it.
+        name, model, optimizer: as the script writes them.
+    """
+
+    made: ast.Call
+    name: str
+    model: str
+    optimizer: str
+
+
+def trainers(script: Script) -> Iterator[Trainer]:
+    """Yield the trainers of a script."""
+    for made in script.all(ast.Call) if "accelcore" in script.text else ():
+        assigned = script.names.parents.get(made)
+        if isinstance(assigned, ast.Assign) and isinstance(made.func, ast.Attribute) and made.func.attr == "trainer":
+            model, optimizer = (argument(made, *of) for of in (("model", 0), ("optimizer", 1)))
+            if isinstance(model, ast.Name | ast.Attribute) and isinstance(optimizer, ast.Name | ast.Attribute):
+                yield Trainer(made, *map(ast.unparse, (assigned.targets[0], model, optimizer)))

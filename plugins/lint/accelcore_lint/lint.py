@@ -11,7 +11,7 @@ from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules import RULES, UNKNOWN
 from accelcore_lint.script import Script
 
-_WORDS = ("torch", "apex")
+_WORDS = ("torch", "apex", "accelcore")
 """A file without one of these words has nothing for the rules: they do not look at it."""
 
 

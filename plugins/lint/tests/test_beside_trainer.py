@@ -21,10 +21,13 @@ for b in t.batches(loader):
 """
 
 
-def marked(line="pass", before="", options="", loss="f"):
-    """Return the lines that the rule marks in a script."""
-    text = SCRIPT.format(line=line, before=before, options=options, loss=loss)
-    return {text.splitlines()[each.line - 1].strip() for each in check(text) if each.code == "ACC315"}
+def marked(line="pass", before="", options="", loss="f", code="ACC315"):
+    """Return the lines that a rule marks in a script."""
+    return lines_of(SCRIPT.format(line=line, before=before, options=options, loss=loss), code)
+
+
+def lines_of(text, code):
+    return {text.splitlines()[each.line - 1].strip() for each in check(text) if each.code == code}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,26 @@ def test_a_scaled_loss_of_the_trainer_is_found():
 
 
 @pytest.mark.parametrize(
+    ("loop", "options", "line", "found"),
+    [
+        ("b in loader", "", "t(b)", True),
+        ("i, b in enumerate(tqdm(loader))", "", "t.backward(f(net, b))", True),
+        ("b in loader", ", accumulate=2", "t(b)", True),
+        ("b in t.batches(loader)", "", "t(b)", False),
+        ("b in loader", "", "f(net, b)", False),
+        ("b in data", "", "t(b)", False),
+    ],
+)
+def test_a_loop_that_trains_on_a_loader_itself_is_found(loop, options, line, found):
+    loader = "from torch.utils.data import DataLoader\nloader = DataLoader(data)"
+    text = SCRIPT.format(line="pass", before=loader, options=options, loss="f").partition("for b in")[0]
+    text += f"for {loop}:\n    {line}\n"
+    for script, is_saved in ((text + "t.save('x')", True), (text, False)):
+        wrong = found and (is_saved or bool(options))
+        assert lines_of(script, "ACC315") == ({f"for {loop}:"} if wrong else set())
+
+
+@pytest.mark.parametrize(
     ("options", "line", "found"),
     [
         ("", "s.step()", True),
@@ -76,8 +99,93 @@ def test_a_scaled_loss_of_the_trainer_is_found():
     ],
 )
 def test_a_scheduler_that_the_trainer_is_not_given_is_found(options, line, found):
-    assert marked(line, before="s = StepLR(o, 1)", options=options) == ({"s = StepLR(o, 1)"} if found else set())
-    assert not marked(before="def other(o): return StepLR(o, 1)")
+    before = "s = StepLR(o, 1)"
+    assert marked(line, before, options, code="ACC316") == ({before} if found else set())
+    assert not marked(before="def other(o): return StepLR(o, 1)", code="ACC316")
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "found"),
+    [
+        (", scheduler=s", "s.step()", True),
+        (", scheduler=s", "p.step()", False),
+        (", scheduler=s, schedule_by='script'", "s.step()", False),
+        (", scheduler=s, **options", "s.step()", False),
+    ],
+)
+def test_a_step_of_a_scheduler_that_the_trainer_steps_is_found(options, line, found):
+    assert marked(line, "s = StepLR(o, n)", options, code="ACC316") == ({line} if found else set())
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "options", "found"),
+    [
+        ("CosineAnnealingLR(o, n * len(loader))", "accumulate=4, scheduler=s", True),
+        ("CosineAnnealingLR(o, T_max=len(loader) * n)", "accumulate=m, scheduler=s", True),
+        ("OneCycleLR(o, 1, total_steps=steps)", "accumulate=4, scheduler=s", True),
+        ("OneCycleLR(o, 1, epochs=n, steps_per_epoch=len(loader))", "accumulate=4, scheduler=s", True),
+        ("n * len(loader)", 'accumulate=4, scheduler="cosine", total_steps=s', True),
+        ("n * len(loader)", 'scheduler="cosine", total_steps=s', False),
+        ("CosineAnnealingLR(o, n * len(loader))", "accumulate=1, scheduler=s", False),
+        ("CosineAnnealingLR(o, n * len(loader))", "scheduler=s", False),
+        ("CosineAnnealingLR(o, n * len(loader))", 'scheduler=s, parallel="ddp"', False),
+        ("CosineAnnealingLR(o, n * len(loader) // 4)", "accumulate=4, scheduler=s", False),
+        ("CosineAnnealingLR(o, m * len(loader))", "accumulate=4, scheduler=s", False),
+        ("CosineAnnealingLR(o, n * len(other))", "accumulate=4, scheduler=s", False),
+        ("CosineAnnealingLR(o, n * len(loader))", 'accumulate=4, scheduler=s, schedule_by="script"', False),
+    ],
+)
+def test_a_schedule_of_all_batches_is_found_where_an_update_takes_several(scheduler, options, found):
+    lines = scheduled(scheduler, options)
+    assert len(lines) == found
+    assert lines <= {f"s = {scheduler}", f"t = accel.trainer(net, o, loss=f, {options})"}
+
+
+@pytest.mark.parametrize(("sampler", "found"), [("", True), (", sampler=DistributedSampler(data)", False)])
+def test_a_schedule_of_all_batches_is_found_where_each_rank_has_its_share(sampler, found):
+    scheduler = "CosineAnnealingLR(o, n * len(loader))"
+    loader = f"from torch.utils.data import DataLoader\nloader = DataLoader(data{sampler})\n"
+    made = scheduled(scheduler, 'scheduler=s, parallel="ddp"', loader)
+    assert made == ({f"s = {scheduler}"} if found else set())
+    assert not scheduled(scheduler, 'scheduler=s, parallel="none"', loader)
+
+
+def scheduled(scheduler, options, before=""):
+    """Return the lines that the rule marks in a script with a scheduler `s`, and a loop over `n` epochs."""
+    head, loop = SCRIPT.format(
+        line="pass", before=f"{before}steps = n * len(loader)\ns = {scheduler}", options=f", {options}", loss="f"
+    ).split("for b in")
+    head = head.replace("import StepLR", "import CosineAnnealingLR, OneCycleLR, StepLR")
+    return lines_of(f"{head}for e in t.epochs(n):\n  for b in{loop}".replace("\n    ", "\n      "), "ACC316")
+
+
+@pytest.mark.parametrize(
+    ("test", "found"),
+    [
+        ("job.is_main", True),
+        ("job.is_main and e % 2", True),
+        ("job.rank == 0", True),
+        ("not rank", True),
+        ("not job.is_main", False),
+        ("job.is_main or e % 2", False),
+        ("job.rank == 1", False),
+        ("e == 0", False),
+    ],
+)
+@pytest.mark.parametrize("call", ["t.save('y')", "t.evaluate(loader)"])
+def test_a_call_of_one_rank_that_all_must_make_is_found(test, found, call):
+    line = f"if {test}: {call}"
+    assert marked(line, code="ACC317") == ({line} if found else set())
+    assert not marked(f"if {test}: other.save('y')", code="ACC317")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [(", mode='max'", True), (", mode='max', best=1", False), (", mode='max', **best", False), ("", False)],
+)
+def test_a_mode_without_a_metric_is_found(options, found):
+    line = f"t.save('y'{options})"
+    assert marked(line, code="ACC317") == ({line} if found else set())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +230,7 @@ def test_a_scheduler_of_epochs_that_is_stepped_after_each_update_is_found(schedu
         "for b in", f"for e in t.epochs({epochs}):\n  for b in"
     )
     text = text.replace("\n    ", "\n      ")
-    assert {each.line for each in check(text) if each.code == "ACC315"} == ({8} if found else set())
+    assert {each.line for each in check(text) if each.code == "ACC316"} == ({8} if found else set())
 
 
 @pytest.mark.parametrize(

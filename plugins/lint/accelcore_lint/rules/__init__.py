@@ -28,6 +28,8 @@ from accelcore_lint.rules import (
     short_window,
     silent_skip,
     token_mean,
+    trainer_save,
+    trainer_schedule,
     typed_tensor,
     unsafe_load,
     vendor_amp,
@@ -74,6 +76,8 @@ _MODULES = (
     scaler_bf16,
     item_each_step,
     beside_trainer,
+    trainer_schedule,
+    trainer_save,
 )
 
 RULES: dict[str, Rule] = {module.RULE.code: module.RULE for module in _MODULES}
