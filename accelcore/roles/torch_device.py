@@ -22,8 +22,7 @@ from accelcore.errors import BackendUnavailableError, ConfigurationError, logger
 from accelcore.jobs.collectives import NoCollectives, TorchCollectives
 from accelcore.jobs.launchers import Launch
 from accelcore.optim.registry import Optimizers
-from accelcore.optim.torch_fused import FUSED
-from accelcore.optim.torch_routes import register_torch_optimizers
+from accelcore.optim.torch_routes import FUSED, register_torch_optimizers
 from accelcore.precision.o1.autocast import torch_operators
 from accelcore.precision.o1.table import O1
 from accelcore.precision.role import TorchPrecision

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelcore.errors import DistributedError, TrainingError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.torch_fused import FusedStep
+from accelcore.optim.torch_routes import FusedStep
 from accelcore.scaling.contract import MARK, LossScaler
 from accelcore.training.agreement import check_replicas
 from accelcore.training.captured import CapturedStep

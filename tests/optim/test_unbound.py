@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.optim.torch_fused import FUSED
+from accelcore.optim.torch_routes import FUSED
 
 ROUTES = pytest.mark.parametrize("route", ["fused", "loop", "foreach"])
 NAMES = pytest.mark.parametrize("name", ["adamw", "sgd"])
