@@ -12,7 +12,7 @@ from typing import Any
 
 from accelcore.cli import child
 from accelcore.cli.child import Ended
-from accelcore.util.trial import VARIABLE, Trial
+from accelcore.devices.request import TRIAL, Trial
 
 _CLI = "accelcore.cli"
 _TAIL = 12  # lines of a script's error
@@ -59,7 +59,7 @@ def try_script(script: Script, variant: Variant) -> Outcome:
         trial = Trial(str(report), script.steps, variant.seed, variant.options)
         ended = child.run(
             child.command(_CLI, "run", *script.command),
-            environ={**os.environ, VARIABLE: json.dumps(asdict(trial))},
+            environ={**os.environ, TRIAL: json.dumps(asdict(trial))},
             limit=script.limit,
             progress=report,
         )

@@ -8,6 +8,12 @@ name.
 
 from __future__ import annotations
 
+import importlib.util
+import keyword
+import re
+import shutil
+import tempfile
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +26,9 @@ from accelcore.cli.parity import record, replay
 from accelcore.cli.precision import precision
 from accelcore.cli.run import run
 from accelcore.cli.verify import commands as verify
-from accelcore.devices.plugins import declared, describe, only_one
+from accelcore.devices.plugins import BACKENDS, declared, describe, only_one, own_plugins
 from accelcore.errors import ConfigurationError, PluginError
-from accelcore.util.text import nearest
+from accelcore.util.text import nearest, shown
 
 COMMANDS = "accelcore.commands"  # group of entry points: the name of a command, and a `click.Command`
 
@@ -31,6 +37,14 @@ _OFFERED = {
     "port": ("lint", "Rewrite a training script so that it runs on every device."),
 }
 """Commands of accelcore's own distributions: the extra that installs it, and the line that `--help` shows."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
+_PLACES = {
+    **dict.fromkeys(("README.md", "pyproject.toml"), ""),
+    **dict.fromkeys(("__init__.py", "backend.py", "lion.py"), "accelcore_{name}"),
+    **dict.fromkeys(("test_conformance.py", "test_lion.py"), "tests"),
+}
+"""Folder of each file of a new backend. The files are in `template`: a backend called `hostchip`."""
 
 
 class Commands(click.Group):
@@ -181,10 +195,54 @@ def new_backend(name: str, folder: str | None, torch_device: str) -> None:
       accelcore new-backend mychip
       accelcore new-backend mychip --torch-device xpu --folder plugins/mychip
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    from accelcore.cli.new_backend import write_backend
-
     written = write_backend(name, None if folder is None else Path(folder), torch_device=torch_device)
     click.echo(f"{written}: pip install --no-deps -e {written}, then accelcore verify backend {name}")
+
+
+def write_backend(name: str, folder: Path | None = None, *, torch_device: str = "cpu") -> Path:
+    """Write the package, all of it or nothing, to a new folder, by default `accelcore-NAME` here; return the folder."""
+    _check_new(name, torch_device)
+    folder = Path(f"accelcore-{name}") if folder is None else folder
+    if folder.exists():
+        raise ConfigurationError(f"{folder} exists", remedy="name another folder with --folder, or remove it")
+    draft = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        for file, place in _PLACES.items():
+            path = draft / place.format(name=name) / file
+            path.parent.mkdir(exist_ok=True)
+            text = (files("accelcore.cli") / "template" / f"{file}.txt").read_text(encoding="utf-8")
+            text = text.replace("hostchip", name).replace('device = "cpu"', f'device = "{torch_device}"')
+            path.write_text(text, encoding="utf-8")
+        draft.chmod(0o755)  # mkdtemp lets nobody else read it
+        draft.rename(folder)
+    except OSError as error:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise ConfigurationError(
+            f"{folder} cannot be written", why=str(error), remedy="name another folder with --folder"
+        ) from error
+    return folder
+
+
+def _check_new(name: str, torch_device: str) -> None:
+    taken = {entry.name for entry in declared(BACKENDS)} | own_plugins().keys()
+    for what, word in (("name", name), ("--torch-device", torch_device)):
+        if not _NAME.fullmatch(word) or keyword.iskeyword(word) or word == "auto":
+            raise ConfigurationError(
+                f"{what} {shown(word)} is not a device's name",
+                why="it must be a-z, then a-z, 0-9 or _, at most 32 characters, and not auto or a word of Python",
+                remedy="choose another, such as mychip",
+            )
+    if name in taken:
+        raise ConfigurationError(
+            f"the backend {name!r} exists", remedy=f"choose another name than {', '.join(sorted(taken))}"
+        )
+    if importlib.util.find_spec(f"accelcore_{name}") is not None:
+        raise ConfigurationError(
+            f"the package accelcore_{name} is installed", why="it has another purpose", remedy="choose another name"
+        )
 
 
 for _command in (advise, doctor, precision, record, replay, run, verify):

@@ -1,4 +1,4 @@
-"""The user's request for a device: the grammar of `select()` and ACCEL_DEVICE, and ACCEL_PROBE_TIMEOUT.
+"""Requests in environment variables: ACCEL_DEVICE, with the grammar of `select()`; ACCEL_PROBE_TIMEOUT; ACCEL_TRIAL.
 
     request = "auto" | choice {"," choice}
     choice  = name [":" index]            name: a-z, then a-z 0-9 _;  index: no sign, no leading zero
@@ -9,12 +9,18 @@ a manifest has no other way to unset it; an invalid value raises.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import kind_of, shown
+
+TRIAL = "ACCEL_TRIAL"  # a `Trial` as JSON. Only `accelcore advise` sets it, for the processes of a trial.
 
 _CHOICE = re.compile(r"([a-z][a-z0-9_]{0,31})(?::(0|[1-9][0-9]{0,3}))?")
 _LONGEST = 256
@@ -78,3 +84,24 @@ def probe_timeout() -> float:
             remedy="set it to a number such as 5 or 0.5, or unset it",
         )
     return float(text)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Request of `accelcore advise` to train for some steps with other options, and to record what happens."""
+
+    report: str  # file that the record is appended to, as lines of JSON
+    steps: int  # number of windows after which the script ends
+    seed: int = 0  # added to each seed of the script; 0 leaves the random numbers as they are
+    # the trainer's options to override: `precision`, such as `"bf16"` or `"O2 bfloat16"`; `fp32`; `compile`; `flat`
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def requested_trial() -> Trial | None:
+    """Return the trial that ACCEL_TRIAL requests; None if it is unset or empty."""
+    return _trial(os.environ.get(TRIAL, ""))
+
+
+@cache
+def _trial(text: str) -> Trial | None:
+    return Trial(**json.loads(text)) if text else None

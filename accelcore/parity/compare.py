@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
+from accelcore.layerwise import unit_of
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.settings import Difference, arithmetic, differences
@@ -28,7 +29,6 @@ from accelcore.parity.tolerance import (
     hides,
     odd_ranks,
 )
-from accelcore.util.rounding import unit_of
 
 _AT_THE_END = frozenset(kind for kinds in BEFORE.values() for kind in kinds)
 _LOSS_SCALE = re.compile(r"trainer (parallel|precision|loss_scale)|autocast")

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accelcore.layerwise import Distance, distance, size_of, unit_of
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
-from accelcore.util.rounding import Distance, distance, size_of, unit_of
 
 BEFORE = {"weight": ("parameter", "buffer"), "old state": ("state",)}
 """Kinds of events at the start of a step, and of those at the end of the step before that show the same tensor."""

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from accelcore.devices.request import requested_trial
 from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedError
 from accelcore.randomness import draw_on_device, draw_on_host, draws_on_host
 from accelcore.torch_internals import pytree
 from accelcore.util.containers import moved
 from accelcore.util.text import first_line, kind_of
-from accelcore.util.trial import requested_trial
 
 __all__ = ["AcceleratorRuntime", "Memory", "Runtime", "TorchRuntime", "fetch", "host_rng_state", "set_host_rng_state"]
 

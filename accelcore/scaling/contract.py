@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
-from accelcore.scaling.overflow_streak import FindBad, OverflowStreak
 from accelcore.util.text import Settings, Suggests, is_number
 
 __all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
@@ -23,6 +22,9 @@ Given = Sequence[Tensor] | None  # gradients that a scaler reads; None: those of
 
 AnyRank = Callable[[Tensor], Tensor] | None
 """Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did; None: this rank decides alone."""
+
+FindBad = Callable[[], "str | None"]
+"""Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
 
 VERSION = 1  # version of the states written here. States of other libraries have none.
 
@@ -104,12 +106,10 @@ class LossScaler(Suggests, ABC):
         reads_gradients: whether the scaler reads gradients at all.
         takes_fp16: whether fp16 gradients are accepted. They are refused by default, because dividing them by the scale
             loses small values.
-        streak: its count of overflows in a row, for `warn`; None if it skips nothing.
     """
 
     reads_gradients = True
     takes_fp16 = False
-    streak: OverflowStreak | None = None
 
     _instead = _INSTEAD
 
@@ -151,14 +151,11 @@ class LossScaler(Suggests, ABC):
         """1.0 if a gradient of this step overflowed, from `unscale_` or `step` to `update`; None if not known."""
         return None
 
-    @final
-    def warn(self, find_bad: FindBad | None = None) -> None:
+    def warn(self, find_bad: FindBad | None = None) -> None:  # most scalers skip nothing
         """Log if many updates in a row were skipped. `update` calls it, but not in a step that a graph records.
 
         Without `find_bad` the log has no name: a replayed graph has cleared its gradients.
         """
-        if self.streak is not None and self.streak.is_due():
-            self.streak.log(self.get_scale(), find_bad)
 
     @final
     def takes(self, state: Mapping[str, Any]) -> bool:

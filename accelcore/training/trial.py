@@ -15,11 +15,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from accelcore.devices.request import Trial, requested_trial
 from accelcore.errors import logger
 from accelcore.precision.policy import Policy
 from accelcore.training.observers import Observer
 from accelcore.util.containers import bytes_of, tensors
-from accelcore.util.trial import Trial, requested_trial
 
 if TYPE_CHECKING:
     from accelcore.training.trainer import Trainer

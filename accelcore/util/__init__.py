@@ -1,1 +1,1 @@
-"""Small helpers: containers of tensors, text, units of rounding. They know nothing of devices or training."""
+"""Small helpers: containers of tensors, text. They know nothing of devices or training."""

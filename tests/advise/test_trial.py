@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.util.trial import VARIABLE, requested_trial
+from accelcore.devices.request import TRIAL, requested_trial
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def on_trial(tmp_path, monkeypatch):
     report = tmp_path / "trial.jsonl"
 
     def begin(**request):
-        monkeypatch.setenv(VARIABLE, json.dumps({"report": str(report), "steps": 4, **request}))
+        monkeypatch.setenv(TRIAL, json.dumps({"report": str(report), "steps": 4, **request}))
 
     begin.lines = lambda: [json.loads(line) for line in report.read_text().splitlines()]
     return begin
@@ -137,5 +137,5 @@ def test_overflows_are_recorded(accel, on_trial):
 
 def test_without_a_request_there_is_no_trial(monkeypatch):
     for text in ("", None):
-        monkeypatch.setenv(VARIABLE, text) if text is not None else monkeypatch.delenv(VARIABLE)
+        monkeypatch.setenv(TRIAL, text) if text is not None else monkeypatch.delenv(TRIAL)
         assert requested_trial() is None

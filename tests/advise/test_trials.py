@@ -72,8 +72,8 @@ def test_a_script_with_two_trainers_is_compared_by_the_first(monkeypatch):
     ]
 
     def run(command, *, environ, limit, progress):
-        assert trials.VARIABLE in environ
-        assert trials.VARIABLE not in os.environ
+        assert trials.TRIAL in environ
+        assert trials.TRIAL not in os.environ
         progress.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return Ended(0, limit, 1, "", "")
 

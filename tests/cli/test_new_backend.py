@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accelcore.cli import main
-from accelcore.cli.new_backend import write_backend
+from accelcore.cli.commands import write_backend
 from accelcore.errors import ConfigurationError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "third_party"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accelcore.cli.new_backend import write_backend
+from accelcore.cli.commands import write_backend
 from accelcore.devices.select import ten_lines
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import accelcore
+from accelcore.layerwise import distance
 from accelcore.parity.recording import Reader
-from accelcore.util.rounding import distance
 
 STEPS = 4
 

@@ -24,10 +24,10 @@ from accelcore.devices.plugins import (
     autoloads,
     declared,
 )
+from accelcore.devices.request import TRIAL
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
 from accelcore.util.text import nearest, shown
-from accelcore.util.trial import VARIABLE as TRIAL
 
 _SCHEMA = 1  # version of the JSON. It changes if a field is removed or changes its meaning, not if one is added.
 

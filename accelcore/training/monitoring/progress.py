@@ -11,12 +11,12 @@ from weakref import finalize
 
 from torch import Tensor
 
+from accelcore.devices.request import requested_trial
 from accelcore.errors import ConfigurationError
 from accelcore.training.observers import Observer
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import rows
 from accelcore.util.text import Settings, is_number
-from accelcore.util.trial import requested_trial
 
 _REDRAW = 0.25
 

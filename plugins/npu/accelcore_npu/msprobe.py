@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
-from accelcore.layerwise import keep_layers
-from accelcore.util.rounding import unit_of
+from accelcore.layerwise import keep_layers, unit_of
 from accelcore.util.text import is_number, is_whole, shown
 
 _ENTRY = re.compile(r"Module\.(.+)\.([A-Za-z_]\w*)\.forward\.(\d+)")
