@@ -14,7 +14,7 @@ from torch import Tensor
 from accelcore.precision.dispatcher import Kernel, replace_kernels
 from accelcore.precision.policy import LOW_PRECISION
 
-_FEW = 3  # of two numbers the sum is rounded once
+_INTEGERS = (torch.int64, torch.int32)
 _aten = torch.ops.aten
 _AT_A_TIME = 2**18
 """Elements that are in fp32 at a time: they stay in the cache, and a sum of all rows is one of shorter sums."""
@@ -70,7 +70,29 @@ def _of_embedding(torchs: Kernel, gradient: Tensor, *arguments: Any) -> Tensor:
 def _of_indexing(
     torchs: Kernel, total: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False
 ) -> Tensor:
-    if not accumulate or total.dtype not in LOW_PRECISION or values.numel() < _FEW:
+    at = tuple(each for each in indices if each is not None)
+    repeats = any(each.dtype in _INTEGERS for each in at)  # a mask names each place once: that sum is rounded once
+    if not accumulate or total.dtype not in LOW_PRECISION or not repeats:
         found: Tensor = torchs(total, indices, values, accumulate, unsafe)
         return found
+    if all(each is not None and each.dtype in _INTEGERS for each in indices[: len(at)]):
+        at = tuple(_aten.broadcast_tensors(at))
+        rest = total.shape[len(at) :]
+        if total.numel() > max(2 * at[0].numel() * rest.numel(), _AT_A_TIME):  # else a pass over it all is quicker
+            return _add_to_rows(torchs, total, at, values.float().broadcast_to((*at[0].shape, *rest)), unsafe)
     return total.copy_(torchs(total.float(), indices, values.float(), True, unsafe))
+
+
+def _add_to_rows(torchs: Kernel, total: Tensor, at: tuple[Tensor, ...], values: Tensor, unsafe: bool) -> Tensor:
+    """Add the values in fp32 to the rows that `at` names; the other rows are neither read nor written."""
+    sizes = total.shape[: len(at)]
+    total.new_empty(()).expand(sizes)[at]  # raises torch's error for an index outside
+    place = torch.zeros_like(at[0], dtype=torch.int64)
+    for size, each in zip(sizes, at, strict=True):
+        place.mul_(size).add_(each.remainder(size))
+    named, inverse, _ = _aten._unique2(place, return_inverse=True)
+    rows = torch.unravel_index(named, sizes)
+    sums = total[rows].float()
+    sums.index_add_(0, inverse.flatten(), values.reshape(place.numel(), *total.shape[len(at) :]))
+    torchs(total, list(rows), sums.to(total.dtype), False, unsafe)
+    return total

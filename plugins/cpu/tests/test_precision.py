@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -242,12 +243,13 @@ ROWS, MANY = torch.linspace(-2, 3000, 24008).sin().view(3001, 2, 4), torch.arang
 
 
 class Table(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, *shape, dimensions=1):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.linspace(-2, 2, 20).view(4, 5))
+        self.weight = torch.nn.Parameter(torch.linspace(-2, 2, math.prod(shape)).view(shape))
+        self.dimensions = dimensions
 
     def forward(self, places):
-        return self.weight[places]
+        return self.weight[(places, *[places[:, :1]] * (self.dimensions - 1))]
 
 
 SUMMED = {
@@ -261,7 +263,9 @@ SUMMED = {
     "Embedding by frequency": (lambda: torch.nn.Embedding(4, 5, scale_grad_by_freq=True), MANY),
     "EmbeddingBag": (lambda: torch.nn.EmbeddingBag(4, 5), MANY),
     "EmbeddingBag of sums": (lambda: torch.nn.EmbeddingBag(4, 5, mode="sum"), MANY),
-    "a table that is indexed": (Table, MANY),
+    "a table that is indexed": (lambda: Table(4, 5), MANY),
+    "a large table, few rows from its end": (lambda: Table(5000, 60), MANY[:400] - 3),
+    "a large table by two indices": (lambda: Table(3, 5000, 20, dimensions=2), MANY[:400] - 3),
     "EmbeddingBag of maxima": (lambda: torch.nn.EmbeddingBag(4, 5, mode="max"), MANY),
 }  # fmt: skip
 
@@ -294,6 +298,18 @@ def test_gradients_of_parameters_are_summed_in_fp32(accel, kind, dtype, weights)
     for one, true in zip(found, exact, strict=True):
         assert one.dtype is (weights or dtype)
         assert not true.numel() or not true.any() or worst(one, true) < 2 * torch.finfo(dtype).eps
+
+
+@REPLACES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [3, 2**19])
+def test_one_value_is_added_as_often_as_its_place_is_named(accel, dtype, rows):
+    accel.precision.prepare(dtype)
+    counts = torch.zeros(rows, dtype=dtype).index_put_((MANY,), torch.ones((), dtype=dtype), accumulate=True)
+    assert counts[:3].tolist() == torch.full((3,), 3000.0).to(dtype).tolist()
+    assert not counts[3:].any()
+    with pytest.raises(IndexError, match=f"index -{rows + 1} is out of bounds"):
+        counts.index_put_((MANY - rows - 1,), torch.ones((), dtype=dtype), accumulate=True)
 
 
 def test_a_cpu_without_units_warns_once_for_each_dtype(accel, monkeypatch, caplog):
