@@ -248,6 +248,9 @@ class Collector:
             self._saw_all("weight", held)
         gradients = [(module, item, each.grad) for module, item, each in held if each.grad is not None]
         self._saw_all("reduced", gradients)
+        number = self.optimizers.index(optimizer)
+        groups = [(f"of optimizer {number} group {n}", group) for n, group in enumerate(optimizer.param_groups)]
+        self._saw_all("learning rate", [("", name, _rate(group)) for name, group in groups if "lr" in group])
         if self.step > 1:  # in the first step, an optimizer of ours would make its state when it is asked for
             state = _state_of(optimizer, held)
             self._saw_all("old state", [each for each in state if not self._is_as_before(each[2])])
@@ -334,6 +337,14 @@ def _named(watched: Watched, named: Iterable[tuple[str, Tensor]]) -> Iterator[tu
     for name, tensor in named:
         module, _, item = watched.full(name).rpartition(".")
         yield module, item, tensor
+
+
+def _rate(group: dict[str, Any]) -> Tensor:
+    """Return a group's learning rate, and beside it the one that its schedule began from, which shows its scale."""
+    rate = group["lr"]
+    device = rate.device if isinstance(rate, Tensor) else "cpu"
+    both = (rate, group.get("initial_lr", rate))
+    return torch.stack([torch.as_tensor(each, dtype=torch.float32, device=device).reshape(()) for each in both])
 
 
 def _state_of(optimizer: Optimizer, held: Iterable[tuple[str, str, Tensor]]) -> list[tuple[str, str, Tensor]]:

@@ -17,7 +17,7 @@ from accelcore.errors import RecordingError
 from accelcore.layerwise import unit_of
 from accelcore.parity.events import PHASE_OF, Event, Seen, Step
 from accelcore.parity.recording import Reader, ranks_of
-from accelcore.parity.settings import Difference, arithmetic, differences
+from accelcore.parity.settings import Difference, arithmetic, differences, of_training
 from accelcore.parity.tolerance import (
     BEFORE,
     WITHOUT_TOLERANCE,
@@ -39,7 +39,7 @@ _SCALED_BY = {
     "reduced": re.compile(r"trainer (flat|precision)|optimizer \d+ route"),  # some kernels unscale and clip
 }
 """Settings under which two runs may scale gradients by other factors, by the kind of event."""
-_SAME_IN_EVERY_JOB = ("weight", "reduced", "norm", "old state", "state", "parameter", "buffer")
+_SAME_IN_EVERY_JOB = ("weight", "learning rate", "reduced", "norm", "old state", "state", "parameter", "buffer")
 """Kinds of events that do not depend on how a batch is divided among ranks."""
 _DRAWS = re.compile(r"drop|rrelu|fractional|attention|transformer|rnn|lstm|gru", re.IGNORECASE)
 """Names of torch's modules that can draw random numbers."""
@@ -50,13 +50,15 @@ class Result:
     """Whether a replay agrees with its recording, and the first place where they diverge.
 
     Attributes:
-        agrees: whether every event that was compared is the same, up to the rounding that is expected.
+        agrees: whether every event that was compared is the same, up to the rounding that is expected, and no setting
+            differs of what is trained, such as the weight decay.
         steps: how many steps were compared.
         exact: whether equal bits were asked for: both runs had the same device, versions and settings of arithmetic,
             and the replay took no other batches.
         step, rank: the first that differs, counted from 1 and from 0; None if they agree.
         phase: `"batch"`, `"weights"`, `"random"`, `"forward"`, `"backward"`, `"collective"` or `"update"`;
-            `"batch size"` of `Replay(..., batch=)`; None if they agree.
+            `"settings"` if all events agree, and a setting of what is trained differs; `"batch size"` of
+            `Replay(..., batch=)`; None if they agree.
         module: the module's name as in `model.named_modules()`, `""` for the model itself; None if there is none.
         item: the parameter, the buffer, the number of the input or output, or the state of the optimizer.
         operator: the operator, such as `"aten::addmm"`, if operators were recorded in this step or checked.
@@ -66,7 +68,8 @@ class Result:
         ratio: the size of the difference in units of the expected rounding; infinite for whole numbers, which are not
             rounded.
         next: what to look at next, in a sentence.
-        settings: settings that differ. Differences of the device or of versions are no fault.
+        settings: settings that differ. Differences of how the training is computed are no fault: of the device, of
+            versions, of precision, strategy or kernels.
         notes: what else to know, such as from which step on rounding hides differences.
     """
 
@@ -106,6 +109,9 @@ class Result:
         if self.agrees:
             how = "to the bit" if self.exact else "up to rounding"
             return f"the runs agree {how} in {self.steps} step{'s' * (self.steps != 1)}"
+        if self.phase == "settings":
+            numbers = "have the same bits" if self.exact else "differ by no more than rounding"
+            return f"two trainings, with other settings: {self.item}; {self.steps} of their steps {numbers}"
         where = f"step {self.step}, rank {self.rank}, {self.phase}" if self.step is not None else f"{self.phase}"
         module = "" if self.module is None else f", module {self.module or '(the model itself)'}"
         item = f", {self.item}" if self.item else ""
@@ -145,7 +151,9 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
     results = [_Comparison(each, recorded[each], replayed[each], odd, everywhere=everywhere).result() for each in ranks]
     parted = [result for result in results if not result.agrees]
     order = {phase: number for number, phase in enumerate(PHASE_OF.values())}
-    first = min(parted, key=lambda each: (each.step or 0, order.get(each.phase or "", 0), each.rank or 0), default=None)
+    first = min(
+        parted, key=lambda each: (each.step or math.inf, order.get(each.phase or "", 0), each.rank or 0), default=None
+    )
     return results[0] if first is None else replace(first, next=first.next or _next(first))
 
 
@@ -193,7 +201,11 @@ class _Comparison:
                 break
             self._remember(number, pairs)
         short = (f"the replay has {replayed} of {recorded} steps",) if replayed < recorded else ()
-        found = found or Result(agrees=True, steps=steps, exact=self._exact, notes=short)
+        if found is None:
+            others = of_training(self._settings)
+            found = Result(agrees=not others, steps=steps, exact=self._exact, notes=short)
+            if others:
+                found = replace(found, phase="settings", item=", ".join(others), is_cause=True)
         return replace(found, settings=self._settings, notes=(*self._notes, *found.notes))
 
     def _difference(self, number: int, both: tuple[Step, Step], pairs: Pairs) -> Result | None:
@@ -302,7 +314,7 @@ def _result(parted: Parted, *, exact: bool, draws: bool) -> Result:
         phase = "random"
     return Result(
         agrees=False, steps=0, exact=exact, phase=phase,
-        module=None if kind in ("random", "loss", "norm", "batch") else module,
+        module=None if kind in ("random", "loss", "norm", "batch", "learning rate") else module,
         item=None if operator else f"{kind} {item}",
         operator=operator, ratio=parted.ratio,
     )  # fmt: skip
@@ -350,5 +362,6 @@ def _next(result: Result) -> str:
         "weights": "compare how this module is initialised, or what changes it between two steps",
         "random": "compare the seeds; for two kinds of devices, record --same-random, or random='everywhere'",
         "collective": "compare what each rank contributes, and what changes gradients before the update",
+        "settings": "give both runs the same settings: numbers show no change of them that is less than rounding",
         "update": "compare the optimizer's settings and state, the learning rate and the loss scale",
     }.get(result.phase or "", operators)

@@ -28,7 +28,7 @@ _KINDS = {
     "forward": ("input", "output", "loss", "buffer", "operator"),
     "backward": ("grad", "gradient", "operator of backward"),
     "collective": ("reduced", "norm"),
-    "update": ("old state", "state", "parameter"),
+    "update": ("learning rate", "old state", "state", "parameter"),
 }
 PHASE_OF = {kind: phase for phase, kinds in _KINDS.items() for kind in kinds}
 """The part of a step to which each kind of event belongs."""

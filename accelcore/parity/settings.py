@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ from hashlib import blake2b
 from importlib.metadata import version
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.devices.plugins import find
@@ -28,8 +30,14 @@ _ARITHMETIC = (
     "trainer precision", "trainer loss_scale", "trainer fp32", "trainer parallel", "trainer compile", "trainer flat",
 )  # fmt: skip
 """Settings under which equal inputs give equal bits on a deterministic device."""
-_KERNELS = (" fused", " foreach", " route")  # how the names of settings end that choose an optimizer's kernel
-_BY_CLASS = ("observers", "loss", "weight", "clip", "scheduler")  # the user's objects, whose texts say nothing
+_KERNELS = (" fused", " foreach", " route", " tensor")  # ends of names of settings that choose an optimizer's kernel
+_BY_CLASS = ("weight", "clip")  # the user's functions, whose texts say nothing
+_OF_TRAINING = re.compile(
+    r"optimizer \d+ group \d+ \w+|trainer (accumulate|clip|clip_norm|on_nonfinite|schedule_by|scheduler|total_steps"
+    r"|warmup|weight)"
+)
+"""Settings of what is trained, not of how it is computed: two runs that differ in them are two trainings."""
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,10 @@ def gather(
         for group, options in enumerate(optimizer.param_groups):
             for name, value in options.items():
                 if name not in ("params", "capturable", "param_names"):
-                    found[f"optimizer {number} group {group} {name}"] = repr_of(value)[:200]
+                    setting = f"optimizer {number} group {group} {name}"
+                    if isinstance(value, Tensor):
+                        found[f"{setting} tensor"], value = "True", value.tolist()
+                    found[setting] = repr_of(value)[:200]
     for trainer in trainers:
         backend = trainer.backend
         found["backend"] = backend.name + (", emulated" if backend.emulated else "")
@@ -88,8 +99,12 @@ def gather(
             operators = "\n".join(sorted(backend.precision.table(table)))
             found[f"autocast table {table}"] = blake2b(operators.encode(), digest_size=6).hexdigest()
         for name, value in trainer.options.items():
-            if name not in _BY_CLASS:
-                found[f"trainer {name}"] = repr_of(value)[:200]
+            if name not in ("observers", "loss"):
+                is_plain = value is None or name not in _BY_CLASS
+                found[f"trainer {name}"] = repr_of(value)[:200] if is_plain else type(value).__name__
+        scheduler = trainer.scheduler
+        found["trainer scheduler"] = type(scheduler).__name__
+        found["trainer total_steps"] = repr(None if scheduler is None else trainer.total_steps)
     for watched in models:
         for name, module in watched.model.named_modules():
             text = f"{type(module).__name__}({module.extra_repr()})"
@@ -101,12 +116,36 @@ def differences(recorded: Mapping[str, str], replayed: Mapping[str, str]) -> tup
     """Return the settings that differ."""
     names = dict.fromkeys((*recorded, *replayed))
     pairs = ((name, recorded.get(name, "none"), replayed.get(name, "none")) for name in names)
-    return tuple(Difference(*each) for each in pairs if each[1] != each[2])
+    return tuple(Difference(*each) for each in pairs if not _is_same(*each))
 
 
 def arithmetic(found: Sequence[Difference]) -> tuple[str, ...]:
     """Return the names of differing settings under which equal inputs may give other bits."""
     return tuple(each.name for each in found if each.name in _ARITHMETIC or each.name.endswith(_KERNELS))
+
+
+def of_training(found: Sequence[Difference]) -> tuple[str, ...]:
+    """Return the names of differing settings by which the two runs are two trainings, whatever their numbers are.
+
+    Another class of optimizer or module is none: it may compute the same, and may not have the same settings.
+    """
+    return tuple(each.name for each in found if _is_of_training(each))
+
+
+def _is_of_training(each: Difference) -> bool:
+    if each.name.startswith("module "):
+        kinds = [text.partition("(")[0] for text in (each.recorded, each.replayed)]
+        return kinds[0] == kinds[1]
+    of_training = _OF_TRAINING.fullmatch(each.name) and not each.name.endswith(_KERNELS)
+    return bool(of_training) and "none" not in (each.recorded, each.replayed)
+
+
+def _is_same(name: str, one: str, other: str) -> bool:
+    """Return whether two texts are the same; those of a training, up to rounding: a tensor holds a rate in fp32."""
+    if one == other or not _OF_TRAINING.fullmatch(name) or _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
+        return one == other
+    numbers = (map(float, _NUMBER.findall(text)) for text in (one, other))
+    return all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(*numbers, strict=True))
 
 
 def _known_bugs(faults: Iterable[KnownFault]) -> dict[str, str]:

@@ -29,9 +29,12 @@ _FREE = 256.0  # units of rounding by which one event may be off if all before i
 _FREE_BACKWARD = 4096.0  # the same in backward, where terms cancel
 _SHARE = 0.05
 """Share of an update by which it may differ, where rounding differs: adaptive optimizers amplify small gradients."""
+_RATE = 1e-4  # relative difference of learning rates that is rounding, as of a schedule of fp32 numbers
 _FREE_UPDATE = 4.0  # units of rounding of the parameter by which an update may differ besides
 _HIDDEN = 0.02  # relative difference of the weights from which on only what needs no tolerance is compared
-WITHOUT_TOLERANCE = "batches, random numbers, what a step begins with, operators and equal gradients of all ranks"
+WITHOUT_TOLERANCE = (
+    "batches, random numbers, learning rates, what a step begins with, operators and equal gradients of all ranks"
+)
 
 Pairs = Sequence[tuple[Seen, Seen]]  # events that two runs have in common: of the recording, and of the replay
 
@@ -48,7 +51,7 @@ def first_unequal(pairs: Pairs) -> Parted | None:
     """Return the first event that has other bits."""
     for mine, theirs in pairs:
         apart = distance(mine.values, theirs.values)
-        if not apart.equal:
+        if not apart.equal and not (mine.event.kind == "learning rate" and apart.error <= _RATE * apart.size):
             return Parted(mine, apart.ratio(unit_of(mine.values.dtype)), apart.masks)
     return None
 
@@ -115,6 +118,8 @@ class Tolerance:
         unit = max(found.get(event, own) for found in self._units)
         if kind == "random" or (kind == "batch" and not self._computes):  # the script's own, of no other model
             return apart.ratio(own) if apart.error > _FREE * own * apart.size else None
+        if kind == "learning rate":
+            return apart.ratio(own) if apart.error > _RATE * apart.size else None
         if kind in BEFORE:
             return self._excess_at_start(mine, theirs, apart, own, unit)
         if kind == "reduced" and event in self.odd:
@@ -261,7 +266,7 @@ def begins_at(
     elif kind == "reduced":
         known = ranks and ("gradient", module, event.item) in items
     else:
-        known = kind == "random" or {("reduced", module, name), ("weight", module, name)} <= items
+        known = kind in ("random", "learning rate") or {("reduced", module, name), ("weight", module, name)} <= items
     return known or None
 
 

@@ -115,7 +115,7 @@ def _meet(folder: Path, rank: int) -> None:
 
 def verdict(result: Any, plan: Plan) -> str:
     """Return `"named"`, `"seen"` (another place was named), `"setting"` (only a setting was) or `"missed"`."""
-    if result.agrees:
+    if result.agrees or result.phase == "settings":
         return "setting" if f"module {plan.module}" in [each.name for each in result.settings] else "missed"
     right = (
         result.step == plan.step

@@ -67,7 +67,7 @@ def found(tmp_path, recorded, replayed):
         ("forward", "forward", "1"),
         ("backward", "backward", "1"),
         ("gradient", "collective", "0"),
-        ("rate", "update", "0"),
+        ("rate", "update", None),
         ("weights", "weights", "2"),
     ],
 )

@@ -88,9 +88,13 @@ def test_what_a_step_begins_with_is_compared_however_rounding_has_grown(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("fault", "item"), [("state", "old state momentum_buffer of weight"), ("lr", "parameter weight")]
+    ("fault", "module", "item"),
+    [
+        ("state", "model2.0", "old state momentum_buffer of weight"),
+        ("lr", None, "learning rate of optimizer 1 group 0"),
+    ],
 )
-def test_an_update_of_a_second_model_is_named_with_its_module(tmp_path, fault, item):
+def test_an_update_of_a_second_model_is_named_with_its_module(tmp_path, fault, module, item):
     def train_both(planted=None):
         torch.manual_seed(0)
         nets = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
@@ -112,7 +116,7 @@ def test_an_update_of_a_second_model_is_named_with_its_module(tmp_path, fault, i
     with accelcore.Replay(tmp_path / "ref") as replay:
         train_both(fault)
     found = replay.result
-    assert (found.module, found.item, found.is_cause) == ("model2.0", item, True), found
+    assert (found.module, found.item, found.is_cause) == (module, item, True), found
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (128,), (64, 64), (100, 512), (3, 1 << 14), (2, 3, 128, 128)])

@@ -21,6 +21,43 @@ def train(accel, change=lambda step, model: None, *, steps=4, observers=(), **op
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
+def train_by(accel, scheduler=None, *, lr=0.003, weight_decay=0.01, **options):
+    """Train three epochs of four batches, in another layout if `flat`."""
+    accel.runtime.seed(0)
+    model = nn.Sequential(*net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
+    trainer = accel.trainer(model, optimizer, loss=loss_of, scheduler=scheduler, **options)
+    for _ in trainer.epochs(3):
+        for batch in trainer.batches(data(4)):
+            trainer(batch)
+
+
+@pytest.mark.parametrize(
+    ("changed", "phase", "item"),
+    [
+        ({"lr": 0.004}, "update", "learning rate of optimizer 0 group 0"),
+        ({"scheduler": "cosine"}, "update", "learning rate of optimizer 0 group 0"),
+        ({"weight_decay": 0.02}, "settings", "optimizer 0 group 0 weight_decay"),
+        ({"clip_norm": 1e6}, "settings", "trainer clip_norm"),
+        ({"clip_norm": 1e6, "flat": None}, "settings", "trainer clip_norm"),  # to the bit
+        ({"weight": lambda batch: 8}, "settings", "trainer weight"),
+        ({"lr": torch.tensor(0.003)}, None, None),
+        ({"lr": torch.tensor(0.003), "flat": None}, None, None),
+        ({"loss_scale": 1.0}, None, None),
+    ],
+)
+def test_another_setting_of_what_is_trained_never_agrees(accel, tmp_path, changed, phase, item):
+    with accelcore.Record(tmp_path / "ref"):
+        train_by(accel, **{"scheduler": "linear"} if "scheduler" in changed else {})
+    with accelcore.Replay(tmp_path / "ref") as replay:
+        train_by(accel, **{"flat": True, **changed})
+    found = replay.result
+    assert (found.agrees, found.phase, found.item) == (phase is None, phase, item), found
+    if phase == "settings":
+        assert "two trainings" in str(found)
+        assert item in str(found)
+
+
 def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
