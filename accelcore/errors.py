@@ -10,18 +10,9 @@ import logging
 from functools import partial
 
 __all__ = [
-    "AccelError",
-    "AmpError",
-    "BackendUnavailableError",
-    "CheckpointError",
-    "ConfigurationError",
-    "DistributedError",
-    "PluginError",
-    "RecordingError",
-    "TrainingError",
-    "UnknownBackendError",
-    "UnsupportedError",
-]
+    "AccelError", "AmpError", "BackendUnavailableError", "CheckpointError", "ConfigurationError", "DistributedError",
+    "PluginError", "RecordingError", "TrainingError", "UnknownBackendError", "UnsupportedError",
+]  # fmt: skip
 
 logger = logging.getLogger("accelcore")
 """For warnings and notes of every part."""

@@ -9,7 +9,7 @@ table without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 CANNOT_AVOID = "nothing"
@@ -75,38 +75,34 @@ def _is_among(installed: str, versions: str) -> bool:
     return SpecifierSet(versions).contains(installed, prereleases=True)
 
 
-FP16_EPSILON = KnownFault(
+# Most bugs of torch are in every version that accelcore supports.
+_bug = partial(KnownFault, package="torch", versions=">=2.7", reference="tests/fault_probes.py")
+
+FP16_EPSILON = _bug(
     kernel="torch.optim.Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad by loop and foreach, fp16",
-    package="torch",
-    versions=">=2.7",
     what="the squares of small gradients and an eps of 1e-8 are both 0 in fp16, and the update divides by them: "
     "parameters become inf or NaN in one step",
     instead="the route is refused for such a request, and the fused kernel or the formula taken, where there is one",
     reference="https://github.com/pytorch/pytorch/issues/147437",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
-SKIPPED_FIRST_STEP = KnownFault(
+SKIPPED_FIRST_STEP = _bug(
     kernel="torch.optim.SGD(fused=True) with momentum",
-    package="torch",
-    versions=">=2.7",
     what="a first step that is skipped for an overflow leaves momentum that was never written, and the next step uses "
     "it",
     instead="our route to the same kernel begins with momentum that is 0",
     reference="https://github.com/LibreYOLO/libreyolo/pull/771",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
-BACKWARD_UNDER_AUTOCAST = KnownFault(
+BACKWARD_UNDER_AUTOCAST = _bug(
     kernel="torch.compile, backward of a model that was called under autocast",
-    package="torch",
-    versions=">=2.7",
     what="all of backward is computed in low precision, also what forward computed in fp32",
     instead='compiled models are called with the setting backward_pass_autocast="off"',
     reference="https://github.com/pytorch/pytorch/issues/153044",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
-AUTOCAST_IN_CACHE = KnownFault(
+AUTOCAST_IN_CACHE = _bug(
     kernel="torch.compile, a model that is called without gradients under autocast in two dtypes",
-    package="torch",
     versions=">=2.7,<2.13",
     what="the key of the cache of compiled graphs has no dtype of autocast: the model computes in the dtype of the "
     "first compilation, also in later processes",
@@ -114,89 +110,61 @@ AUTOCAST_IN_CACHE = KnownFault(
     reference="https://github.com/pytorch/pytorch/pull/181564",
     seen="torch 2.11.0, CPU and NVIDIA H200",
 )
-CAST_WITHOUT_GRADIENT = KnownFault(
+CAST_WITHOUT_GRADIENT = _bug(
     kernel="torch.autocast, weights that were first used under no_grad",
-    package="torch",
     versions="<2.11",
     what="autocast keeps the cast without a gradient: such a weight gets none later in the same region",
     instead="nothing: under torch's table, evaluate outside of the region; table O1 is right",
-    reference="tests/fault_probes.py",
     seen="torch 2.7.1 and 2.10.0, CPU",
 )
-HERMITIAN_OUT = KnownFault(
+HERMITIAN_OUT = _bug(
     kernel="torch.fft.ihfftn and ihfft2 of one dimension, with out=",
-    package="torch",
-    versions=">=2.7",
     what="the tensor given as out= is returned as it was: nothing is written to it",
     instead="nothing: use the result, not out=",
-    reference="tests/fault_probes.py",
     seen="torch 2.7.1, 2.13.0, 2.15.0, CPU",
 )
-UNSEEN_UPDATE = KnownFault(
+UNSEEN_UPDATE = _bug(
     kernel="torch.optim.SGD, Adam, AdamW and Adagrad with fused=True",
-    package="torch",
-    versions=">=2.7",
     what="a step leaves the version of the parameters, so that backward through values of before the step is a wrong "
     "gradient instead of an error",
     instead="our route to the same kernels increments the version",
-    reference="tests/fault_probes.py",
     seen="torch 2.7.1, 2.10.0, 2.11.0, 2.13.0, 2.15.0, CPU",
 )
-GELU_OF_INFINITY = KnownFault(
+GELU_OF_INFINITY = _bug(
     kernel="gelu on the CPU, on a processor with AVX-512",
-    package="torch",
-    versions=">=2.7",
     what="oneDNN's kernel returns NaN for +inf",
     instead='nothing: approximate="tanh" is right',
-    reference="tests/fault_probes.py",
     seen="torch 2.13.0 and 2.15.0, in fp32, bf16 and fp16",
     findings=r"nn\.functional\.gelu, \w+, .*with inf: .* 0 is wrong in .*",
 )
-SUMS_OF_ROWS = KnownFault(
+SUMS_OF_ROWS = _bug(
     kernel="layer_norm (also with fp32 weights), embedding, embedding_bag and indexing on the CPU, backward, bf16, fp16"
     "; convolution of many images, backward, fp16",
-    package="torch",
-    versions=">=2.7",
     what="the gradients of their parameters are summed over the rows in the dtype of the input: in bf16 the sum stands "
     "still after some hundred rows, in fp16 after some thousand",
     instead="the CPU backend replaces these kernels for autocast and for models in low precision, if torch has "
     "torch.library.get_kernel; the kernels of other backends on the host stay",
-    reference="tests/fault_probes.py",
     seen="torch 2.13.0: of 100,000 gradients of 1 the sum is 512 with two threads",
     findings=r"gradient of layer_norm over rows, b?float16, .*the gradient 1 is wrong in .*",
 )
-SUMS_AT_PLACES = KnownFault(
+SUMS_AT_PLACES = _bug(
     kernel="index_select of a vector, take, adaptive_avg_pool2d to more points and replication pad on the CPU, "
     "backward, bf16 and fp16",
-    package="torch",
-    versions=">=2.7",
     what="the gradients that belong to one element are summed in the dtype of the input: of equal ones, the sum stands "
     "still after 256 in bf16, and after 2,048 in fp16",
     instead="nothing: compute it in fp32, or index by x[places], whose gradients the CPU backend sums in fp32",
-    reference="tests/fault_probes.py",
     seen="torch 2.13.0: of 20,000 gradients of 1 the sum is 256",
 )
-ELU_OF_SMALL = KnownFault(
+ELU_OF_SMALL = _bug(
     kernel="elu, selu and celu on the CPU, fp32",
-    package="torch",
     versions="<2.10",
     what="they compute exp(x) - 1, so that small negative numbers lose digits: at -1e-7 the result is off by 19 %",
     instead="nothing: torch.where(x > 0, x, torch.expm1(x)) is right",
-    reference="tests/fault_probes.py",
     seen="torch 2.7.1",
     findings=r"nn\.functional\.(elu|selu|celu), float32, .*with small numbers: result 0 is wrong in .*",
 )
 TORCH_FAULTS = (
-    FP16_EPSILON,
-    SKIPPED_FIRST_STEP,
-    BACKWARD_UNDER_AUTOCAST,
-    AUTOCAST_IN_CACHE,
-    CAST_WITHOUT_GRADIENT,
-    HERMITIAN_OUT,
-    UNSEEN_UPDATE,
-    GELU_OF_INFINITY,
-    SUMS_OF_ROWS,
-    SUMS_AT_PLACES,
-    ELU_OF_SMALL,
-)
+    FP16_EPSILON, SKIPPED_FIRST_STEP, BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, CAST_WITHOUT_GRADIENT, HERMITIAN_OUT,
+    UNSEEN_UPDATE, GELU_OF_INFINITY, SUMS_OF_ROWS, SUMS_AT_PLACES, ELU_OF_SMALL,
+)  # fmt: skip
 """Bugs of torch on every device, and of its kernels on the host, by which other backends than the CPU's may compute."""

@@ -35,20 +35,10 @@ from accelcore.precision.o1.registration import (
 from accelcore.util.text import is_whole
 
 __all__ = [
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "initialize",
-    "load_state_dict",
-    "master_params",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "reset",
-    "scale_loss",
-    "state_dict",
-]
+    "disable_casts", "float_function", "half_function", "initialize", "load_state_dict", "master_params",
+    "promote_function", "register_float_function", "register_half_function", "register_promote_function", "reset",
+    "scale_loss", "state_dict",
+]  # fmt: skip
 
 
 _PREFIX = "loss_scaler"

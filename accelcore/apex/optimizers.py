@@ -6,7 +6,8 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,20 +19,9 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.registry import Optimizers
 
 __all__ = [
-    "FusedAdagrad",
-    "FusedAdam",
-    "FusedSGD",
-    "Lamb",
-    "NpuFusedAdadelta",
-    "NpuFusedAdam",
-    "NpuFusedAdamP",
-    "NpuFusedAdamW",
-    "NpuFusedBertAdam",
-    "NpuFusedLamb",
-    "NpuFusedRMSprop",
-    "NpuFusedRMSpropTF",
-    "NpuFusedSGD",
-]
+    "FusedAdagrad", "FusedAdam", "FusedSGD", "Lamb", "NpuFusedAdadelta", "NpuFusedAdam", "NpuFusedAdamP",
+    "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSprop", "NpuFusedRMSpropTF", "NpuFusedSGD",
+]  # fmt: skip
 
 _NVIDIAS_LAMB = (
     "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's Lamb, NpuFusedLamb, does neither"
@@ -61,125 +51,65 @@ class _ByDevice(Optimizers):
 _create = _ByDevice().create
 
 
-# Each function that passes on `locals()` has the argument names of the registry's optimizer.
-def NpuFusedSGD(  # noqa: N802  # Ascend's name, as those below
-    params: Parameters,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-) -> RoutedOptimizer:
-    """`torch.optim.SGD`."""
-    return _create("sgd", **locals())
+_REQUIRED = Parameter.empty
+_BETAS = (0.9, 0.999)
 
 
-def NpuFusedAdam(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-) -> RoutedOptimizer:
-    """`torch.optim.Adam`."""
-    return _create("adam", **locals())
+def _function(name: str, optimizer: str, text: str, **options: Any) -> Callable[..., RoutedOptimizer]:
+    """Return a function of parameters and options, in this order and with these defaults, that makes an optimizer."""
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    named = [Parameter(option, kind, default=value) for option, value in options.items()]
+    signature = Signature([Parameter("params", kind), *named])
+
+    def create(*arguments: Any, **given: Any) -> RoutedOptimizer:
+        bound = signature.bind(*arguments, **given)
+        bound.apply_defaults()
+        return _create(optimizer, **bound.arguments)
+
+    create.__name__, create.__qualname__, create.__doc__ = name, name, text
+    vars(create)["__signature__"] = signature
+    return create
 
 
-def NpuFusedAdamW(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    amsgrad: bool = False,
-) -> RoutedOptimizer:
-    """`torch.optim.AdamW`."""
-    return _create("adamw", **locals())
-
-
-def NpuFusedAdamP(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    delta: float = 0.1,
-    wd_ratio: float = 0.1,
-    nesterov: bool = False,
-) -> RoutedOptimizer:
-    """AdamP, as in docs/optimizers.md."""
-    return _create("adamp", **locals())
-
-
-def NpuFusedAdadelta(  # noqa: N802
-    params: Parameters, lr: float = 1.0, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
-) -> RoutedOptimizer:
-    """`torch.optim.Adadelta`."""
-    return _create("adadelta", **locals())
-
-
-def NpuFusedLamb(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    adam: bool = False,
-    use_global_grad_norm: bool = False,
-) -> RoutedOptimizer:
-    """Ascend's Lamb: no bias correction, norms of parameters at most 10. It differs from NVIDIA's FusedLAMB."""
-    return _create("lamb", **locals())
-
-
-Lamb = NpuFusedLamb
-
-
-def NpuFusedBertAdam(  # noqa: N802
-    params: Parameters,
-    lr: float,
-    warmup: float = -1,
-    t_total: int = -1,
-    schedule: str = "warmup_linear",
-    b1: float = 0.9,
-    b2: float = 0.99,
-    e: float = 1e-6,
-    weight_decay: float = 0.01,
-    max_grad_norm: float = -1,
-) -> RoutedOptimizer:
-    """BertAdam with the defaults of Ascend's apex, b2=0.99 and max_grad_norm=-1, which are not torch_npu's.
-
-    A `max_grad_norm` > 0 clips the gradients of each group together.
-    """
-    return _create("bertadam", **locals())
-
-
-def NpuFusedRMSprop(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-2,
-    alpha: float = 0.99,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    centered: bool = False,
-) -> RoutedOptimizer:
-    """`torch.optim.RMSprop`."""
-    return _create("rmsprop", **locals())
-
-
-def NpuFusedRMSpropTF(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-2,
-    alpha: float = 0.9,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    centered: bool = False,
-    decoupled_decay: bool = False,
-    lr_in_momentum: bool = True,
-) -> RoutedOptimizer:
-    """TensorFlow's RMSprop. Its mean square starts at 1, as in torch_npu; in Ascend's apex it starts at 0."""
-    return _create("rmsproptf", **locals())
+NpuFusedSGD = _function(
+    "NpuFusedSGD", "sgd", "`torch.optim.SGD`.",
+    lr=_REQUIRED, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False,
+)  # fmt: skip
+NpuFusedAdam = _function(
+    "NpuFusedAdam", "adam", "`torch.optim.Adam`.", lr=1e-3, betas=_BETAS, eps=1e-8, weight_decay=0.0, amsgrad=False
+)
+NpuFusedAdamW = _function(
+    "NpuFusedAdamW", "adamw", "`torch.optim.AdamW`.", lr=1e-3, betas=_BETAS, eps=1e-8, weight_decay=1e-2, amsgrad=False
+)
+NpuFusedAdamP = _function(
+    "NpuFusedAdamP", "adamp", "AdamP, as in docs/optimizers.md.",
+    lr=1e-3, betas=_BETAS, eps=1e-8, weight_decay=0.0, delta=0.1, wd_ratio=0.1, nesterov=False,
+)  # fmt: skip
+NpuFusedAdadelta = _function(
+    "NpuFusedAdadelta", "adadelta", "`torch.optim.Adadelta`.", lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0
+)
+Lamb = NpuFusedLamb = _function(
+    "NpuFusedLamb", "lamb",
+    "Ascend's Lamb: no bias correction, norms of parameters at most 10. It differs from NVIDIA's FusedLAMB.",
+    lr=1e-3, betas=_BETAS, eps=1e-6, weight_decay=0.0, adam=False, use_global_grad_norm=False,
+)  # fmt: skip
+NpuFusedBertAdam = _function(
+    "NpuFusedBertAdam", "bertadam",
+    "BertAdam with the defaults of Ascend's apex, b2=0.99 and max_grad_norm=-1, which are not torch_npu's.\n\n"
+    "A `max_grad_norm` > 0 clips the gradients of each group together.",
+    lr=_REQUIRED, warmup=-1, t_total=-1, schedule="warmup_linear", b1=0.9, b2=0.99, e=1e-6, weight_decay=0.01,
+    max_grad_norm=-1,
+)  # fmt: skip
+NpuFusedRMSprop = _function(
+    "NpuFusedRMSprop", "rmsprop", "`torch.optim.RMSprop`.",
+    lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0.0, momentum=0.0, centered=False,
+)  # fmt: skip
+NpuFusedRMSpropTF = _function(
+    "NpuFusedRMSpropTF", "rmsproptf",
+    "TensorFlow's RMSprop. Its mean square starts at 1, as in torch_npu; in Ascend's apex it starts at 0.",
+    lr=1e-2, alpha=0.9, eps=1e-10, weight_decay=0.0, momentum=0.0, centered=False, decoupled_decay=False,
+    lr_in_momentum=True,
+)  # fmt: skip
 
 
 def FusedAdam(  # noqa: N802

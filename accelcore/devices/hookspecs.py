@@ -29,15 +29,9 @@ if TYPE_CHECKING:
     from accelcore.optim.registry import Optimizers
 
 __all__ = [
-    "API",
-    "Probe",
-    "accelcore_create_backend",
-    "accelcore_emulate",
-    "accelcore_known_faults",
-    "accelcore_probe",
-    "accelcore_register_optimizers",
-    "hookimpl",
-]
+    "API", "Probe", "accelcore_create_backend", "accelcore_emulate", "accelcore_known_faults", "accelcore_probe",
+    "accelcore_register_optimizers", "hookimpl",
+]  # fmt: skip
 
 API = 1
 """Version of this interface. It rises if plugins have to change; plugins for the previous version still work.

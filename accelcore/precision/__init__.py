@@ -20,16 +20,9 @@ from accelcore.precision.o1.registration import (
 from accelcore.precision.o1.table import O1, Treatment
 
 __all__ = [
-    "O1",
-    "Treatment",
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "reset",
-]
+    "O1", "Treatment", "float_function", "half_function", "promote_function", "register_float_function",
+    "register_half_function", "register_promote_function", "reset",
+]  # fmt: skip
 
 
 def reset() -> None:
