@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
 from accelcore.util.text import Settings, Suggests, is_number
+
+if TYPE_CHECKING:
+    from accelcore.scaling.dynamic import OverflowStreak
 
 __all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
 
@@ -106,10 +109,12 @@ class LossScaler(Suggests, ABC):
         reads_gradients: whether the scaler reads gradients at all.
         takes_fp16: whether fp16 gradients are accepted. They are refused by default, because dividing them by the scale
             loses small values.
+        streak: its count of overflows in a row, for `warn`; None if it skips nothing.
     """
 
     reads_gradients = True
     takes_fp16 = False
+    streak: OverflowStreak | None = None
 
     _instead = _INSTEAD
 
@@ -151,11 +156,14 @@ class LossScaler(Suggests, ABC):
         """1.0 if a gradient of this step overflowed, from `unscale_` or `step` to `update`; None if not known."""
         return None
 
-    def warn(self, find_bad: FindBad | None = None) -> None:  # most scalers skip nothing
+    @final
+    def warn(self, find_bad: FindBad | None = None) -> None:
         """Log if many updates in a row were skipped. `update` calls it, but not in a step that a graph records.
 
         Without `find_bad` the log has no name: a replayed graph has cleared its gradients.
         """
+        if self.streak is not None and self.streak.is_due():
+            self.streak.log(self.get_scale(), find_bad)
 
     @final
     def takes(self, state: Mapping[str, Any]) -> bool:

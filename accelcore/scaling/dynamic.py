@@ -61,21 +61,21 @@ class _Progress:
     known: bool | None = None
 
 
-class _OverflowStreak:
+class OverflowStreak:
     """Count overflows in a row without waiting for the device.
 
     If a kernel skips steps, only the device knows. It copies its count to the host, which reads it some steps later.
     """
 
     def __init__(self) -> None:
-        self.length, self._warns_at = 0, _PATIENCE
+        self._length, self._warns_at = 0, _PATIENCE
         self._count: Tensor | None = None
         self._count_on_host: Tensor | None = None
 
     def count(self, found: Tensor, known: Sequence[bool | None]) -> None:
         """Count a step. `found`: 1.0 if it overflowed, on the device; `known`: the same of each optimizer, or None."""
         if None not in known:
-            self.length, self._count_on_host = self.length + 1 if any(known) else 0, None
+            self._length, self._count_on_host = self._length + 1 if any(known) else 0, None
             return
         if self._count is None or self._count_on_host is None:
             self._count = torch.zeros((), device=found.device)
@@ -88,13 +88,25 @@ class _OverflowStreak:
     def is_due(self) -> bool:
         """Return whether to warn: after every `_PATIENCE` overflows in a row."""
         if self._count_on_host is not None:
-            self.length = int(self._count_on_host.numpy())  # `item()` would wait for the device
-        if self.length < _PATIENCE:
+            self._length = int(self._count_on_host.numpy())  # `item()` would wait for the device
+        if self._length < _PATIENCE:
             self._warns_at = _PATIENCE
-        if self.length < self._warns_at:
+        if self._length < self._warns_at:
             return False
-        self._warns_at = self.length + _PATIENCE
+        self._warns_at = self._length + _PATIENCE
         return True
+
+    def log(self, scale: float, find_bad: FindBad | None) -> None:
+        """Log the count, the loss scale, and, if `find_bad` is given, the first parameter that overflowed."""
+        name = None if find_bad is None else find_bad()
+        where = f"The first inf or NaN gradient is that of {name}" if name else "No gradient is inf or NaN now"
+        if find_bad is None:
+            where = "Train without graph=True to see which parameter's gradient is inf or NaN first"
+        logger.warning(
+            "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
+            "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
+            *(self._length, scale, where),
+        )
 
 
 class GradScaler(LossScaler):
@@ -122,7 +134,7 @@ class GradScaler(LossScaler):
         self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._progress: dict[int, _Progress] = {}
-        self._streak = _OverflowStreak()
+        self.streak: OverflowStreak = OverflowStreak()
 
     def scale(self, loss: Tensor) -> Tensor:
         self._has_scaled = True
@@ -173,23 +185,10 @@ class GradScaler(LossScaler):
             )
             self._scale.clamp_(settings.min, settings.max)
             self._skipped += found
-            self._streak.count(found, [each.known for each in progress])
+            self.streak.count(found, [each.known for each in progress])
             if not captured:
                 self.warn(find_bad or (lambda: _bad_parameter(each.optimizer for each in progress)))
         self.abandon()
-
-    def warn(self, find_bad: FindBad | None = None) -> None:
-        if not self._streak.is_due():
-            return
-        name = None if find_bad is None else find_bad()
-        where = f"The first inf or NaN gradient is that of {name}" if name else "No gradient is inf or NaN now"
-        if find_bad is None:
-            where = "Train without graph=True to see which parameter's gradient is inf or NaN first"
-        logger.warning(
-            "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
-            "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
-            *(self._streak.length, self.get_scale(), where),
-        )
 
     def abandon(self) -> None:
         self._progress = {}
