@@ -60,7 +60,8 @@ class DataStream:
         source = self._source_of(loader, shard)
         sampler = getattr(source, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler is not getattr(loader, "sampler", None):
-            sampler.seed = self._common_seed(len(sampler.dataset))  # type: ignore[arg-type]  # `share` made this sampler
+            # `share` made this sampler, of a dataset with a length.
+            sampler.seed = self._common_seed(len(sampler.dataset), len(source))  # type: ignore[arg-type]
         generators = _generators(loader)
         if self._resuming:
             iterator = self._restore_position(loader, source, generators)
@@ -299,16 +300,17 @@ class DataStream:
         source: Iterable[Any] = self._source[1]
         return source
 
-    def _common_seed(self, rows: int) -> int:
+    def _common_seed(self, rows: int, batches: int) -> int:
         if self._seed is None:  # rank 0's: all ranks shuffle alike even if each was seeded differently
-            own = torch.tensor([torch.initial_seed() % 2**31, rows], device=self._runtime.device)
-            seed, expected = self._collectives.broadcast(own).tolist()
-            if rows != expected:
+            own = torch.tensor([torch.initial_seed() % 2**31, rows, batches], device=self._runtime.device)
+            seed, *expected = self._collectives.broadcast(own).tolist()
+            if [rows, batches] != expected:
                 raise DistributedError(
-                    f"the loader of rank {self._collectives.rank} has {rows} rows, and that of rank 0 has {expected}",
-                    why="trainer.batches(loader) divides one dataset among the ranks",
-                    remedy="give all ranks the whole dataset; for loaders that have the ranks' shares, write "
-                    "trainer.batches(loader, shard=False)",
+                    f"the loader of rank {self._collectives.rank} has {rows} rows, {batches} batches for each rank, "
+                    f"and that of rank 0 has {expected[0]} rows, {expected[1]} batches",
+                    why="trainer.batches(loader) divides one dataset among the ranks, which train on as many batches",
+                    remedy="give all ranks the whole dataset, and the same batch_size and drop_last; for loaders that "
+                    "have the ranks' shares, write trainer.batches(loader, shard=False)",
                 )
             self._seed = seed
         return self._seed

@@ -128,10 +128,15 @@ def refused(accel, job):
             found[name] = "not refused"
         except accelcore.ConfigurationError as error:
             found[name] = str(error)
-    rows = range(8 + 4 * (job.rank == 1))
-    for name, shard in (("rows", True), ("own rows", False)):
+    rows, size = range(8 + 4 * (job.rank == 1)), 2 + 2 * (job.rank == 1)
+    loaders = DataLoader(rows, 2), DataLoader(range(8), size)
+    for name, loader, shard in (
+        ("rows", loaders[0], True),
+        ("size", loaders[1], True),
+        ("own rows", loaders[0], False),
+    ):
         try:
-            next(iter(make(accel).batches(DataLoader(rows, 2), shard=shard)))
+            next(iter(make(accel).batches(loader, shard=shard)))
             found[name] = "not refused"
         except accelcore.DistributedError as error:
             found[name] = str(error)

@@ -98,8 +98,9 @@ def test_what_cannot_be_divided_is_refused(job):
             assert "shard=False" in found["refused"][own]
         assert f"rank 0 of 1, and this is rank {rank} of 3" in found["refused"]["other place"]
         assert f"rank 0 of 2, and this is rank {rank} of 3" in found["refused"]["other stream"]
-        says = "the loader of rank 1 has 12 rows, and that of rank 0 has 8" if rank == 1 else "not refused"
-        assert says in found["refused"]["rows"]
+        for name, own, rank_0s in (("rows", "12 rows, 2 ", "8 rows, 2 "), ("size", "8 rows, 1 ", "8 rows, 2 ")):
+            says = f"the loader of rank 1 has {own}batches for each rank, and that of rank 0 has {rank_0s}batches"
+            assert (says if rank == 1 else "not refused") in found["refused"][name]
         assert found["refused"]["own rows"] == "not refused"
 
 
