@@ -23,6 +23,14 @@ _LONGEST = 300  # characters of a line of an error
 _LABELS = ("  why: ", "  available: ", "  what to do: ")  # of accelcore's errors
 
 
+_REMEDIES = {
+    signal.SIGKILL: "check whether memory ran out",
+    signal.SIGABRT: "read the last lines above. If they are of gloo or NCCL, ranks were in different collectives: they "
+    "reached different batches or calls. Let every rank train on each batch of trainer.batches(loader), without "
+    "`continue` or `break` on some ranks, and call save, resume and evaluate on all ranks",
+}
+
+
 def main() -> None:
     """Run torch's launcher on the arguments of `torch.distributed.run`."""
     arguments = run.parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
@@ -58,7 +66,8 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
         message = "\n".join(line[:_LONGEST] for line in lines)
         return f"rank {rank} failed first, with exit code {code}: {message}", code
     if failure.exitcode < 0:
-        hint = "\n  what to do: check whether memory ran out" if failure.exitcode == -signal.SIGKILL else ""
+        remedy = _REMEDIES.get(-failure.exitcode)
+        hint = f"\n  what to do: {remedy}" if remedy else ""
         return f"rank {rank} failed first, by {signal_name(-failure.exitcode)}{hint}", 128 - failure.exitcode
     reason = next(filter(None, map(_lost, failures.values())), "\n  what to do: see its output above").partition("\n")
     return f"rank {rank} failed first, with exit code {code}\n{reason[2]}", code

@@ -220,6 +220,11 @@ def test_the_rank_that_failed_first_by_itself_is_named(failed):
         ({2: failed(-15), 0: failed(3)}, "rank 0 failed first, with exit code 3", 3),
         ({0: failed(-15), 1: failed(-15)}, "rank 0 failed first, by SIGTERM", 143),
         ({0: failed(-9)}, "rank 0 failed first, by SIGKILL\n  what to do: check whether memory ran out", 137),
+        (
+            {0: failed(-6), 1: failed(-15)},
+            "rank 0 failed first, by SIGABRT\n  what to do: read the last lines above. If they are of gloo",
+            134,
+        ),
         ({0: failed(-63)}, "rank 0 failed first, by signal 63", 191),
     ]
     for failures, sentence, code in cases:
