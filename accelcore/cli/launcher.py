@@ -23,7 +23,7 @@ _LONGEST = 300  # characters of a line of an error
 _LABELS = ("  why: ", "  available: ", "  what to do: ")  # of accelcore's errors
 
 
-_REMEDIES = {
+_REMEDIES: dict[int, str] = {
     signal.SIGKILL: "check whether memory ran out",
     signal.SIGABRT: "read the last lines above. If they are of gloo or NCCL, ranks were in different collectives: they "
     "reached different batches or calls. Let every rank train on each batch of trainer.batches(loader), without "

@@ -112,8 +112,8 @@ class Schedule:
             raise _another_length(ConfigurationError, self.updates, updates)
         self._compared = True
 
-    def warn_if_by_epoch(self, epochs: int | None, updates: int | None) -> None:
-        """Log once that the scheduler seems to count epochs, although the trainer steps it after each update."""
+    def warn_of_count(self, epochs: int | None, updates: int | None, accumulate: int, ranks: int) -> None:
+        """Log once that the scheduler seems to count epochs or batches, and not updates, after which it is stepped."""
         if self._is_compared or not (self._steps and epochs and updates):
             return
         self._is_compared = True
@@ -123,6 +123,23 @@ class Schedule:
                 'early. Give accel.trainer(..., schedule_by="script"), and call scheduler.step() after each epoch; or '
                 "make it for %d updates",
                 type(self.scheduler).__name__,
+                updates,
+            )
+        length = _length(self.scheduler)
+        if any(
+            updates < length and factor * (updates - epochs) < length <= factor * updates  # the last window is short
+            for factor in {accumulate, ranks, accumulate * ranks}
+        ):
+            self._has_warned = True
+            logger.warning(
+                "%s seems to be made for %d batches, but the trainer steps it after each of %d updates, with "
+                "accumulate=%d on %d ranks: the learning rate changes too late. Make it for %d updates, or give "
+                "scheduler=lambda optimizer, updates: ..., which gets this number",
+                type(self.scheduler).__name__,
+                length,
+                updates,
+                accumulate,
+                ranks,
                 updates,
             )
 
@@ -204,15 +221,16 @@ class Schedule:
         done = _last_epoch(self.scheduler)
         if done is None:
             return
-        if self.updates is not None and done < 0.9 * self.updates and not self._has_warned:
+        length = self.updates or (_length(self.scheduler) if self._steps else 0)
+        if done < 0.9 * length and not self._has_warned:
             logger.warning(
                 "trainer.epochs(...) has ended after %d of the %d updates that the schedule was made for, at the "
-                "learning rate %s. If the training ends here, give accel.trainer(..., total_steps=%d). An epoch that "
-                "is left by break has fewer updates; accumulate= micro-batches are one update",
+                "learning rate %s. If the training ends here, %s. An epoch that is left by break has fewer updates; "
+                "accumulate= micro-batches are one update",
                 done,
-                self.updates,
+                length,
                 self._rates(),
-                done,
+                f"give accel.trainer(..., total_steps={done})" if self._make else f"make it for {done} updates",
             )
         if self.by == "script" and not done:
             logger.warning(
@@ -333,6 +351,12 @@ def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> bool:
         with suppress(Exception):  # a function of the script may not be defined for these steps
             return all(each(updates // 2) <= 1e-6 < each(epochs // 2) for each in scheduler.lr_lambdas)
     return any(_counts_epochs(each, epochs, updates) for each in getattr(scheduler, "_schedulers", ()))
+
+
+def _length(scheduler: Any) -> int:
+    """Return the number of steps that a scheduler was made for, the longest of its parts; 0 if that is not known."""
+    own = (getattr(scheduler, name, None) for name in ("T_max", "total_steps", "total_iters"))
+    return max([0, *filter(is_whole, own), *map(_length, getattr(scheduler, "_schedulers", ()))])
 
 
 def _last_epoch(scheduler: Any) -> int | None:

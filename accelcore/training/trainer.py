@@ -227,7 +227,8 @@ class Trainer(Suggests, Checkpoints):
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
         if self.backend.collectives.rank == 0:
-            self._schedule.warn_if_by_epoch(self._stream.total_epochs, self.total_steps)
+            ranks = self.backend.collectives.world_size
+            self._schedule.warn_of_count(self._stream.total_epochs, self.total_steps, self.accumulate, ranks)
         began = None if self._step.is_open else self.steps
         self._step.calls.epoch_begins()
         taken = yield from self._stream.batches(loader, shard=shard)

@@ -217,6 +217,16 @@ def test_a_schedule_that_has_ended_trains_at_0_and_warns_once(accel, tmp_path, c
         ("constant", True, {}, ""),
         (lambda optimizer: StepLR(optimizer, 1), False, {"schedule_by": "script"}, "the scheduler was not stepped"),
         (lambda optimizer: StepLR(optimizer, 1, gamma=0.9), True, {}, ""),
+        (lambda optimizer: CosineAnnealingLR(optimizer, 20), False, {}, "6 of the 20 updates that the schedule was"),
+        # For 5 batches, of which 2 are an update: for batches of this and of all ranks, and for their sum.
+        (
+            lambda optimizer: CosineAnnealingLR(optimizer, 10),
+            False,
+            {},
+            "made for 10 batches, but the trainer steps it",
+        ),
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, 10), False, {}, "Make it for 6 updates, or give scheduler="),
+        (lambda optimizer: CosineAnnealingLR(optimizer, 6), False, {}, ""),
     ],
 )
 def test_a_schedule_that_the_epochs_leave_before_its_end_is_reported(accel, caplog, scheduler, left, options, says):

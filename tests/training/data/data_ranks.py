@@ -143,6 +143,18 @@ def refused(accel, job):
     return found
 
 
+def of_all_ranks(accel, told):
+    """What the log reports of a schedule that is made for the batches of all ranks."""
+    model, loader = nn.Linear(1, 1), DataLoader(range(24), 2)  # 4 batches for each of 3 ranks
+    optimizer = accel.optimizers.create("sgd", model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * len(loader))
+    trainer = accel.trainer(model, optimizer, scheduler=scheduler, parallel="ddp")
+    told.lines.clear()
+    trainer.epochs(2)
+    next(iter(trainer.batches(loader)))
+    return list(told.lines)
+
+
 def drawn(accel, job):
     """All ranks are seeded alike; their workers are not."""
     torch.manual_seed(5)
@@ -171,6 +183,7 @@ def main() -> None:
         found = {
             "shares": shares(accel, job, told),
             "refused": refused(accel, job),
+            "schedule": of_all_ranks(accel, told),
             "drawn": drawn(accel, job),
             "files": [read(trainer.batches(files)) for _ in range(2)],
             "told": files.told,

@@ -104,6 +104,11 @@ def test_what_cannot_be_divided_is_refused(job):
         assert found["refused"]["own rows"] == "not refused"
 
 
+def test_a_schedule_for_the_batches_of_all_ranks_is_reported(job):
+    says = "CosineAnnealingLR seems to be made for 24 batches, but the trainer steps it after each of 8 updates"
+    assert [[line.startswith(says) for line in rank["schedule"]] for rank in job] == [[True], [], []]
+
+
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 def test_workers_of_ranks_that_are_seeded_alike_draw_numbers_of_their_own(job, whose):
     rows = list(chain.from_iterable(rank["drawn"][whose]["rows"] for rank in job))
