@@ -65,7 +65,8 @@ class RunBinding:
 
     def increment_versions(self) -> None:
         """Let autograd see that parameters in flat memory were updated: writing to it does not."""
-        increment_version(self._flat_parameters)
+        if self._flat_parameters:
+            increment_version(self._flat_parameters)
 
     def _refresh_options(self, groups: Groups) -> None:
         if [len(group["params"]) for group in groups] != self._sizes:

@@ -66,6 +66,7 @@ class Step:
         self._expect_step(False)
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
+        self._warns = self._job.rank == 0  # asked once: torch.distributed needs a microsecond to answer
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
@@ -88,7 +89,7 @@ class Step:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self.shared.acquire()
         if not self.shared.is_open:
-            self.shared.open(warns=self._job.rank == 0)
+            self.shared.open(warns=self._warns)
             self._gradients.clear()
             self.calls.window_opened()
             return
@@ -201,7 +202,7 @@ class Step:
         self._window.steps += 1
         lr = self._optimizer.param_groups[0]["lr"] if self._listeners.learning_rate else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # the schedule writes to it
-        self._schedule.window_ended(warns=self._job.rank == 0)
+        self._schedule.window_ended(warns=self._warns)
         if self._window.steps % _WALKED == 0 or self._window.steps.bit_count() == 1:  # the same windows on all ranks
             self._snapshot.check_model()  # before observers, which may call `Trainer.refresh`
             self.check_replicas()
@@ -222,7 +223,7 @@ class Step:
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")
-        if self.is_open and self._job.rank == 0:
+        if self.is_open and self._warns:
             logger.warning(
                 "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
                 "instead of optimizer.step(), and once more after the last batch"
@@ -341,7 +342,7 @@ class Step:
     def check_unchanged(self, *, trains: bool = False) -> None:
         """Raise TrainingError, and drop the window, if the known parameters or the optimizer's groups have changed."""
         try:
-            self._snapshot.check(warns=trains and self._job.rank == 0)
+            self._snapshot.check(warns=trains and self._warns)
         except TrainingError:
             if self.is_open:
                 self.discard("the model or the optimizer has changed")
