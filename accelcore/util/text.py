@@ -8,14 +8,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, TypeGuard, TypeVar
 
 from accelcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+P = ParamSpec("P")
+Returned = TypeVar("Returned")
 
 _REMEDIES_OF_WRITING = {
     errno.ENOENT: "create the folder, or see who has removed it",
@@ -124,16 +128,31 @@ class Settings:
     """Base of classes whose constructors raise ConfigurationError for a setting of an unknown name."""
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        parameters = inspect.signature(cls.__init__).parameters
-        known = [name for name in parameters if name != "self"]
-        for name in given:
-            if name not in known and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-                raise ConfigurationError(
-                    f"{cls.__name__} has no setting {name!r}",
-                    available=", ".join(known),
-                    remedy=did_you_mean(name, known, "choose one of those"),
-                )
+        _check_names(cls.__init__, f"{cls.__name__} has no setting", given)
         return super().__new__(cls)
+
+
+def checks_names(method: Callable[P, Returned]) -> Callable[P, Returned]:
+    """Let a method raise ConfigurationError for an argument of an unknown name."""
+
+    @wraps(method)
+    def call(*arguments: P.args, **given: P.kwargs) -> Returned:
+        _check_names(method, f"{method.__name__}() has no argument", given)
+        return method(*arguments, **given)
+
+    return call
+
+
+def _check_names(function: Callable[..., object], message: str, given: Iterable[str]) -> None:
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+    for name in given:
+        if name not in known and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            raise ConfigurationError(
+                f"{message} {name!r}",
+                available=", ".join(known),
+                remedy=did_you_mean(name, known, "choose one of those"),
+            )
 
 
 def remedy_of_writing(error: Exception) -> str:

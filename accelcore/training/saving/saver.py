@@ -47,7 +47,7 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window
 from accelcore.util.containers import item
-from accelcore.util.text import is_number, is_whole
+from accelcore.util.text import checks_names, is_number, is_whole
 
 
 class Checkpoints(ABC):
@@ -61,19 +61,21 @@ class Checkpoints(ABC):
         self._run = uuid4().hex  # identifies the checkpoints of this run
         self.extra: dict[str, Any] = {}
         self._spared: Path | None = None
+        self._told_mode = False
         self._shared: set[Path] = set()  # folders of which a warning was logged
 
     @abstractmethod
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
         """Return the state of each trainer: to write it with `extra`, or without `extra` to restore it."""
 
+    @checks_names
     def save(
         self,
         folder: str | Path,
         *,
         keep: int | None = None,
         best: float | Tensor | None = None,
-        mode: str = "min",
+        mode: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save a new checkpoint in `folder`, named by the number of steps, from which training resumes.
@@ -88,8 +90,8 @@ class Checkpoints(ABC):
                 one is never deleted.
             best: a metric of this checkpoint, the same on all ranks. The checkpoint with the best metric is never
                 deleted. Of equal metrics the first is the best; NaN and infinity never are.
-            mode: "min" if the lowest metric is the best, as of a loss; "max" for the highest, as of an accuracy. The
-                same in all saves of a run.
+            mode: of `best`: "min" if the lowest metric is the best, as of a loss; "max" for the highest, as of an
+                accuracy. The same in all saves of a run. None: "min", which the log reports once.
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
         """
@@ -138,7 +140,10 @@ class Checkpoints(ABC):
                 if rank == 0:
                     held.enter_context(store.alone(folder))
                     if metric is not None:
-                        store.check_mode(folder, self._run, mode)
+                        store.check_mode(folder, self._run, metric[1])
+                        if mode is None and not self._told_mode:
+                            self._told_mode = True
+                            logger.warning('best= without mode=: the lowest is the best; else give mode="max"')
             with agreement.all_or_none(doing), store.writing(folder):
                 for name, training in trainings.items():
                     _write(training, folder, name, rank)
@@ -158,6 +163,7 @@ class Checkpoints(ABC):
         self.extra = new
         return path
 
+    @checks_names
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
 
@@ -309,9 +315,11 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def _metric(best: Any, mode: str) -> tuple[float, str] | None:
+def _metric(best: Any, mode: str | None) -> tuple[float, str] | None:
     """Return a metric and its mode, None if it is not finite; raise ConfigurationError for anything else."""
-    if mode not in [*store.BEST]:
+    if mode is not None and best is None:
+        raise ConfigurationError(f"mode={mode!r} needs best=", remedy="give best=metric, or remove mode=")
+    if mode not in [None, *store.BEST]:
         raise ConfigurationError(
             f"mode={mode!r} is unknown", available='"min": the lowest metric is the best; "max": the highest'
         )
@@ -322,7 +330,7 @@ def _metric(best: Any, mode: str) -> tuple[float, str] | None:
     if not math.isfinite(value):
         logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
         return None
-    return float(value), mode
+    return float(value), mode or "min"
 
 
 def _commit(

@@ -22,7 +22,7 @@ def save(trainer, folder, metrics, keep=1, mode="min"):
     weights = {}
     for metric in metrics:
         trainer(data(1)[0])
-        trainer.save(folder, keep=keep, best=metric, mode=mode)
+        trainer.save(folder, keep=keep, best=metric, mode=None if metric is None else mode)
         weights[trainer.steps] = trainer.model[0].weight.detach().clone()
     return weights
 
@@ -113,7 +113,24 @@ def test_without_a_metric_there_is_no_best(accel, tmp_path, caplog):
     trainer(data(1)[0])
     with pytest.raises(accelcore.ConfigurationError, match=r"mode='highest'(.|\n)*max"):
         trainer.save(tmp_path, best=1, mode="highest")
+    with pytest.raises(accelcore.ConfigurationError, match="mode='max' needs best="):
+        trainer.save(tmp_path, keep=1, mode="max")
+    for call, message in (
+        (lambda: trainer.save(tmp_path, keep_last=2), r"save\(\) has no argument 'keep_last'(.|\n)*mean 'keep'"),
+        (lambda: trainer.resume(tmp_path, strict=False), r"resume\(\) has no argument 'strict'(.|\n)*must_exist"),
+    ):
+        with pytest.raises(accelcore.ConfigurationError, match=message):
+            call()
     assert not caplog.text, "only a save that is done warns that the batch came not through trainer.batches"
+
+
+def test_the_direction_of_a_metric_is_reported_once_unless_it_is_given(accel, tmp_path, caplog):
+    trainer = make(accel)
+    save(trainer, tmp_path / "given", [0.5])
+    assert "best" not in caplog.text
+    for _ in range(2):
+        trainer.save(tmp_path / "silent", best=0.5)
+    assert caplog.text.count("the lowest is the best") == 1
 
 
 RANKS = """
