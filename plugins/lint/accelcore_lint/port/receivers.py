@@ -10,12 +10,16 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.own_classes import returns_something, takes_arguments
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.vendors import DEVICES
 
 _MAKES = re.compile(
     r"torch\.(nn\.(\w+\.)*([A-Z]\w*|functional\.\w+)|autograd\.Variable|tensor|as_tensor|from_numpy|(zeros|ones|rand|randn|empty|full)(_like)?"
     r"|arange|linspace|eye|randint|randperm|stack|cat|(Float|Long|Int|Byte|Bool|Double|Half|Short)?Tensor)$"
 )
 """Functions and classes of torch that return a tensor or a module."""
+
+_TAKES = re.compile(r"torch\.(autograd\.Variable|nn\.functional\.\w+)$")
+"""Functions whose first argument is a tensor."""
 
 _TENSORS = (
     *("float", "long", "int", "half", "double", "bool", "view", "reshape", "contiguous", "unsqueeze", "squeeze"),
@@ -38,7 +42,24 @@ def is_torchs(move: cst.Call, facts: Facts) -> bool:
     returns = facts.known.moves_return or returns_something(facts.code)
     if (move.args and not takes) or (not returns and _is_used(move, facts)):
         return True
-    return is_of_torch(moved, facts)
+    return is_of_torch(moved, facts) or _becomes_operand(move, moved, facts)
+
+
+def _becomes_operand(move: cst.Call, moved: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a function of torch that takes tensors only gets what is moved, in the function around it.
+
+    Nothing else is assigned to a name between the two: `x = x.cuda()`, `y = Variable(x)`.
+    """
+    function = facts.function_of(move)
+    given = [call for call in facts.calls if call.args and _TAKES.match(facts.name(call.func) or "")]
+    if any(call.args[0].value is move for call in given):
+        return True
+    name = text_of(moved)
+    values = [value for value in facts.values(moved) if facts.function_of(value) is function]
+    same = re.compile(rf"(Variable\()?{re.escape(name)}\.({'|'.join(DEVICES)}|to)\([^()]*\)\)?")
+    return all(same.fullmatch(text_of(value)) for value in values) and any(
+        text_of(call.args[0].value) == name and facts.function_of(call) is function for call in given
+    )
 
 
 def _is_used(move: cst.Call, facts: Facts) -> bool:
@@ -69,7 +90,8 @@ def is_of_torch(node: cst.BaseExpression, facts: Facts, depth: int = 3, *, modul
             return is_of_torch(last, facts, depth - 1, modules=modules)
         if facts.is_given(node.value, node):
             return False
-    values = facts.values(node)
+    again = tuple(f"{text_of(node)}.{method}(" for method in (*DEVICES, "to"))
+    values = [value for value in facts.values(node) if not text_of(value).startswith(again)]
     return (
         bool(values) and bool(depth) and all(is_of_torch(value, facts, depth - 1, modules=modules) for value in values)
     )

@@ -82,6 +82,9 @@ _VENDOR = re.compile(rf"\.({_DEVICES})[(.]|[\"']({_DEVICES})\b")
 _TEST = re.compile(r"[ \t]*(?:el)?if\b(.+?):([^:]*)$")
 _CHOICE = re.compile(r"\bif (.+?) else\b")
 _ASKED = re.compile(r"(\w+) *= *[^\n]*\bis_available\(")
+_ANSWER = re.compile(r"(?m)\b(\w+) *= *[\w.]+\.is_available\(\) *(?:#.*)?$")
+"""A name for nothing but the answer whether there is a device, which no option turns off."""
+
 _FLAG = re.compile(r"(\.|(?<![.\w\"']))\b(\w+)\b(?![.(\"'])")
 _LOADS = re.compile(r"map_location *= *\(?(?:None if ([^\n]+?) else|[^\n]*[\"']cpu[\"'] if ([^\n]+?) else None)\b")
 """Choices of a `map_location` that is None under a condition."""
@@ -148,7 +151,7 @@ def flags_of_devices(text: str) -> set[str]:
     """Return the flags by which a file chooses a device without a question for it."""
     tests = [test for test, body in _blocks(text) if _ASSIGNED.search(body)] + _CHOSEN_BY.findall(text)
     found = {name for test in tests if "available" not in test for _, name in _FLAG.findall(test)}
-    return {name for name in found if _ABOUT.search(name)} - {*DEVICES}
+    return {name for name in found if _ABOUT.search(name)} - {*DEVICES, *_ANSWER.findall(text)}
 
 
 def flags_off(text: str) -> set[str]:

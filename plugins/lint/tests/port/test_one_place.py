@@ -53,6 +53,10 @@ def test_the_device_of_a_module_stays_if_a_flag_that_may_be_off_chooses_it_elsew
     follows = buffer.replace("else 'cpu'", "and config.use_gpu else 'cpu'")
     files |= {"agent.py": f"{agent}if config.quiet:\n    device = 'cuda'\n", "quiet.py": "quiet = False\n"}
     files |= {"other.py": follows}
+    if off == "pass":  # the answer itself is no option, also where a question that fails is one without a device
+        answer = "try:\n    use_gpu = torch.cuda.is_available()\nexcept Exception:\n    use_gpu = False\n"
+        files |= {"agent.py": f"import torch\n{answer}{chosen.replace('config.', '')}\n", "buffer.py": buffer}
+        assert CHOICE not in program(tmp_path, files)["buffer.py"].source
     assert all("chooses the device by" not in note.text for note in program(tmp_path, files)["other.py"].left)
 
 

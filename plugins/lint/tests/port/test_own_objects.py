@@ -56,6 +56,31 @@ def test_only_an_object_that_may_come_to_a_script_may_be_of_the_projects_class(t
     assert ("x.cuda()" in ported) is (kept and line != "import torch")
 
 
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        ("x = Variable(x.cuda())", False),
+        ("x = x.cuda()\n        y = Variable(x)", False),
+        ("x = x.cuda()\n        y = F.relu(x)", False),
+        ("x = x.cuda()\n        x = x.part\n        y = F.relu(x)", True),
+        ("x = x.cuda()\n        y = take(x)", True),
+        ("net = torch.nn.Linear(2, 2)\n        if x:\n            net = Net()\n        net = net.cuda()", False),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_function_of_tensors_gets_is_a_tensor(tmp_path, lines, kept, own):
+    source = (
+        "import torch\nfrom learners import take, Net\nfrom torch.autograd import Variable\n"
+        f"from torch.nn import functional as F\n\n\ndef run(loader):\n    for x in loader:\n        {lines}\n"
+    )
+    learner = LEARNER.format(base="(nn.Module)" if own else "", more="") + "        return self\n"
+    learner += (
+        "\n\ndef take(net):\n    return net\n\n\nclass Net(nn.Module):\n    pass\n\n\nx = Learner()\nnet = take(x)\n"
+    )
+    ported = _ported(tmp_path, source, learners=f"import torch.nn as nn\n\n\n{learner}")
+    assert (".cuda()" in ported) is kept
+
+
 @pytest.mark.parametrize("is_library", [True, False])
 def test_a_file_that_defines_cuda_still_moves_tensors(is_library):
     lines = "    def cuda(self):\n        self.net.cuda()\n\n"

@@ -9,7 +9,7 @@ import libcst as cst
 
 from accelcore_lint.port.device_names import is_device_name
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.receivers import is_of_torch, is_own, is_torchs
+from accelcore_lint.port.receivers import is_own, is_torchs
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, index_source
 from accelcore_lint.port.syntax import arguments, text_of
@@ -30,11 +30,14 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if not isinstance(func, cst.Attribute) or func.attr.value not in DEVICES or facts.name(func) is not None:
         return None
     method = func.attr.value
-    if method in facts.defined_methods and not is_torchs(node, facts):
+    may_be_own = (is_own(func.value, facts) or facts.known.strange_moves) and (
+        facts.known.meets_movers or facts.is_library
+    )
+    is_defined = method in facts.defined_methods
+    may_be_own = (is_defined or may_be_own) and not is_torchs(node, facts)
+    if may_be_own and is_defined:
         return Left(f"this file defines a method {method}, which may be the one that is called")
-    may_be_own = is_own(func.value, facts) or (facts.known.strange_moves and not is_torchs(node, facts))
-    may_be_own = may_be_own and (facts.known.meets_movers or facts.is_library)
-    if may_be_own and not is_of_torch(func.value, facts):
+    if may_be_own:
         return Left(f"the project has a class with a method {method} ({facts.known.movers}), which this may call")
     if text_of(func.value) == "super()":
         return Left(f"the inherited {method}(): call to(device) where this method is called")
