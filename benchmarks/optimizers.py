@@ -241,7 +241,7 @@ class _Cases:
 
 def _bind_flat(optimizer: RoutedOptimizer, weights: Sequence[nn.Parameter]) -> None:
     """Bind it as a trainer does that lays its model flat, and has gathered the gradients."""
-    (memory,) = lay_flat([Slot(str(number), 0, weight, weight) for number, weight in enumerate(weights)])
+    (memory,) = lay_flat([Slot(str(number), 0, weight, weight) for number, weight in enumerate(weights)], [0])
     memory.collect()
     optimizer.bind(memory.runs(memory.values, memory.gradients))
 

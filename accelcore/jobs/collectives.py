@@ -6,6 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Literal, final
 from urllib.parse import urlsplit
@@ -307,7 +308,10 @@ def meet(launch: Launch, timeout: timedelta | None) -> Store:
         store.set(keys[launch.rank], "")
         store.wait(list(keys.values()), timeout)
     except RuntimeError as error:
-        raise _not_joined(launch, address, _absent(store, keys), late, error) from error
+        absent = []
+        with suppress(RuntimeError):  # rank 0, which serves the store, has given up
+            absent = [rank for rank, key in keys.items() if not store.check([key])]
+        raise _not_joined(launch, address, absent, late, error) from error
     store.set_timeout(timeout)
     return PrefixStore("default_pg", store)
 
@@ -318,13 +322,6 @@ def _address(init_method: str) -> str:
     if init_method != "env://" or not host or not port:
         return init_method
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _absent(store: Store, keys: dict[int, str]) -> list[int]:
-    try:
-        return [rank for rank, key in keys.items() if not store.check([key])]
-    except RuntimeError:  # rank 0, which serves the store, has given up
-        return []
 
 
 def _not_joined(launch: Launch, address: str, absent: list[int], late: str, error: Exception) -> DistributedError:

@@ -151,7 +151,7 @@ class Flat(Gradients):
 
     memories: Sequence[FlatMemory]
 
-    def __init__(self, slots: Sequence[Slot], joint: Sequence[int] = ()) -> None:
+    def __init__(self, slots: Sequence[Slot], joint: Sequence[int]) -> None:
         memories = lay_flat(slots, joint)
         super().__init__(list(chain.from_iterable(memory.slots for memory in memories)))
         self.memories = self.flat = memories

@@ -135,7 +135,7 @@ def _bound(name: str, shapes: Sequence[tuple[int, ...]], device: Device) -> Any:
     if optimizer.route_for([torch.float32], flat=True).memory == "tensors":
         optimizer.bind([Run([slot], slot.trained) for slot in slots])
     else:
-        memories = lay_flat(slots)
+        memories = lay_flat(slots, [0])
         for memory in memories:
             memory.collect()
         optimizer.bind([run for memory in memories for run in memory.runs(memory.values, memory.gradients)])

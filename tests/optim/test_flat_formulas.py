@@ -249,7 +249,7 @@ def test_sums_and_factors_of_segments(shapes, transposed):
     """Against a loop over the parameters, for parameters and for channels."""
     values = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     values = [nn.Parameter(value.transpose(0, -1) if transposed and value.dim() else value) for value in values]
-    (memory,) = lay_flat([Slot(str(number), 0, value, value) for number, value in enumerate(values)])
+    (memory,) = lay_flat([Slot(str(number), 0, value, value) for number, value in enumerate(values)], [0])
     (run,) = memory.runs(memory.values, memory.gradients)
     parameters = parameters_of(run)
     expected = torch.stack([value.detach().sum() for value in values])
@@ -274,7 +274,7 @@ def test_sums_and_factors_of_segments(shapes, transposed):
 def test_a_sum_takes_no_more_operators_for_more_parameters():
     def levels(count):
         values = [nn.Parameter(torch.ones(40, 3)) for _ in range(count)]
-        (memory,) = lay_flat([Slot(str(number), 0, value, value) for number, value in enumerate(values)])
+        (memory,) = lay_flat([Slot(str(number), 0, value, value) for number, value in enumerate(values)], [0])
         (run,) = memory.runs(memory.values, memory.gradients)
         channels = channels_of(run)
         return len(parameters_of(run).levels), len(channels.segments.levels), len(channels.parameters.levels)

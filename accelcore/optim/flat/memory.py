@@ -239,10 +239,10 @@ class FlatMemory(GradientMemory):
     Slots that are to be updated as one must be adjacent; `joint`: see `lay_flat`.
     """
 
-    def __init__(self, slots: Sequence[Slot], joint: Sequence[int] = ()) -> None:
+    def __init__(self, slots: Sequence[Slot], joint: Sequence[int]) -> None:
         super().__init__([slot.parameter for slot in slots])
         self.slots = slots
-        self._kernels = [joint[slot.group] if joint else slot.group for slot in slots]
+        self._kernels = [joint[slot.group] for slot in slots]
         self.values = torch.zeros_like(self.gradients)
         self._places = [_own_storage(view) for view in self.layout.views(self.values)]
         self._move_parameters(range(len(slots)))
@@ -280,14 +280,14 @@ class FlatMemory(GradientMemory):
         return list(map(Tensor.data_ptr, self.parameters)), list(map(Tensor.numel, self.parameters))
 
 
-def lay_flat(slots: Sequence[Slot], joint: Sequence[int] = ()) -> list[FlatMemory]:
+def lay_flat(slots: Sequence[Slot], joint: Sequence[int]) -> list[FlatMemory]:
     """Lay parameters out in a piece for each dtype and device.
 
-    `joint`: for each group, the number of the first group with which it may be updated as one; empty: none.
+    `joint`: for each group, the number of the first group with which it may be updated as one, or its own.
     """
 
     def place(slot: Slot) -> tuple[int, int]:
-        return (joint[slot.group] if joint else slot.group, slot.group)
+        return joint[slot.group], slot.group
 
     with torch.no_grad():
         return [FlatMemory(sorted(alike, key=place), joint) for alike in by_kind(slots)]

@@ -172,16 +172,11 @@ def _segments(members: Sequence[Tensor], blocks: int, grain: int, device: torch.
     while not levels or any(rows.shape[1] > 1 for rows in members):
         longest = max(rows.shape[1] for rows in members)
         width = min(_WIDTH, 1 << max(longest - 1, 0).bit_length())
-        members = [_in_rows(rows, width, missing=size) for rows in members]
+        lacking = [max(-(-rows.shape[1] // width), 1) * width - rows.shape[1] for rows in members]  # of whole rows
+        members = [pad(rows, (0, lack), value=size) for rows, lack in zip(members, lacking, strict=True)]
         levels.append(torch.cat([rows.reshape(-1, width) for rows in members]).to(device, torch.int32))
         size, members = _numbered([(len(rows), rows.shape[1] // width) for rows in members])
     return Segments(grain, owners.to(device), levels)
-
-
-def _in_rows(members: Tensor, width: int, *, missing: int) -> Tensor:
-    """Pad each segment's members to whole rows, at least one."""
-    length = members.shape[1]
-    return pad(members, (0, max(-(-length // width), 1) * width - length), value=missing)
 
 
 def _numbered(shapes: Sequence[tuple[int, int]]) -> tuple[int, list[Tensor]]:

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
-from accelcore.precision.policy import Policy
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
 from accelcore.training.options import TrainerOptions
@@ -22,7 +20,6 @@ from accelcore.training.parallel.strategy import (
     all_reduce_gradients,
     broadcast_buffers,
     check_no_launcher,
-    check_trainable,
 )
 from accelcore.util.text import first_line, kind_of
 
@@ -43,9 +40,6 @@ class DDP(Strategy):
         self._hooks = Hooks()
         self._arrived: list[Tensor] = []
         self._ran = [False]
-
-    def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
-        check_trainable(model)
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         self._hooks.close()
@@ -125,7 +119,8 @@ def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
         raise ConfigurationError(
             f"{kind_of(module)} cannot be replicated", remedy="give the module: net = accel.replicate(model)"
         )
-    check_trainable(module)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigurationError("the model has no parameter to train", remedy="look for requires_grad_(False)")
     collectives = backend.collectives
     if collectives.world_size == 1:
         check_no_launcher("call job = accel.join() before, or replicate inside `with accel.distributed():`")

@@ -23,7 +23,6 @@ from accelcore.training.parallel.strategy import (
     Strategy,
     broadcast_buffers,
     broadcast_tensors,
-    check_trainable,
     comm_dtype,
 )
 
@@ -72,7 +71,6 @@ class FullySharded(Strategy):
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        check_trainable(model)
         for name, parameter in model.named_parameters():
             for unfit, what, remedy in (
                 (parameter.dim() == 0, "a scalar", "make it a vector of one element"),

@@ -129,12 +129,6 @@ def check_no_launcher(remedy: str) -> None:
         )
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Raise ConfigurationError if no parameter requires a gradient."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigurationError("the model has no parameter to train", remedy="look for requires_grad_(False)")
-
-
 def comm_dtype(options: TrainerOptions) -> torch.dtype | None:
     """Return the dtype to exchange gradients in; None: their own."""
     name = options["comm_dtype"]

@@ -58,7 +58,7 @@ class Place(Stage):
             )
         held = {id(member) for members in plan.groups() for member in members}
         trainable = [(name, one) for name, one in plan.model.named_parameters() if one.requires_grad]
-        if names and not trainable:
+        if not trainable:
             raise ConfigurationError(
                 f"all {len(names)} parameters of the model are frozen, so there is nothing to train",
                 remedy="unfreeze some by requires_grad_(True) first; to evaluate only, no trainer is needed",
@@ -243,9 +243,8 @@ def _gradients(plan: Plan) -> Gradients:
     if plan.strategy.layout == "shards":
         gradients = ShardedGradients(slots)
     elif slots and _lies_flat(plan):
-        optimizer = plan.optimizer
-        joint = joint_groups(optimizer.name, optimizer.param_groups) if isinstance(optimizer, RoutedOptimizer) else ()
-        gradients = Flat(slots, joint)
+        name = plan.optimizer.name if isinstance(plan.optimizer, RoutedOptimizer) else ""
+        gradients = Flat(slots, joint_groups(name, plan.optimizer.param_groups))
     else:
         gradients = PerTensor(slots)
     if plan.policy.masters and any(slot.parameter.dtype in LOW_PRECISION for slot in slots):
