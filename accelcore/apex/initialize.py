@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from accelcore.apex.prepared import Prepared, is_prepared
 from accelcore.apex.state import AmpScaler, backend_of, enter_o1, listed, state
-from accelcore.backend import Backend
 from accelcore.errors import AmpError, UnsupportedError, logger
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, Policy
@@ -117,7 +116,11 @@ def initialize(
     all_models, all_optimizers = listed(models, nn.Module, "model"), listed(optimizers, Optimizer, "optimizer")
     _check_models(all_models)
     backend = backend_of(parameter for model in all_models for parameter in model.parameters())
-    _check_declared(backend, properties)
+    if properties.policy.autocast:
+        backend.autocast(torch.float16, table="O1")  # raises if it is not declared
+    dtype, declared = properties.policy.model_dtype, backend.capabilities.model_dtypes
+    if dtype is not None and dtype not in declared:
+        raise UnsupportedError(f"{backend.name} does not train models in {dtype}", available=", ".join(declared))
     for optimizer in all_optimizers:
         if is_prepared(optimizer):
             raise AmpError(
@@ -167,14 +170,6 @@ def _check_models(models: Iterable[nn.Module]) -> None:
                 )
 
 
-def _check_declared(backend: Backend, properties: _Properties) -> None:
-    if properties.policy.autocast:
-        backend.autocast(torch.float16, table="O1")
-    dtype, declared = properties.policy.model_dtype, backend.capabilities.model_dtypes
-    if dtype is not None and dtype not in declared:
-        raise UnsupportedError(f"{backend.name} does not train models in {dtype}", available=", ".join(declared))
-
-
 def _cast(model: nn.Module, properties: _Properties) -> dict[int, Tensor]:
     """Cast a model and its boundary; return the earlier values of its trainable parameters, as `hold` does."""
     policy, outputs = properties.policy, properties.cast_model_outputs
@@ -199,8 +194,13 @@ def _resolve(given: Mapping[str, Any]) -> _Properties:
             remedy='choose one of those; Ascend recommends "O2" with loss_scale=128.0',
         )
     level = Policy.preset(opt_level)
-    if level.autocast:
-        _check_casts_only(given)
+    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights") if level.autocast else ():
+        if given[name] is not None and not (name == "cast_model_type" and given[name] in (False, torch.float32)):
+            raise AmpError(
+                f"{name}={given[name]} at O1 has no effect",
+                why="O1 casts the inputs of operators, and leaves the model itself in fp32",
+                remedy='remove it, or use opt_level="O2"',
+            )
     for name in ("patch_torch_functions", "user_cast_preferred"):
         if given[name] and not level.autocast:
             raise AmpError(
@@ -260,17 +260,6 @@ def _loss_scale(loss_scale: Any, given: Mapping[str, Any]) -> float | LossScale 
     if isinstance(loss_scale, bool) or not 0 < scale <= torch.finfo(torch.float32).max:
         raise AmpError(f"loss_scale={loss_scale!r} is not a loss scale", remedy='give a number > 0, or "dynamic"')
     return None if scale == 1.0 else scale
-
-
-def _check_casts_only(given: Mapping[str, Any]) -> None:
-    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
-        value = given[name]
-        if value is not None and not (name == "cast_model_type" and value in (False, torch.float32)):
-            raise AmpError(
-                f"{name}={value} at O1 has no effect",
-                why="O1 casts the inputs of operators, and leaves the model itself in fp32",
-                remedy='remove it, or use opt_level="O2"',
-            )
 
 
 def _flag(name: str, given: Mapping[str, Any], default: bool) -> bool:

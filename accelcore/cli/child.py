@@ -119,8 +119,15 @@ def watch(
             program, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
             start_new_session=True,  # a new process group, which can be killed as a whole
         )  # fmt: skip
+        status, size, since = None, 0, time.monotonic()
         try:
-            status = yield from _wait(child, limit, progress)
+            while (left := since + limit - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    status = child.wait(min(left, _LOOK))
+                    break
+                if progress is not None and progress.stat().st_size != size:
+                    size, since = progress.stat().st_size, time.monotonic()
+                yield
         finally:
             with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of a group that has ended
                 os.killpg(child.pid, signal.SIGKILL)
@@ -130,17 +137,6 @@ def watch(
         stderr.seek(0)
         texts = (file.read().decode("utf-8", "replace") for file in (stdout, stderr))
         return Ended(status, limit, seconds, *texts)
-
-
-def _wait(child: subprocess.Popen[bytes], limit: float, progress: Path | None) -> Generator[None, None, int | None]:
-    size, since = 0, time.monotonic()
-    while (left := since + limit - time.monotonic()) > 0:
-        with suppress(subprocess.TimeoutExpired):
-            return child.wait(min(left, _LOOK))
-        if progress is not None and progress.stat().st_size != size:
-            size, since = progress.stat().st_size, time.monotonic()
-        yield
-    return None
 
 
 def raise_on_signals() -> None:

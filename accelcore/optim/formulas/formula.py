@@ -59,7 +59,11 @@ class Formula(Engine, torch.optim.Optimizer):
                 group.setdefault("state_dtype", state_dtype)
         for group in self.param_groups:
             not_negative(lr=group["lr"])  # torch checks the default only, and accepts nan in SGD
-            _check_state_dtype(group)
+            name = group.get("state_dtype")
+            if name not in (None, *STATE_DTYPES):
+                raise ValueError(f"state_dtype={name!r} is unknown; available: {', '.join(STATE_DTYPES)}")
+            if name is not None and any(value.is_complex() for value in group["params"]):
+                raise ValueError(f"the state of a complex parameter is complex, and cannot be {name}")
 
     def initial_state(self, group: dict[str, Any]) -> dict[str, float]:
         """Return the names of the state of a tensor of this group, except `step`, and the value each starts with."""
@@ -248,13 +252,3 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _check_state_dtype(group: dict[str, Any]) -> None:
-    name = group.get("state_dtype")
-    if name is None:
-        return
-    if name not in STATE_DTYPES:
-        raise ValueError(f"state_dtype={name!r} is unknown; available: {', '.join(STATE_DTYPES)}")
-    if any(value.is_complex() for value in group["params"]):
-        raise ValueError(f"the state of a complex parameter is complex, and cannot be {name}")
