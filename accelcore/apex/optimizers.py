@@ -51,6 +51,13 @@ class _ByDevice(Optimizers):
 _create = _ByDevice().create
 
 
+_IGNORED = {"set_grad_none", "materialize_master_grads"}  # they change no update
+_ONE_VALUE = {
+    "bias_correction": "remove it, or use NpuFusedBertAdam",
+    "wd_after_momentum": "remove it: torch's SGD decays before momentum",
+    "adagrad_w_mode": "remove it: torch's Adagrad adds the decay",
+}
+"""Options that must have their default, and what to do if one has not."""
 _REQUIRED = Parameter.empty
 _BETAS = (0.9, 0.999)
 
@@ -64,7 +71,14 @@ def _function(name: str, optimizer: str, text: str, **options: Any) -> Callable[
     def create(*arguments: Any, **given: Any) -> RoutedOptimizer:
         bound = signature.bind(*arguments, **given)
         bound.apply_defaults()
-        return _create(optimizer, **bound.arguments)
+        taken = bound.arguments
+        for option in _IGNORED & taken.keys():
+            del taken[option]
+        for option in _ONE_VALUE.keys() & taken.keys():
+            if (value := taken.pop(option)) != options[option]:
+                raise UnsupportedError(f"{name} cannot run with {option}={value!r}", remedy=_ONE_VALUE[option])
+        is_w = taken.pop("adam_w_mode", True)  # of FusedAdam
+        return _create(optimizer if is_w else "adam", **taken)
 
     create.__name__, create.__qualname__, create.__doc__ = name, name, text
     vars(create)["__signature__"] = signature
@@ -112,71 +126,21 @@ NpuFusedRMSpropTF = _function(
 )  # fmt: skip
 
 
-def FusedAdam(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> RoutedOptimizer:
-    """NVIDIA's FusedAdam: `torch.optim.AdamW`, or with `adam_w_mode=False` `torch.optim.Adam`.
-
-    Raises:
-        UnsupportedError: `bias_correction=False`.
-    """
-    if not bias_correction:
-        raise UnsupportedError(
-            "FusedAdam cannot run with bias_correction=False", remedy="remove it, or use NpuFusedBertAdam"
-        )
-    name = "adamw" if adam_w_mode else "adam"
-    return _create(name, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-
-
-def FusedSGD(  # noqa: N802
-    params: Parameters,
-    lr: float,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    wd_after_momentum: bool = False,
-    materialize_master_grads: bool = True,
-    set_grad_none: bool = False,
-) -> RoutedOptimizer:
-    """NVIDIA's FusedSGD: `torch.optim.SGD`.
-
-    Raises:
-        UnsupportedError: `wd_after_momentum=True`.
-    """
-    if wd_after_momentum:
-        raise UnsupportedError(
-            "FusedSGD cannot run with wd_after_momentum=True", remedy="remove it: torch's SGD decays before momentum"
-        )
-    return NpuFusedSGD(params, lr, momentum, dampening, weight_decay, nesterov)
-
-
-def FusedAdagrad(  # noqa: N802
-    params: Parameters,
-    lr: float = 1e-2,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    set_grad_none: bool = True,
-    adagrad_w_mode: bool = False,
-) -> RoutedOptimizer:
-    """NVIDIA's FusedAdagrad: `torch.optim.Adagrad`.
-
-    Raises:
-        UnsupportedError: `adagrad_w_mode=True`.
-    """
-    if adagrad_w_mode:
-        raise UnsupportedError(
-            "FusedAdagrad cannot run with adagrad_w_mode=True", remedy="remove it: torch's Adagrad adds the decay"
-        )
-    return _create("adagrad", params, lr=lr, eps=eps, weight_decay=weight_decay)
+FusedAdam = _function(
+    "FusedAdam", "adamw",
+    "NVIDIA's FusedAdam: `torch.optim.AdamW`, or with `adam_w_mode=False` `torch.optim.Adam`.",
+    lr=1e-3, bias_correction=True, betas=_BETAS, eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False,
+    set_grad_none=True,
+)  # fmt: skip
+FusedSGD = _function(
+    "FusedSGD", "sgd", "NVIDIA's FusedSGD: `torch.optim.SGD`.",
+    lr=_REQUIRED, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False,
+    materialize_master_grads=True, set_grad_none=False,
+)  # fmt: skip
+FusedAdagrad = _function(
+    "FusedAdagrad", "adagrad", "NVIDIA's FusedAdagrad: `torch.optim.Adagrad`.",
+    lr=1e-2, eps=1e-10, weight_decay=0.0, set_grad_none=True, adagrad_w_mode=False,
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
