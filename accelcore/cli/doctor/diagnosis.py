@@ -39,17 +39,10 @@ _DISTRIBUTIONS = ("accelcore", "torch", "numpy", "safetensors", "pluggy")
 
 _PREFIX = "ACCEL_"
 
+# Also those that affect threads, compilers and the search for code. None of them holds a secret.
 _VARIABLES = (
-    "ACCEL_DEVICE",
-    "ACCEL_PROBE_TIMEOUT",
-    *JOB_VARIABLES,
-    AUTOLOAD,
-    # Variables that affect threads, compilers and the search for code. None of them holds a secret.
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "CXX",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
+    *("ACCEL_DEVICE", "ACCEL_PROBE_TIMEOUT", *JOB_VARIABLES, AUTOLOAD),
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CXX", "PYTHONPATH", "LD_LIBRARY_PATH"),
 )
 
 
