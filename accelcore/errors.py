@@ -18,6 +18,11 @@ logger = logging.getLogger("accelcore")
 """For warnings and notes of every part."""
 
 
+def notice(message: str, *values: object) -> None:
+    """Log what a user should know of a run without a fault: INFO, or a warning where Python would show nothing else."""
+    logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, message, *values)
+
+
 class AccelError(Exception):
     """Base of all errors that accelcore raises on purpose.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.checkpoint.store import as_path
-from accelcore.errors import ConfigurationError, RecordingError, logger
+from accelcore.errors import ConfigurationError, RecordingError, notice
 from accelcore.layerwise import ROUNDING, LayerDifference, compare_batch_sizes
 from accelcore.parity.collector import Watched
 from accelcore.parity.compare import Result, compare
@@ -127,7 +127,7 @@ class Replay(Record):
         began = self._recorded.facts["began"]
         if trainer.backend.collectives.rank == 0 and len(self._trainers) == 1:
             resumes = f"resumes at step {began}, where the recorded run began" if began else "does not resume"
-            logger.warning("a replay saves no checkpoint, and %s", resumes)
+            notice("a replay saves no checkpoint, and %s", resumes)
         trainer.saver.writes, trainer.saver.starts_at = False, began
 
     def _begin_step(self, watched: Watched, first: bool) -> None:

@@ -189,7 +189,7 @@ class Trainer(Suggests, Checkpoints):
         self._stream.move_to(epoch)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Return the epochs that remain of `total`, counted from 0. If none remains, a warning is logged.
+        """Return the epochs that remain of `total`, counted from 0. If none remains, the log reports it.
 
         After a `resume`, a loop over `range(total)` trains `total` epochs more.
         """

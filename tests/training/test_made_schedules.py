@@ -121,7 +121,7 @@ def test_a_resumed_schedule_goes_on_where_it_was_before_it_could_be_known(accel,
     assert before.seen + after.seen == expected.seen
     trainer.resume(tmp_path)  # and the scheduler that is there goes back
     assert trainer.scheduler.last_epoch == stop
-    assert {record.message.partition(" from ")[0] for record in caplog.records} == {"resumed"}
+    assert not caplog.records
 
 
 def test_nothing_is_trained_as_long_as_the_number_of_updates_is_unknown(accel, tmp_path):

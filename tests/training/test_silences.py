@@ -292,6 +292,7 @@ def test_a_second_epoch_of_an_iterator_and_a_training_without_batches_are_errors
 
 
 def test_a_folder_without_a_checkpoint_is_reported_or_refused(accel, tmp_path, caplog):
+    caplog.set_level("INFO")
     trainer, there = make(accel), tmp_path / "there"
     assert trainer.resume(tmp_path / "elsewhere") is None
     assert str(tmp_path / "elsewhere") in caplog.text

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accelcore.errors import CheckpointError, ConfigurationError, DistributedError, TrainingError, logger
+from accelcore.errors import CheckpointError, ConfigurationError, DistributedError, TrainingError, logger, notice
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
@@ -114,7 +114,7 @@ class DataStream:
             raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
         self.total_epochs = total
         if 0 < total <= self.epoch and self._collectives.rank == 0:
-            logger.warning(
+            notice(
                 "this training is finished: %d epochs are done, and the script asks for %d; to continue, ask for "
                 "more; to start over, delete the checkpoints, or save to another folder",
                 self.epoch,

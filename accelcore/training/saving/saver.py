@@ -23,7 +23,7 @@ from torch import Tensor
 from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MODEL, RANK, digest_of_manifest, file_of
-from accelcore.errors import CheckpointError, ConfigurationError, logger
+from accelcore.errors import CheckpointError, ConfigurationError, logger, notice
 from accelcore.jobs.exchange import gather_objects
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import Agreement
@@ -143,7 +143,7 @@ class Checkpoints(ABC):
                         store.check_mode(folder, self._run, metric[1])
                         if mode is None and not self._told_mode:
                             self._told_mode = True
-                            logger.warning('best= without mode=: the lowest is the best; else give mode="max"')
+                            notice('best= without mode=: the lowest is the best; else give mode="max"')
             with agreement.all_or_none(doing), store.writing(folder):
                 for name, training in trainings.items():
                     _write(training, folder, name, rank)
@@ -213,7 +213,7 @@ class Checkpoints(ABC):
                     logger.warning(text, saved_by, world_size)
                 savers = [(name, training.saver) for name, training in trainings.items()]
                 at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
-                logger.warning("resumed from %s: %s", checkpoint.path, at)
+                notice("resumed from %s: %s", checkpoint.path, at)
             self._run = checkpoint.manifest["run"]
             if any(training.saver.spares_start for training in trainings.values()):
                 self._spared = checkpoint.path
@@ -222,7 +222,8 @@ class Checkpoints(ABC):
             raise store.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
         if rank == 0:
             hint = f" (did you mean one of these? {below})" if (below := store.beneath(folder)) else ""
-            logger.warning("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
+            log = logger.warning if hint else notice
+            log("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
         return None
 
 
@@ -320,9 +321,7 @@ def _metric(best: Any, mode: str | None) -> tuple[float, str] | None:
     if mode is not None and best is None:
         raise ConfigurationError(f"mode={mode!r} needs best=", remedy="give best=metric, or remove mode=")
     if mode not in [None, *store.BEST]:
-        raise ConfigurationError(
-            f"mode={mode!r} is unknown", available='"min": the lowest metric is the best; "max": the highest'
-        )
+        raise ConfigurationError(f"mode={mode!r} is unknown", available='"min" (the lowest is the best) or "max"')
     if best is None:
         return None
     if not is_number(value := item(best)):

@@ -87,6 +87,7 @@ def test_after_a_resume_the_best_is_remembered_and_can_be_resumed_and_exported(a
 
 
 def test_trainers_that_are_saved_together_have_a_best_checkpoint(accel, tmp_path, caplog):
+    caplog.set_level("INFO")
     one, two = make(accel), make(accel)
     both = accelcore.Together(one=one, two=two)
     for metric in (2.0, 1.0, 3.0, 4.0):
@@ -96,6 +97,7 @@ def test_trainers_that_are_saved_together_have_a_best_checkpoint(accel, tmp_path
     assert both.resume(tmp_path, best=True).name == "step-00000002"
     assert (one.steps, two.steps) == (2, 0)
     assert f"resumed from {tmp_path / 'step-00000002'}: one step 2, epoch 0; two step 0, epoch 0" in caplog.text
+    assert {record.levelname for record in caplog.records if "resumed from" in record.message} == {"INFO"}
 
 
 def test_without_a_metric_there_is_no_best(accel, tmp_path, caplog):
@@ -125,6 +127,7 @@ def test_without_a_metric_there_is_no_best(accel, tmp_path, caplog):
 
 
 def test_the_direction_of_a_metric_is_reported_once_unless_it_is_given(accel, tmp_path, caplog):
+    caplog.set_level("INFO")
     trainer = make(accel)
     save(trainer, tmp_path / "given", [0.5])
     assert "best" not in caplog.text

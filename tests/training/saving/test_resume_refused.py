@@ -147,7 +147,7 @@ def test_adam_and_adamw_are_not_one_and_another_static_scale_is_gone_on_with(acc
     other = trainer("adamw", 1024.0)
     other.resume(tmp_path)
     assert other.scaler.state_dict()["scale"] == 1024.0
-    line, _ = (record.message for record in caplog.records)
+    (line,) = (record.message for record in caplog.records)
     assert "a static loss scale of 128.0, and this training a static loss scale of 1024.0" in line
 
 
