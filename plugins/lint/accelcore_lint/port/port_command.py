@@ -17,12 +17,12 @@ from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
 from accelcore_lint.port.project import Known, Project, read_project
 from accelcore_lint.port.report import Ported, as_json, diff, show
-from accelcore_lint.port.rewrite import UnfaithfulError, port_source
+from accelcore_lint.port.rewrite import UnfaithfulError, parsed, port_source
 from accelcore_lint.port.rule import Level
 
 _ASYNC = re.compile(r"[(,]\s*async *=")
-_GLUED = re.compile(r"\b(assert|return|not|if|elif|while|in|and|or)\((?=[^\n]*\bif\b[^\n]*\belse\b)")
-"""Words without a space before a choice in parentheses, which libcst refuses."""
+_GLUED = re.compile(r"\b(assert|return|not|if|elif|while|in|and|or)\((?=[^\n]*\bif\b[^\n]*\belse\b|lambda\b)")
+"""Words without a space before a choice or a function in parentheses, which libcst refuses."""
 _SCRIPT = "accelcore_lint.port.arguments"
 
 
@@ -146,7 +146,7 @@ def _ported(path: Path, level: Level, known: Known, *, named: bool) -> Ported:
     try:
         script = read_script(path)
         if named:
-            cst.parse_module(script.source)
+            parsed(script.source)
         outcome = port_source(script.source, level, known)
     except cst.ParserSyntaxError as error:
         return Ported(path, error=_unreadable(error, script.source))

@@ -20,9 +20,13 @@ from accelcore_lint.port.rule import TODO, Level, Note
 from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
-from accelcore_lint.port.vendors import builds_extensions, may_concern, vendor_lines
+from accelcore_lint.port.vendors import builds_extensions, first_lines, may_concern, settings_lines, vendor_lines
 
 _BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
+_UNKNOWN = "a word for one vendor's devices that no rule knows: see what other devices need here"
+_SETTING = "one vendor's device in a file without torch: choose it where it is read, by torch.accelerator"
+_WORD = re.compile(r"\w+")
+_IMPORT = re.compile(r"[ \t]*(from|import)\b")
 _IGNORED = re.compile(r"[ \t]*torch\.backends\.(cudnn|cuda)\.[\w.]+[ \t]*=[^=]")
 
 
@@ -40,7 +44,7 @@ class Outcome:
     Attributes:
         source: the new source; the old one, to the last byte, if nothing is to be done.
         rewritten: what was done.
-        left: what a comment above the line now says.
+        left: what a comment above the line now says; a file without torch gets none.
         harmless: what was left without a comment, because other devices ignore it.
         before, after: number of lines that work on one vendor's devices only.
         splits: whether a question that is left decides where something is, so that the program's others have to stay.
@@ -57,6 +61,18 @@ class Outcome:
     after: int = 0
     ignored: int = 0
     splits: bool = False
+
+
+def parsed(source: str) -> cst.Module:
+    """Return the tree of a source.
+
+    Raises:
+        libcst.ParserSyntaxError, libcst.CSTValidationError: libcst does not read it.
+    """
+    try:
+        return cst.parse_module(source)
+    except TypeError as error:  # of libcst's own check, as for `assert(lambda: 1)`
+        raise cst.CSTValidationError(str(error)) from error
 
 
 def port_source(source: str, level: Level, known: Known | None = None) -> Outcome:
@@ -81,9 +97,10 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
 
 def _port(source: str, level: Level, known: Known) -> Outcome:
     if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=known.meets_torch):
-        engine = engine_in(source)
-        return Outcome(source, harmless=[engine_note(*engine)] if engine else [])
-    module = cst.parse_module(source)
+        engine, lines = engine_in(source), settings_lines(source)
+        notes, left = [engine_note(*engine)] if engine else [], [Note(line, "setting", _SETTING) for line in lines]
+        return Outcome(source, left=left, harmless=notes, before=len(lines), after=len(lines))
+    module = parsed(source)
     if module.code != source:
         raise UnfaithfulError
     before = len(vendor_lines(source))
@@ -117,10 +134,52 @@ def _port(source: str, level: Level, known: Known) -> Outcome:
     outcome.left += imports.left
     for notes in (outcome.rewritten, outcome.left, outcome.harmless):
         notes.sort(key=attrgetter("line"))
-    lines, left = outcome.source.split("\n"), vendor_lines(outcome.source)
-    outcome.after = len(left)
-    outcome.ignored = sum(_IGNORED.match(lines[number - 1]) is not None for number in left)
+    _report_rest(outcome, source)
+    after, rest = outcome.source.split("\n"), vendor_lines(outcome.source)
+    outcome.after = len(rest)
+    outcome.ignored = sum(_IGNORED.match(after[number - 1]) is not None for number in rest)
     return outcome
+
+
+def _report_rest(outcome: Outcome, source: str) -> None:
+    """Report lines for one vendor that no rule has rewritten or left, and comment on them.
+
+    An import is reported by the lines that use what it brings.
+    """
+    before, after = source.split("\n"), outcome.source.split("\n")
+    ignored = {before[note.line - 1].strip() for note in outcome.harmless}
+    used = {word for note in (*outcome.left, *outcome.harmless) for word in _WORD.findall(before[note.line - 1])}
+    first = first_lines(outcome.source)
+    rest: dict[int, int] = {}
+    for number in vendor_lines(outcome.source):
+        head = after[first[number] - 1]
+        is_import = _IMPORT.match(head) is not None
+        text = " ".join(after[each - 1] for each, line in first.items() if line == first[number]) if is_import else ""
+        brings = _WORD.findall(text.partition("import ")[2])
+        is_known = {after[number - 1].strip(), head.strip()} & ignored or _IGNORED.match(head) or used & {*brings}
+        if not is_known and not (reason := _reason_above(after, first[number])):
+            rest[number] = first[number]
+        elif not is_known and is_import and reason == _UNKNOWN:
+            outcome.left.append(Note(before.index(head) + 1, "earlier run", reason))
+    for number, line in rest.items():
+        text = after[number - 1]
+        outcome.left.append(Note(before.index(text) + 1 if text in before else line, "unknown word", _UNKNOWN))
+    for line in sorted(set(rest.values()), reverse=True):
+        text = after[line - 1]
+        indent, end = text[: len(text) - len(text.lstrip())], "\r" if text.endswith("\r") else ""
+        after.insert(line - 1, f"{indent}{TODO}{_UNKNOWN}{end}")
+    outcome.source = "\n".join(after)
+    outcome.left.sort(key=attrgetter("line"))
+
+
+def _reason_above(lines: list[str], line: int) -> str:
+    """Return the reason in a comment of a port above a line, or above its decorators; "" if there is none."""
+    for above in map(str.strip, reversed(lines[: line - 1])):
+        if above.startswith(TODO):
+            return above.removeprefix(TODO)
+        if not above.startswith(("#", "@")):
+            break
+    return ""
 
 
 class _Apply(cst.CSTTransformer):

@@ -55,6 +55,9 @@ _SETTINGS = re.compile(
     r"(?i:\b((?:\w+\.)*_*(?:args?|cfg|conf|configs?|opts?|options?|settings|h?params|hps|flags)))"
     rf"\.({_OWN})\b(?![ \t]*[.(])"
 )
+_SETS = re.compile(
+    rf"(?i)\bdevice[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)[\"']({'|'.join(DEVICES)})(?::\d+)?[\"']"
+)
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({_OWN})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
@@ -139,8 +142,8 @@ def vendor_lines(source: str) -> set[int]:
             is_argument = bool(calls) and before != "." and following.string == "="
             if (f"{earlier}.{text}" if before == "." else text) in own and before not in ("from", "import"):
                 continue
-            if text in DEVICES and before not in (".", "def") and following.string == "(":
-                continue  # a function of the project: no package has one of this name
+            if text in DEVICES and before != "." and following.string == "(":
+                continue  # a function or a method of the project: no package has one of this name
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
             is_flag = is_argument and text in (*DEVICES, "apex")
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
@@ -161,6 +164,24 @@ def vendor_lines(source: str) -> set[int]:
             elif text in ")]}" and calls:
                 calls.pop()
         statement_begins, earlier, before = False, before, text
+    return found
+
+
+def settings_lines(source: str) -> list[int]:
+    """Return the lines of a file without torch that set a device of one vendor, as `config.DEVICE = "cuda"` does."""
+    found = {source.count("\n", 0, each.end(1)) + 1 for each in _SETS.finditer(source)}
+    return sorted(found & vendor_lines(source)) if found else []
+
+
+def first_lines(source: str) -> dict[int, int]:
+    """Return the number of the line at which the statement, or its head, begins, for each line with a part of it."""
+    first, found = 0, dict[int, int]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            continue
+        first = first or token.start[0]
+        found |= dict.fromkeys(range(token.start[0], token.end[0] + 1), first)
+        first = 0 if token.type == tokenize.NEWLINE else first
     return found
 
 

@@ -215,7 +215,9 @@ def test_the_report_names_what_the_project_uses_and_a_mac_lacks(script, line, na
     assert "on a Mac" not in run(script).output
 
 
-@pytest.mark.parametrize("line", ["assert(x if y else z)", "x = not(x if y else z)", "if(x if y else z):\n    pass"])
+@pytest.mark.parametrize(
+    "line", ["assert(lambda: 1)", "assert(x if y else z)", "x = not(x if y else z)", "if(x if y else z):\n    pass"]
+)
 def test_a_line_that_python_reads_and_the_parser_does_not_is_named(script, line):
     script.write_text(f"{SCRIPT}{line}\n")
     result = run(script)

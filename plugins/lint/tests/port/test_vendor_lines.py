@@ -74,3 +74,46 @@ def test_an_attribute_that_the_script_sets_is_no_vendor_line():
 )
 def test_names_of_arguments(line, count):
     assert port_source(f"import torch\n{line}\n", Level.TORCH).before == count
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ('_C.MODEL.DEVICE = "cuda"', 1),
+        ("settings = {'device': 'cuda:0'}", 1),
+        ("parser.add_argument('--device', default='npu')", 1),
+        ("run(device='cuda')", 1),
+        ("_C.MODEL.DEVICE = 'cpu'", 0),
+        ("devices = 'cuda'", 0),
+        ("name = 'cuda'", 0),
+        ("def f():\n    'device=\"cuda\"'", 0),
+    ],
+)
+def test_a_setting_of_a_device_in_a_file_without_torch_is_reported_and_stays(line, count):
+    outcome = port_source(f"import yacs\n{line}\n", Level.TORCH)
+    assert outcome.source == f"import yacs\n{line}\n"
+    assert (outcome.before, outcome.after, [note.line for note in outcome.left]) == (count, count, [2] * count)
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("from activations.cuda.kernels import (\n    Fused,\n)", 2),
+        ("try:\n    import torch_npu\nexcept ImportError:\n    torch_npu = None", 5),
+        ("def make(size=2,\n         device=torch.cuda):\n    return size", 3),
+        ("places = dict(\n    devices=['cuda:0', 'cuda:1'],\n)", 3),
+    ],
+)
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_each_line_for_one_vendor_that_stays_is_reported(line, number, level):
+    outcome = port_source(f"import torch\n{line}\nx = torch.ones(2).cuda()\n", level)
+    assert number in {note.line for note in outcome.left}
+    assert outcome.source.count("# TODO(accelcore): ") == len({note.line for note in outcome.left})
+    again = port_source(outcome.source, level)
+    assert again.source == outcome.source
+    assert {note.text for note in again.left} == {note.text for note in outcome.left}
+
+
+def test_a_method_of_the_projects_own_is_no_vendor_line():
+    source = "import torch\n\n\nclass Net:\n    def cuda(self):\n        self.net.cuda()\n"
+    assert port_source(source, Level.TORCH).before == 1
