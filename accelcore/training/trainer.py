@@ -193,7 +193,17 @@ class Trainer(Suggests, Checkpoints):
 
         After a `resume`, a loop over `range(total)` trains `total` epochs more.
         """
-        return self._stream.epochs(total, self._schedule.warn_if_cut)
+        return self._stream.epochs(total, self._epochs_ended)
+
+    def _epochs_ended(self) -> None:
+        self._schedule.warn_if_cut()
+        if self._window.micro:
+            logger.warning(
+                "trainer.epochs(...) has ended within a window, after %d of %d micro-batches: call trainer.flush() to "
+                "update with them",
+                self._window.micro,
+                self.accumulate,
+            )
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.

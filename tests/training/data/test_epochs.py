@@ -9,9 +9,10 @@ from torch import nn
 import accelcore
 
 
-def make(accel):
+def make(accel, **options):
     model = nn.Linear(4, 1)
-    return accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=lambda m, b: m(b).sum())
+    optimizer = accel.optimizers.create("sgd", model.parameters())
+    return accel.trainer(model, optimizer, loss=lambda m, b: m(b).sum(), **options)
 
 
 DATA = [torch.ones(2, 4)] * 3
@@ -60,6 +61,18 @@ def test_an_epoch_counts_where_its_batches_were_read_in_another_way(accel):
     for epoch in trainer.epochs(2):
         assert trainer.epoch == epoch
     assert trainer.epoch == 2
+
+
+@pytest.mark.parametrize("way", ["loader", "batches", "break"])
+def test_a_window_that_is_open_when_the_epochs_end_is_reported(accel, caplog, way):
+    trainer = make(accel, accumulate=2)
+    for _ in trainer.epochs(1):
+        for batch in DATA if way == "loader" else trainer.batches(DATA):
+            trainer(batch)
+            if way == "break":
+                break
+    says = "ended within a window, after 1 of 2 micro-batches: call trainer.flush()"
+    assert [says in record.message for record in caplog.records] == [True] * (way != "batches")
 
 
 @pytest.mark.parametrize("total", [-1, 2.0, True, None, "3"])
