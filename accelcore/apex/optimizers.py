@@ -6,7 +6,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -31,9 +31,6 @@ _REFUSED = {
     "FusedMixedPrecisionLamb": _NVIDIAS_LAMB,
     "FusedNovoGrad": "no backend has a NovoGrad",
 }
-
-
-Parameters = Iterable[Any]  # tensors, or groups of them, as torch's optimizers take them
 
 
 class _ByDevice(Optimizers):
