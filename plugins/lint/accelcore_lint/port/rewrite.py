@@ -151,7 +151,7 @@ def _report_rest(outcome: Outcome, source: str) -> None:
     used = {word for note in (*outcome.left, *outcome.harmless) for word in _WORD.findall(before[note.line - 1])}
     first = first_lines(outcome.source)
     rest: dict[int, int] = {}
-    for number in vendor_lines(outcome.source):
+    for number in sorted(vendor_lines(outcome.source)):
         head = after[first[number] - 1]
         is_import = _IMPORT.match(head) is not None
         text = " ".join(after[each - 1] for each, line in first.items() if line == first[number]) if is_import else ""
@@ -161,9 +161,11 @@ def _report_rest(outcome: Outcome, source: str) -> None:
             rest[number] = first[number]
         elif not is_known and is_import and reason == _UNKNOWN:
             outcome.left.append(Note(before.index(head) + 1, "earlier run", reason))
+    places = set[int]()
     for number, line in rest.items():
-        text = after[number - 1]
-        outcome.left.append(Note(before.index(text) + 1 if text in before else line, "unknown word", _UNKNOWN))
+        same = (at for at, text in enumerate(before, 1) if text == after[number - 1] and at not in places)
+        places.add(place := next(same, line))
+        outcome.left.append(Note(place, "unknown word", _UNKNOWN))
     for line in sorted(set(rest.values()), reverse=True):
         text = after[line - 1]
         indent, end = text[: len(text) - len(text.lstrip())], "\r" if text.endswith("\r") else ""

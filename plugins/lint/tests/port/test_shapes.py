@@ -124,3 +124,28 @@ def test_branches_for_two_vendors_become_one():
 def test_a_question_that_was_negated_is_no_double_negation():
     ported = _ported("import torch\n\n\ndef f(x):\n    if not x.is_cuda:\n        x = x.cuda()\n    return x\n").source
     assert '    if x.device.type == "cpu":\n' in ported
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "opens"),
+    [
+        ("y = x.numpy()", True),
+        ("k = 2\n        y = x.detach().numpy()", True),
+        ("y = made.detach().numpy()", True),
+        ("y = moved.numpy()", False),
+        ("y = x.cpu().numpy()", False),
+        ("x = x.cpu()\n        y = x.numpy()", False),
+        ("y = other.numpy()", False),
+        ("if other:\n            y = x.numpy()", False),
+        ("y = x", False),
+    ],
+)
+@pytest.mark.parametrize("test", ['x.device.type == "cuda"', "x.is_cuda"])
+def test_a_tensor_that_is_an_array_otherwise_is_on_the_cpu(test, otherwise, opens):
+    source = (
+        "import torch\n\n\ndef transform(x, other):\n    made = torch.cat([x, x + 1])\n"
+        f"    moved = torch.cat([x.cpu()])\n    if {test}:\n        y = torch.fft.rfft(x)\n    else:\n"
+        f"        {otherwise}\n    return y\n"
+    )
+    assert ('if x.device.type != "cpu":' in _ported(source).source) is opens
+    assert (test in _ported(source).source) is not opens

@@ -117,3 +117,9 @@ def test_each_line_for_one_vendor_that_stays_is_reported(line, number, level):
 def test_a_method_of_the_projects_own_is_no_vendor_line():
     source = "import torch\n\n\nclass Net:\n    def cuda(self):\n        self.net.cuda()\n"
     assert port_source(source, Level.TORCH).before == 1
+
+
+def test_equal_lines_for_one_vendor_are_reported_each():
+    line = "    from activations.cuda.kernels import Fused\n"
+    outcome = port_source(f"import torch\n\n\ndef f():\n{line}\n\ndef g():\n{line}", Level.TORCH)
+    assert [note.line for note in outcome.left] == [5, 9]

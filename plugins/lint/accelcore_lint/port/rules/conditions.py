@@ -28,6 +28,9 @@ _NAMES = re.compile(rf"([\"'])({'|'.join(DEVICES)}|cpu|mps|xpu)\1( if [^\"']* el
 """A choice between names of devices without an index."""
 _VENDORS = re.compile(r"(?i)cuda|apex|npu|triton|kernel|extension|fused|\bext\b")
 
+_ASKED = re.compile(r"([\w.]+?)\.(?:is_cuda|is_npu|device\.type == .*)$")
+_MOVED = re.compile(r"\.cpu\(|\.to\(|device *=")
+
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
 _ABOUT = re.compile(r"(?i)dev|\.type\b")
 _TYPE = re.compile(r".*(\.type|device_type|device)")
@@ -38,6 +41,8 @@ def _decide(node: cst.Comparison | cst.Attribute, facts: Facts) -> Rewrite | Lef
     """Ask the condition of every accelerator, unless the script also runs on one that does not have what it guards."""
     decision = _decide_flag(node, facts) if isinstance(node, cst.Attribute) else _decide_comparison(node, facts)
     waits = isinstance(decision, Left) and decision.retry is not None
+    if isinstance(decision, Left) and _needs_host(node, facts):
+        return decision.retry or decision
     return _left(node) if waits and facts.names_others and _may_fail(node, facts) else decision
 
 
@@ -84,6 +89,33 @@ def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | N
         test = f'"cpu" != {facts.place.kind(node)} in' if facts.names_others else '"cpu" not in'
         return Left(_SKIPS, node.children, retry=whole(node, f"{test} {text_of(right)}"))
     return _left(node) if _mentions(node, facts) else None
+
+
+def _needs_host(node: cst.Comparison | cst.Attribute, facts: Facts) -> bool:
+    """Return whether an `if` otherwise takes a tensor's memory as an array, which raises an error on all devices.
+
+    The tensor is the one whose device is asked, or torch has made it of that one.
+    """
+    guard, asked = facts.parent(node), _ASKED.match(text_of(node))
+    other = guard.orelse if isinstance(guard, cst.If) and guard.test is node else None
+    if asked is None or not isinstance(other, cst.Else) or not isinstance(other.body, cst.IndentedBlock):
+        return False
+    function, names = facts.function_of(node), {asked[1]}
+    uses = re.compile(rf"(?<![\w.]){re.escape(asked[1])}\b")
+    for name, all_ in facts.assigned.items():
+        values = [value for value in all_ if facts.function_of(value) is function]
+        made = values[0] if len(values) == 1 else None
+        is_made = isinstance(made, cst.Call) and (facts.name(made.func) or "").startswith("torch.")
+        if made is not None and is_made and uses.search(text_of(made)) and not _MOVED.search(text_of(made)):
+            names.add(name)
+    owner = "|".join(map(re.escape, names))
+    array = re.compile(rf"[\w.]+ *= *({owner})(\.detach\(\)|\.data)*\.numpy\(\)$")
+    for line in map(text_of, other.body.body):
+        if array.match(line):
+            return True
+        if re.search(rf"(?m)(?<![\w.])({owner}) *=(?!=)", line):
+            break
+    return False
 
 
 def _asks_in_vain(node: cst.Comparison, facts: Facts) -> bool:
