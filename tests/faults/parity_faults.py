@@ -186,7 +186,8 @@ def cases(numbers: Sequence[int], seed: int, pairs: Sequence[str]) -> list[dict[
 
 
 def _rank(rank: int, numbers: Sequence[int], seed: int, pairs: Sequence[str], folder: str) -> None:
-    os.environ["RANK"] = str(rank)
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # nobody meets there
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), **job)
     torch.set_num_threads(1)
     found = [case(number, seed, pairs, Path(folder)) for number in numbers]
     if rank == 0:
