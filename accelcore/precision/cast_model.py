@@ -31,8 +31,15 @@ def hold(
     before: dict[int, Tensor] = {}
     for module in model.modules():
         kept = keep_batchnorm_fp32 and isinstance(module, AnyBatchNorm) and module.affine
-        moved = _hold_own(module, torch.float32 if kept else dtype, before, parameters=parameters)
-        if moved and isinstance(module, nn.RNNBase):
+        own_dtype = torch.float32 if kept else dtype
+        own = chain(module.parameters(recurse=False) if parameters else (), module.buffers(recurse=False))
+        strange = [tensor for tensor in own if tensor.is_floating_point() and tensor.dtype != own_dtype]
+        before |= {id(tensor): tensor.data for tensor in strange if tensor.requires_grad}
+        for tensor in strange:
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = tensor.data.to(own_dtype)
+            tensor.grad = None if gradient is None else gradient.to(own_dtype)
+        if strange and isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN needs its weights in one piece of memory
     return before
 
@@ -61,18 +68,6 @@ def fp32_state_dict(model: nn.Module) -> list[RemovableHandle]:
     to the dtype of its parameter. `keep_vars=True` returns the parameters themselves, in their dtype.
     """
     return [module.register_state_dict_post_hook(_to_fp32) for module in model.modules()]  # type: ignore[no-untyped-call]
-
-
-def _hold_own(module: nn.Module, dtype: torch.dtype, before: dict[int, Tensor], *, parameters: bool) -> bool:
-    """Cast a module's own tensors, not its children's, to a dtype; return whether a cast was needed."""
-    own = chain(module.parameters(recurse=False) if parameters else (), module.buffers(recurse=False))
-    strange = [tensor for tensor in own if tensor.is_floating_point() and tensor.dtype != dtype]
-    before |= {id(tensor): tensor.data for tensor in strange if tensor.requires_grad}
-    for tensor in strange:
-        gradient, tensor.grad = tensor.grad, None
-        tensor.data = tensor.data.to(dtype)
-        tensor.grad = None if gradient is None else gradient.to(dtype)
-    return bool(strange)
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

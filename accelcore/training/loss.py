@@ -118,7 +118,7 @@ def without_backward(loss: Tensor) -> Tensor:
     return loss
 
 
-_UNTREATED = "gradients of loss.backward() are neither scaled, weighted nor averaged over ranks"
+UNTREATED = "gradients of loss.backward() are neither scaled, weighted nor averaged over ranks"
 
 
 def no_loss(loss: object) -> TrainingError:
@@ -156,26 +156,6 @@ def second_backward(step: int) -> TrainingError:
     )
 
 
-def foreign_backward(name: str) -> TrainingError:
-    """Return the error for `loss.backward()` within a window; the parameter `name` received a gradient."""
-    return TrainingError(
-        f"loss.backward() within a window has added to the gradient of the parameter {name!r}",
-        why=_UNTREATED,
-        remedy="add the losses up before trainer.backward(loss), or call it for each. If gradients shall train "
-        "nothing, call torch.autograd.grad",
-    )
-
-
-def no_step(what: str) -> TrainingError:
-    """Return the error for a loop that trains without calling its trainer."""
-    return TrainingError(
-        what,
-        why="such updates are neither averaged over ranks, scaled, clipped nor counted, and step no scheduler",
-        remedy="call trainer(batch), or trainer.backward(loss) and trainer.update(), instead of loss.backward() and "
-        "optimizer.step()",
-    )
-
-
 def wrong_update(*, after_batch: bool) -> TrainingError:
     """Return the error for `trainer.update()` after `trainer(batch)`, or else without `trainer.backward(loss)`."""
     if after_batch:
@@ -186,19 +166,9 @@ def wrong_update(*, after_batch: bool) -> TrainingError:
         )
     return TrainingError(
         "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
-        why=_UNTREATED,
+        why=UNTREATED,
         remedy="call trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it; to skip a "
         "batch, call neither",
-    )
-
-
-def no_update_between() -> TrainingError:
-    """Return the error for the losses of two batches in one micro-batch of several."""
-    return TrainingError(
-        "trainer.backward(loss) was called for a second batch, and trainer.update() was not called after the first",
-        why="trainer.update() counts micro-batches, and updates the parameters after the last of accumulate=. Without "
-        "it, both batches count as one",
-        remedy="call trainer.update() after each batch, not only after the last of a window",
     )
 
 

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from accelcore.errors import TrainingError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.optim.flat.memory import Slot
-from accelcore.training.loss import no_step, no_update_between
 
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -142,7 +141,13 @@ class ScriptCalls:
         With micro-batches of one, a script may add up the gradients of several batches.
         """
         if self.added and self._place not in (None, place) and self._accumulate > 1:
-            raise no_update_between()
+            raise TrainingError(
+                "trainer.backward(loss) was called for a second batch, and trainer.update() was not called after the "
+                "first",
+                why="trainer.update() counts micro-batches, and updates the parameters after the last of accumulate=. "
+                "Without it, both batches count as one",
+                remedy="call trainer.update() after each batch, not only after the last of a window",
+            )
         self._place = place
         self.note("")
 
@@ -170,7 +175,12 @@ class ScriptCalls:
         if self.began is None or self.began[0] != self._job.steps:
             return False
         if all(map(int.__gt__, versions := self._versions(), self.began[1])) and versions:
-            raise no_step(f"{when}, and the script changed the parameters without the trainer")
+            raise TrainingError(
+                f"{when}, and the script changed the parameters without the trainer",
+                why="such updates are neither averaged over ranks, scaled, clipped nor counted, and step no scheduler",
+                remedy="call trainer(batch), or trainer.backward(loss) and trainer.update(), instead of "
+                "loss.backward() and optimizer.step()",
+            )
         return True
 
     def epoch_ends(self, *, had_batches: bool) -> None:

@@ -15,7 +15,7 @@ from accelcore.backend import Backend
 from accelcore.errors import TrainingError, logger
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import to_local
-from accelcore.training.loss import foreign_backward
+from accelcore.training.loss import UNTREATED
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import described
 from accelcore.util.text import is_number
@@ -218,7 +218,13 @@ class SharedParameters:
     def check_foreign(self) -> None:
         """Raise TrainingError if a foreign backward pass has added to the gradients of the open window."""
         if self._foreign and self.is_open:
-            raise foreign_backward(self._slots[id(self._foreign[0])].name)
+            raise TrainingError(
+                "loss.backward() within a window has added to the gradient of the parameter "
+                f"{self._slots[id(self._foreign[0])].name!r}",
+                why=UNTREATED,
+                remedy="add the losses up before trainer.backward(loss), or call it for each. If gradients shall train "
+                "nothing, call torch.autograd.grad",
+            )
 
     def note_left(self) -> None:
         """Note a gradient of the window as the last backward pass has left it."""
