@@ -36,6 +36,18 @@ def test_autocast_of_cuda_leaves_the_cpus_own_as_it_is(flag):
         assert space["work"](x, x).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("library", ["accelerate", "json"])
+@pytest.mark.parametrize("given", ["", "enabled=False"])
+@pytest.mark.parametrize(
+    "made",
+    ["@{}\ndef work(x, w):\n    return x @ w\n", "class A:\n    def __init__(self):\n        self.context = {}\n"],
+)
+def test_autocast_that_is_made_before_the_cpus_own_stays(made, given, library):
+    line = f"torch.cuda.amp.autocast({given})"
+    source = f"import torch\nimport {library}\n\n\n{made.format(line)}"
+    assert (line in port_source(source, Level.TORCH).source) is (library == "accelerate")
+
+
 @pytest.mark.parametrize("off", ["config.use_gpu = False", "p.add_argument('--use_gpu', action='store_true')", "pass"])
 @pytest.mark.parametrize(
     "chosen",

@@ -15,6 +15,8 @@ _CUSTOM = {
     f"torch.cuda.amp.{module}{name}": name for module in ("", "autocast_mode.") for name in ("custom_fwd", "custom_bwd")
 }
 
+_MADE_ONCE = "an autocast that is made before the CPU's own may be turned on: make and enter it in a `with` statement"
+
 
 def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     name = facts.name(node.func)
@@ -31,6 +33,8 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
     with_backend = facts.place.can_choose(node) and "cache_enabled" not in given
     test = ""
+    if not with_backend and _is_made_once(node, facts) and "autocast" in facts.uses_of and not facts.guards(node):
+        return Left(_MADE_ONCE)
     if with_backend:
         func = f"{facts.place.backend(node)}.autocast"
         first = []
@@ -59,6 +63,13 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
     return Rewrite(build, claims=gone, imports=facts.needs_torch)
+
+
+def _is_made_once(node: cst.Call, facts: Facts) -> bool:
+    """Return whether an autocast is made at another time than it is entered: a decorator, or an attribute."""
+    holder = facts.parent(node)
+    is_kept = isinstance(holder, cst.Assign) and isinstance(holder.targets[0].target, cst.Attribute)
+    return is_kept or isinstance(holder, cst.Decorator)
 
 
 def is_on(facts: Facts, kind: str) -> str:
