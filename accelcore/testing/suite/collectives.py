@@ -111,6 +111,13 @@ class TestCollectives(DeviceTests):
                 assert same, f"{leaf} is not what was asked for"
                 assert found == expected.tolist(), f"the neighbours of {leaf} were changed"
 
+    def test_strides_of_ranks(self, accel: Backend) -> None:
+        """Tensors that have one shape, and other strides on each rank, are reduced by their elements."""
+        for rank in _job(accel):
+            for found, factor in zip(rank["strides"], (3, 2, 2), strict=True):
+                expected = [[0.0, factor, 2 * factor], [3 * factor, 4 * factor, 5 * factor]]
+                assert found == expected, f"of matrices in two strides it makes {found}"
+
     @pytest.mark.parametrize("dtype", EXACT)
     def test_every_digit(self, accel: Backend, dtype: str) -> None:
         """Numbers that need every digit of their dtype, or lie at its ends, arrive exactly.

@@ -30,8 +30,19 @@ class _Shifted(torch.nn.Module):
         self.norm.bias.requires_grad_(False)  # a compiler may take it for a constant
         self.factor, self.share, self.signs, self.way = 1, 1.0, [1.0], "up"
 
-    def forward(self, rows: torch.Tensor, *, shift: int = 0) -> torch.Tensor:
+    def forward(
+        self,
+        rows: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        *,
+        shift: int = 0,
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         normed: torch.Tensor = self.norm(rows.to(self.norm.weight.dtype, copy=True))
+        if scale is not None:
+            normed = normed * scale
+        if plus is not None:
+            normed = normed + plus
         rows += 1
         shifted = self.factor * self.share * self.signs[0] * normed
         return (shifted if self.way == "up" else -shifted).to(rows.dtype) + shift
@@ -76,6 +87,7 @@ class TestCompiler(DeviceTests):
     def test_compiled_follows_its_module(self, accel: Backend) -> None:
         """A compiled module follows changes of mode, weights, attributes, and its inputs' shapes, strides and dtypes.
 
+        Arguments may be there later, by name in any order, or by place.
         It has gradients where they are enabled, calls its hooks and those of its parts, and changes buffers and inputs.
         It changes an earlier output only if it declares that.
         """
@@ -105,8 +117,8 @@ class TestCompiler(DeviceTests):
                         each.share, each.signs = 1 - way / 8, [1.0 + way]
                     each.way = ("up", "down", "up")[way]
                 with torch.set_grad_enabled(graph):
-                    found = compiled.module(given := rows.to(accel.device, copy=True), shift=2 * graph)
-                expected = reference(rows, shift=2 * graph)
+                    found = _called(compiled.module, given := rows.to(accel.device, copy=True), number, graph=graph)
+                expected = _called(reference, rows, number, graph=graph)
                 assert found.dtype == rows.dtype, f"of {rows.dtype} a compiled module makes {found.dtype}"
                 limit = max(1e-4, 4 * eps(rows.dtype))
                 assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
@@ -227,6 +239,19 @@ class TestCompiler(DeviceTests):
             compiled = accel.compiler.compile(Wrong().to(accel.device), {})
             with pytest.raises(Exception, match=r"(?i)shape|size|dimension|mat1|matmul"):
                 compiled.module(torch.ones(2, 3, device=accel.device))
+
+
+def _called(module: Any, rows: torch.Tensor, number: int, *, graph: bool) -> Any:
+    """Call a `_Shifted` with the arguments of one of several calls, which has all of them or the first alone."""
+    if not graph:
+        return module(rows)
+    scale, plus = (torch.linspace(1, 2, rows.shape[1]).to(rows) for _ in range(2))
+    named = {"shift": 2, "plus": plus, "scale": scale.mul(3)}
+    if number == 1:
+        return module(rows, **named)
+    if number == 2:
+        return module(rows, **dict(reversed(named.items())))
+    return module(rows, named.pop("scale"), **named)
 
 
 def _pairs(module: torch.nn.Module, other: torch.nn.Module) -> Any:

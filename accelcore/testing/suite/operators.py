@@ -14,6 +14,7 @@ from accelcore.testing.suite.modules import ModuleTests
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import Found, is_refusal, known_faults
 from accelcore.testing.support.known import KNOWN
+from accelcore.testing.support.known_of_forms import KNOWN_OF_FORMS
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.known_of_places import KNOWN_OF_PLACES
 from accelcore.testing.support.known_rare import KNOWN_RARE
@@ -23,7 +24,7 @@ from accelcore.testing.support.sweep import compare, compare_options
 from accelcore.testing.support.usable import DeviceTests
 
 _PARTS = 20  # of the operators, each a test
-_KNOWN = {**KNOWN, **KNOWN_OF_MANY, **KNOWN_OF_PLACES, **KNOWN_RARE}
+_KNOWN = {**KNOWN, **KNOWN_OF_FORMS, **KNOWN_OF_MANY, **KNOWN_OF_PLACES, **KNOWN_RARE}
 
 
 def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:

@@ -20,6 +20,7 @@ from accelcore.testing.support.oracles import Launches, eps, error, weights
 from accelcore.testing.support.usable import DeviceTests
 
 _UPDATES = (2000.0, 70_000.0)
+_MANY = 2**21 + 3  # elements
 
 
 def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count: int) -> list[str]:
@@ -186,11 +187,11 @@ class TestOptimizers(StateOfOptimizers, StepsOfOptimizers, DeviceTests):
         if dtype not in accel.capabilities.model_dtypes:
             pytest.skip(f"not declared: models in {dtype}; the training part sees that the trainer refuses them")
         kind: torch.dtype = getattr(torch, dtype)
-        parameter = nn.Parameter(torch.ones(300_001, device=accel.device, dtype=kind))
+        parameter = nn.Parameter(torch.ones(_MANY, device=accel.device, dtype=kind))
         optimizer = accel.optimizers.create(name, [parameter], lr=0.25, weight_decay=0.0)
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-        off = error(parameter, torch.full((300_001,), 0.75))
+        off = error(parameter, torch.full((_MANY,), 0.75))
         assert off < max(4 * eps(kind), 1e-6), f"some elements are off by {off:.1e}"
 
     def test_explain(self, accel: Backend) -> None:

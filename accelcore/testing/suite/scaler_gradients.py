@@ -16,10 +16,12 @@ from accelcore import Backend
 from accelcore.scaling.contract import LossScaler
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.kinds import VIEWS
-from accelcore.testing.support.oracles import overflow, spoil, weights
+from accelcore.testing.support.oracles import error, overflow, spoil, weights
 from accelcore.util.text import first_line
 
 Make = Callable[[Backend, list[nn.Parameter]], Optimizer]
+
+_MANY = 2**21 + 3  # elements: more than a grid of blocks, or a table of chunks, may have
 
 
 def make_plain(accel: Backend, parameters: list[nn.Parameter]) -> Optimizer:
@@ -71,10 +73,10 @@ class GradientsOfScaler:
     """The part of `TestScaler` that is about the gradients it looks at."""
 
     @pytest.mark.parametrize("group", [0, 1])
-    @pytest.mark.parametrize("element", [0, 50_000, 100_002])
+    @pytest.mark.parametrize("element", [0, _MANY // 2, _MANY - 1])
     def test_overflow_anywhere(self, accel: Backend, group: int, element: int) -> None:
-        """One inf is found in any group of parameters and any element of a large gradient."""
-        parameters = parameters_of(accel, 100_003, 100_003)
+        """One inf is found in any group of parameters and any element of a large gradient; all are unscaled."""
+        parameters = parameters_of(accel, _MANY, _MANY)
         optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.5, foreach=False)
         scaler, before = accel.scaler.create(init=1024.0), weights(parameters)
         new_gradients(accel, scaler, parameters, 1e-3)
@@ -82,6 +84,10 @@ class GradientsOfScaler:
         take_step(scaler, optimizer)
         assert scaler.skipped == 1, "an overflow was not found"
         assert all(map(torch.equal, weights(parameters), before))
+        new_gradients(accel, scaler, parameters, 0.5)
+        take_step(scaler, optimizer)
+        off = max(error(after, start * 0.75) for after, start in zip(parameters, before, strict=True))
+        assert off < 1e-6, "some elements of a large gradient are not unscaled"
 
     @every_optimizer
     @pytest.mark.parametrize("position", [0, 31, 64, 255, 299])
@@ -122,16 +128,17 @@ class GradientsOfScaler:
             assert bool((parameter == right).all()), f"a gradient that is {kind}, with an inf at {element}, is misread"
 
     def test_gradients_of_several_dtypes(self, accel: Backend) -> None:
-        """Gradients of every declared dtype but fp16 are divided by the scale."""
+        """Gradients of every declared dtype but fp16 are divided by the scale, also near the ends of its range."""
         kinds = [getattr(torch, name) for name in accel.capabilities.model_dtypes if name != "float16"]
         parameters = [nn.Parameter(torch.ones(3, dtype=kind, device=accel.device)) for kind in kinds]
         optimizer, scaler = make_plain(accel, parameters), scaler_in_use(accel, 1024.0)
         for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 256.0)
+            parameter.grad = torch.tensor([256.0, 2.0**120, -(2.0**-100)]).to(parameter)
         scaler.unscale_(optimizer)
         for parameter in parameters:
             assert parameter.grad is not None
-            assert parameter.grad.tolist() == [0.25] * 3, f"a gradient in {parameter.dtype} was not unscaled"
+            found = parameter.grad.tolist()
+            assert found == [0.25, 2.0**110, -(2.0**-110)], f"of gradients in {parameter.dtype} it makes {found}"
 
     def test_sparse_gradients(self, accel: Backend) -> None:
         """Rows that come twice in a sparse gradient add up; it is unscaled, and an overflow in it skips the step."""

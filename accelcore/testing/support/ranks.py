@@ -37,7 +37,7 @@ EXACT: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
         (1.0, 2.0, -_INF, -_INF, 1 + 3 * 2.0**-23, -(2.0**99)),
     ),
     "bfloat16": ((1 + 2.0**-7, 2.0**100, 2.0**-100), (1 + 3 * 2.0**-7, -(2.0**99), -(2.0**-101))),
-    "float16": ((1 + 2.0**-10, 2.0**14, 2.0**-12), (1 + 3 * 2.0**-10, -(2.0**13), -(2.0**-13))),
+    "float16": ((1 + 2.0**-10, 2.0**14, 2.0**-12, 2.0**-20), (1 + 3 * 2.0**-10, -(2.0**13), -(2.0**-13), -(2.0**-21))),
     "int64": ((2**53 + 1, -(2**62), 0), (2**53 + 3, 2**62, -1)),
     "int32": ((2**24 + 1, -(2**30), 0), (2**24 + 3, 2**30, -1)),
     "int8": ((101, -128, 0), (3, 127, -1)),
@@ -69,6 +69,14 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
             for operation in OPERATIONS
             if name in ("float64", "float32") or (operation != "avg" and (name, operation) != ("bool", "sum"))
         },
+        "strides": [
+            change(_laid_out(torch.arange(6.0, device=accel.device).view(2, 3) * value, job.rank)).tolist()
+            for change in (
+                job.all_reduce,
+                lambda each: job.all_reduce(each, "max"),
+                lambda each: job.broadcast(each, 1),
+            )
+        ],
         "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
         "views": {},
     }
@@ -107,6 +115,11 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         accel.collectives.barrier()
     found["drawn"] = [_drawn(accel, seed) for seed in (7, 7 + job.rank)]
     return found
+
+
+def _laid_out(matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a matrix in the strides of a rank: transposed on rank 1."""
+    return matrix.t().contiguous().t() if rank else matrix
 
 
 def _waits(job: Any, sign: Path) -> bool:

@@ -35,6 +35,11 @@ class _Disagreeing(TorchCollectives):
             start = tensor.storage_offset() // 4 * 4
             super().all_reduce(tensor.as_strided(tensor.shape, tensor.stride(), start), op)
             return tensor
+        if op == "sum" and tensor.dtype == torch.float16:  # by units without subnormal numbers
+            tensor.detach().masked_fill_(tensor.abs() < 2.0**-14, 0)
+        if op == "sum" and tensor.dim() == 2 and tensor.t().is_contiguous():
+            super().all_reduce(tensor.t(), op)
+            return tensor
         return super().all_reduce(tensor, "sum" if op == "avg" else op)
 
     def broadcast(self, tensor, src=0):
@@ -66,6 +71,8 @@ for _name, _test, _says, _arguments in (
     ("average_that_is_a_sum", "test_views", "not what was asked", {"operation": "avg", "kind": "whole"}),
     ("all_reduce_in_fp32", "test_every_digit", "in float64, not", {"dtype": "float64"}),
     ("broadcast_in_fp16", "test_every_digit", "broadcast makes", {"dtype": "bfloat16"}),
+    ("sum_without_subnormal_numbers", "test_every_digit", "sum makes", {"dtype": "float16"}),
+    ("sum_in_order_of_memory", "test_strides_of_ranks", "in two strides", {}),
     ("smallest_by_the_largest_negative", "test_every_digit", "min makes", {"dtype": "uint8"}),
     ("average_of_a_copy", "test_views", "another tensor", {"operation": "avg", "kind": "transposed"}),
     ("largest_from_the_block_before", "test_views", "not what was asked", {"operation": "max", "kind": "odd offset"}),

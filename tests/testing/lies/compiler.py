@@ -53,11 +53,11 @@ def compiler_of_the_first_evaluated_weights(backend):
     def compile(honest, module, options):
         frozen = []
 
-        def run(rows, **named):
+        def run(rows, *given, **named):
             if module.training or torch.is_grad_enabled():
-                return module(rows, **named)
+                return module(rows, *given, **named)
             frozen[:] = frozen or [copy.deepcopy(module)]
-            return frozen[0](rows, **named)
+            return frozen[0](rows, *given, **named)
 
         return Compiled(run, compiled=True)
 
@@ -69,12 +69,12 @@ def compiler_that_evaluates_for_ever(backend):
     def compile(honest, module, options):
         evaluated = []
 
-        def run(rows, **named):
+        def run(rows, *given, **named):
             mode = module.training
             if not mode:
                 evaluated.append(True)
             module.train(mode and not evaluated)
-            found = module(rows, **named)
+            found = module(rows, *given, **named)
             module.train(mode)
             return found
 
@@ -101,12 +101,12 @@ def _with_constants(chosen):
     def compile(honest, module, options):
         constants = {}
 
-        def run(rows, **named):
+        def run(rows, *given, **named):
             pairs = [(each, constants.setdefault(name, each.detach().clone())) for name, each in chosen(module)]
             now = [each.data for each, _ in pairs]
             for each, value in pairs:
                 each.data = value
-            found = module(rows, **named)
+            found = module(rows, *given, **named)
             for (each, _), value in zip(pairs, now, strict=True):
                 each.data = value
             return found
@@ -131,11 +131,11 @@ def compiler_of_the_first_evaluated_buffers(backend):
 @lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
 def compiler_that_pads_batches(backend):
     def compile(honest, module, options):
-        def run(rows, **named):
+        def run(rows, *given, **named):
             if not module.training:
-                return module(rows, **named)
+                return module(rows, *given, **named)
             padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % 16))
-            found = module(padded, **named)[: len(rows)]
+            found = module(padded, *given, **named)[: len(rows)]
             rows.copy_(padded[: len(rows)])
             return found
 
@@ -150,8 +150,8 @@ def writing_into_the_last_output(backend, gradients):
     def compile(honest, module, options):
         memory = {}
 
-        def run(rows, **named):
-            output = module(rows, **named)
+        def run(rows, *given, **named):
+            output = module(rows, *given, **named)
             if output.requires_grad == gradients:
                 output.data = memory.setdefault(output.shape, torch.empty_like(output)).copy_(output.detach())
             return output
@@ -169,6 +169,20 @@ def compiler_that_overwrites_outputs_unsaid(backend):
 @lie("TestCompiler.test_compiled_follows_its_module", says="without gradients a later call overwrites an output")
 def compiler_that_overwrites_evaluations_unsaid(backend):
     return writing_into_the_last_output(backend, gradients=False)
+
+
+@lie("TestCompiler.test_compiled_follows_its_module", says="what became of the module")
+def compiler_of_the_first_order_of_names(backend):
+    def compile(honest, module, options):
+        names = {}
+
+        def run(*given, **named):
+            first = names.setdefault((len(given), frozenset(named)), [*named])
+            return module(*given, **dict(zip(first, named.values(), strict=True)))
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
 
 
 @lie("TestCompiler.test_failure_falls_back_once", says="with a compiler that failed")
@@ -190,9 +204,9 @@ def compiler_that_keeps_buffers(backend):
     def compile(honest, module, options):
         calls = []
 
-        def run(rows, **named):
+        def run(rows, *given, **named):
             kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-            output = module(rows, **named)
+            output = module(rows, *given, **named)
             for buffer, value in kept if calls else ():
                 buffer.copy_(value)
             calls.append(1)
@@ -209,11 +223,11 @@ def _keeping(name):
     def compile(honest, module, options):
         kept = {}
 
-        def run(rows, **named):
+        def run(rows, *given, **named):
             now = getattr(module, name)
             setattr(module, name, kept.setdefault(name, now))
             try:
-                return module(rows, **named)
+                return module(rows, *given, **named)
             finally:
                 setattr(module, name, now)
 
@@ -236,8 +250,8 @@ def compiler_that_keeps_strides(backend):
     def compile(honest, module, options):
         kept = {}
 
-        def run(rows, **named):
-            return module(rows.as_strided(rows.shape, kept.setdefault(rows.shape, rows.stride())), **named)
+        def run(rows, *given, **named):
+            return module(rows.as_strided(rows.shape, kept.setdefault(rows.shape, rows.stride())), *given, **named)
 
         return Compiled(run, compiled=True)
 
@@ -247,7 +261,7 @@ def compiler_that_keeps_strides(backend):
 @lie("TestCompiler.test_compiled_follows_its_module", says="writes to an input is lost")
 def compiler_that_copies_inputs(backend):
     def compile(honest, module, options):
-        return Compiled(lambda rows, **named: module(rows.clone(), **named), compiled=True)
+        return Compiled(lambda rows, *given, **named: module(rows.clone(), *given, **named), compiled=True)
 
     return replaced(backend, "compiler", compile=compile)
 
@@ -255,7 +269,7 @@ def compiler_that_copies_inputs(backend):
 @lie("TestCompiler.test_compiled_follows_its_module", says="does not count")
 def compiler_that_drops_named_arguments(backend):
     def compile(honest, module, options):
-        return Compiled(lambda rows, **named: module(rows), compiled=True)
+        return Compiled(lambda rows, *given, **named: module(rows), compiled=True)
 
     return replaced(backend, "compiler", compile=compile)
 

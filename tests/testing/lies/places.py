@@ -41,6 +41,30 @@ def _in_order_of_memory(func, target, source, *args):
     return func(target, source, *args)
 
 
+def _of_the_last_block(func, x, dim):
+    last = x.shape[dim] // 4096 * 4096
+    late = func(x.narrow(dim, last, x.shape[dim] - last), dim)
+    return torch.where(x.narrow(dim, last, x.shape[dim] - last).amax(dim) >= x.amax(dim), late + last, func(x, dim))
+
+
+def _half_turned(func, x, k, *args, **options):
+    return [each.roll(k // 2) for each in func(x, k, *args, **options)]
+
+
+def _of_rounded_statistics(func, x, weight, bias, mean, variance, *args):
+    return func(x, weight, bias, mean.to(x.dtype).float(), variance, *args)
+
+
+def _of_exchanged_dimensions(func, tensors, dim):
+    alone = [each.shape[1] == 1 and each.is_contiguous(memory_format=torch.channels_last) for each in tensors]
+    if any(alone) and not all(alone):
+        tensors = [
+            each.transpose(2, 3).reshape(each.shape) if single else each
+            for each, single in zip(tensors, alone, strict=True)
+        ]
+    return func(tensors, dim)
+
+
 def _of_16_bits(func, rows, target, *args):
     return func(rows, target % 2**16, *args)
 
@@ -56,6 +80,20 @@ known("embedding_of_dense_short_indices", "short indices of a view", {"embedding
 known("zeros_in_the_whole_span", "zero_ of views of many", {"zero_": _of_the_whole_span})
 known("conversion_in_order_of_memory", "fp32 as bf16 in views of many", {"copy_": _in_order_of_memory})
 known("loss_of_65536_classes", "loss of many classes", {"nll_loss_forward": _of_16_bits})
+known("gather_of_narrow_rows", "gather by a narrow index",
+      {"gather": lambda func, x, dim, index: func(x[:, : index.shape[1]], dim, index % index.shape[0])})  # fmt: skip
+known(
+    "the_last_block_of_equal_numbers", "argmax of equal numbers in long rows, float32", {"argmax": _of_the_last_block}
+)
+known("topk_out_of_order", "topk of many", {"topk": _half_turned})
+known("running_statistics_in_bf16", "batch_norm by running statistics of bfloat16 with weights in fp32",
+      {"native_batch_norm": _of_rounded_statistics})  # fmt: skip
+known("cat_of_exchanged_dimensions", "cat beside channels-last of single elements in any strides",
+      {"cat": _of_exchanged_dimensions})  # fmt: skip
+known("repetition_of_what_counts_0", "repetition by counts of 0",
+      {"repeat_interleave": lambda func, counts, **options: func(counts.clamp(min=1))})  # fmt: skip
+known("multiplication_by_a_rounded_number", "multiplication by a number that bf16 cannot hold",
+      {"mul": lambda func, x, number: func(x, torch.tensor(number).to(x.dtype))})  # fmt: skip
 known("scatter_of_16_bits", "scatter at far places",
       {"scatter.src": lambda func, x, dim, index, *args: func(x, dim, index % 2**16, *args)})  # fmt: skip
 drawn("dropout_of_8_bits", "test_dropout", "keeps 0.996", {"dropout": _of_8_bits},

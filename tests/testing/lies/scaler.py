@@ -20,6 +20,27 @@ class _WholeVectors(GradScaler):
         return super().check([each.reshape(-1)[: len(each) // 16 * 16] for each in gradients], multiplier)
 
 
+class _OfAMillion(GradScaler):
+    def check(self, gradients, multiplier):
+        return super().check([each.view(-1)[: 2**20] for each in gradients], multiplier)
+
+
+class _UnscalesAMillion(GradScaler):
+    def check(self, gradients, multiplier):
+        found = super().check([each.clone() for each in gradients], multiplier)
+        super().check([each.view(-1)[: 2**20] for each in gradients], multiplier)
+        return found
+
+
+class _ThroughFp16(GradScaler):
+    def check(self, gradients, multiplier):
+        found = super().check(gradients, multiplier)
+        for each in gradients:
+            if each.dtype == torch.bfloat16:
+                each.copy_(each.half())
+        return found
+
+
 class _FirstRowOfGaps(GradScaler):
     def check(self, gradients, multiplier):
         dense = [each if each.is_contiguous() else each[0].clone() for each in gradients]
@@ -228,7 +249,13 @@ for _name, _kind, _test, _says, _arguments in (
     ("scaler_of_the_first_group", _FirstGroup, "test_overflow_anywhere", "an overflow was not found",
      {"group": 1, "element": 0}),
     ("scaler_of_whole_vectors", _WholeVectors, "test_overflow_anywhere", "an overflow was not found",
-     {"group": 0, "element": 100_002}),
+     {"group": 0, "element": 2**21 + 2}),
+    ("scaler_of_a_million", _OfAMillion, "test_overflow_anywhere", "an overflow was not found",
+     {"group": 0, "element": 2**20 + 1}),
+    ("scaler_that_unscales_a_million", _UnscalesAMillion, "test_overflow_anywhere", "are not unscaled",
+     {"group": 0, "element": 0}),
+    ("scaler_of_bf16_through_fp16", _ThroughFp16, "test_gradients_of_several_dtypes", "of gradients in torch.bfloat16",
+     {}),
     ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", "skipped update changed",
      {"make": _own}),
     ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", "DID NOT RAISE", {"make": _plain}),
