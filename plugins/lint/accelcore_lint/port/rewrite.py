@@ -24,7 +24,7 @@ from accelcore_lint.port.vendors import builds_extensions, first_lines, may_conc
 
 _BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
 _UNKNOWN = "a word for one vendor's devices that no rule knows: see what other devices need here"
-_SETTING = "one vendor's device in a file without torch: choose it where it is read, by torch.accelerator"
+_SETTING = "one vendor's device in a file without torch: let torch.accelerator choose it"
 _WORD = re.compile(r"\w+")
 _IMPORT = re.compile(r"[ \t]*(from|import)\b")
 _IGNORED = re.compile(r"[ \t]*torch\.backends\.(cudnn|cuda)\.[\w.]+[ \t]*=[^=]")

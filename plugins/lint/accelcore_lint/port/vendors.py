@@ -57,6 +57,7 @@ _SETTINGS = re.compile(
 )
 _SETS = re.compile(
     rf"(?i)\bdevice[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)[\"']({'|'.join(DEVICES)})(?::\d+)?[\"']"
+    rf"|\.({'|'.join(DEVICES)})\(\)"
 )
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({_OWN})\s*(?:[,:=]|$)")
@@ -168,8 +169,8 @@ def vendor_lines(source: str) -> set[int]:
 
 
 def settings_lines(source: str) -> list[int]:
-    """Return the lines of a file without torch that set a device of one vendor, as `config.DEVICE = "cuda"` does."""
-    found = {source.count("\n", 0, each.end(1)) + 1 for each in _SETS.finditer(source)}
+    """Return the lines of a file without torch that choose a vendor's device: `config.DEVICE = "cuda"`, `x.cuda()`."""
+    found = {source.count("\n", 0, each.end()) + 1 for each in _SETS.finditer(source)}
     return sorted(found & vendor_lines(source)) if found else []
 
 
