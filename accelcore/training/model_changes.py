@@ -106,6 +106,8 @@ class ModelSnapshot:
 class ScriptCalls:
     """What the script calls for each batch: to detect updates without the trainer, and epochs that train nothing.
 
+    An optimizer by name is told, too, whether a call of its `step` is the trainer's.
+
     Attributes:
         last: "trainer(batch)" or "trainer.update()" if that was the trainer's last call, else "".
         added: whether a backward pass was added that no micro-batch has counted.
@@ -122,6 +124,19 @@ class ScriptCalls:
         self.last, self._warned = "", False
         self._slots, self._unreached = slots, list(range(len(slots)))  # those that no window has given a gradient
         self.begin(opened=False)
+        self.expect_step(False)
+
+    def check_bound(self) -> None:
+        """Raise TrainingError if another trainer has bound the optimizer."""
+        if getattr(self._optimizer, "binding", None) is not self._binding:
+            raise TrainingError(
+                "another trainer has bound this optimizer", remedy="give each trainer an optimizer of its own"
+            )
+
+    def expect_step(self, is_due: bool) -> None:
+        """Let an optimizer by name refuse `step`, but while the trainer updates."""
+        if self._binding is not None:
+            self._binding.is_due = is_due
 
     def begin(self, *, opened: bool) -> None:
         """Begin a window, or, if `opened`, continue one."""

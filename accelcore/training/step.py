@@ -62,8 +62,6 @@ class Step:
         self._captured = plan.captured is not None
         fused = not self._captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None  # instead of the optimizer's slower own step
-        self._binding = getattr(plan.optimizer, "binding", None)
-        self._expect_step(False)
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
         self._warns = self._job.rank == 0  # asked once: torch.distributed needs a microsecond to answer
@@ -249,7 +247,7 @@ class Step:
     def update_parameters(self, *, full: bool = True) -> None:
         """Update the parameters: the work of the device at the end of a window, which a graph captures."""
         gradients = self._gradients
-        self._check_binding()
+        self.calls.check_bound()
         gradients.collect()
         self._strategy.reduce(gradients, full=full)
         self._check_received()
@@ -264,12 +262,6 @@ class Step:
         self._scaler.update(self._find_bad, captured=self._captured)
         gradients.clear()
         self._window.forget_weights()
-
-    def _check_binding(self) -> None:
-        if getattr(self._optimizer, "binding", None) is not self._binding:
-            raise TrainingError(
-                "another trainer has bound this optimizer", remedy="give each trainer an optimizer of its own"
-            )
 
     def _check_received(self) -> None:
         if True not in self._gradients.received:
@@ -303,7 +295,7 @@ class Step:
         takes `found_inf`, else by not calling the optimizer. `Strategy.agree` makes one rank's overflow every rank's.
         """
         optimize = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
-        self._expect_step(True)
+        self.calls.expect_step(True)
         try:
             with self._arithmetic:  # some optimizers multiply matrices
                 self._strategy.update(self._gradients, optimize)
@@ -315,12 +307,7 @@ class Step:
             )
             raise
         finally:
-            self._expect_step(False)
-
-    def _expect_step(self, is_due: bool) -> None:
-        """Let an optimizer by name refuse `step`, but while the trainer updates."""
-        if self._binding is not None:
-            self._binding.is_due = is_due
+            self.calls.expect_step(False)
 
     def begin(self, *, opened: bool = False) -> None:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
