@@ -245,8 +245,8 @@ def _called(module: Any, rows: torch.Tensor, number: int, *, graph: bool) -> Any
     """Call a `_Shifted` with the arguments of one of several calls, which has all of them or the first alone."""
     if not graph:
         return module(rows)
-    scale, plus = (torch.linspace(1, 2, rows.shape[1]).to(rows) for _ in range(2))
-    named = {"shift": 2, "plus": plus, "scale": scale.mul(3)}
+    scale, plus = (torch.linspace(1, factor, rows.shape[1]).to(rows) for factor in (2 + number, 3 + number))
+    named = {"shift": 2, "plus": plus, "scale": scale}
     if number == 1:
         return module(rows, **named)
     if number == 2:

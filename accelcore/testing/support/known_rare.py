@@ -13,7 +13,7 @@ from torch.nn import functional
 from accelcore.testing.support.known import Compute, gradient, index, of_values
 
 _E = math.e
-_NAN = math.nan
+_INF, _NAN = math.inf, math.nan
 _SQUARE = [1.0, 2.0, 3.0, 4.0]
 
 
@@ -204,6 +204,42 @@ def _by_short_views(x: Tensor) -> Tensor:
     return torch.cat([*rows, x[view].flatten(), bags, x.index_select(0, column), added])
 
 
+_ODD = (_INF, 1.0, _NAN, 1.0)  # two rows of which one number is none
+
+
+def _rms_norm(x: Tensor) -> Tensor:
+    """Normalize a usual row beside one with an infinity and one with NaN; leave out what kernels may do otherwise."""
+    leaf = x.reshape(3, 2).requires_grad_()
+    normed = functional.rms_norm(leaf, (2,), eps=1e-12)
+    (found,) = torch.autograd.grad(normed.sum(), leaf)
+    return torch.cat([normed[0], normed[1, :1], normed[2], found[0], found[2]]).detach()
+
+
+def _transformed(transform: Callable[..., Tensor], back: bool) -> Callable[[Tensor], Tensor]:
+    """Transform a usual row beside odd ones, by rows and by columns: sums of all numbers are not finite there."""
+
+    def compute(x: Tensor) -> Tensor:
+        found = []
+        for dim in (1, 0):
+            rows = torch.stack([x.new_tensor([1.0, 2.0, 3.0, 4.0]), *x.reshape(2, 2).repeat(1, 2)])
+            rows = torch.fft.rfft(rows) if back else rows
+            rows[1:, 0] = x[[0, 2]].to(rows.dtype)
+            result = transform(rows if dim else rows.t().contiguous(), dim=dim)
+            result = result if dim else result.t()
+            result = result.real if result.is_complex() else result
+            found += [result[0], result[1:, 0].isfinite().float(), result[2, 0].isnan().float()[None]]
+        return torch.cat(found)
+
+    return compute
+
+
+_TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
+    "fft": (_transformed(torch.fft.fft, False), [10, -2, -2, -2, 0, 0, 1] * 2),
+    "rfft": (_transformed(torch.fft.rfft, False), [10, -2, -2, 0, 0, 1] * 2),
+    "ifft": (_transformed(torch.fft.ifft, False), [2.5, -0.5, -0.5, -0.5, 0, 0, 1] * 2),
+    "irfft": (_transformed(torch.fft.irfft, True), [1, 2, 3, 4, 0, 0, 1] * 2),
+}
+
 KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
     "indices that are apart": (
         _of_cube(lambda x: x[index(x, 0, 1), :, index(x, 3, 0)]),
@@ -316,6 +352,35 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
             lambda x: torch.stack([x.nansum(), x.nanmean(), x.nanmedian(), torch.fmax(x, x[:1])[1]]), 1.0, _NAN, 3.0
         ),
         [4, 2, 1, 1],
+    ),
+    "rms_norm beside infinity and NaN": (
+        of_values(_rms_norm, 1.0, 7.0, *_ODD),
+        [*(0.2, 1.4), *[_NAN] * 3, *(0.168, -0.024), *[_NAN] * 2],
+    ),
+    **{
+        f"{name} beside infinity and NaN": (of_values(transform, *_ODD), expected)
+        for name, (transform, expected) in _TRANSFORMS.items()
+    },
+    "cdist to infinity and NaN": (
+        of_values(
+            lambda x: torch.cat(
+                [
+                    torch.cdist(x.reshape(3, 2), x[:2].reshape(1, 2) - x.new_tensor([3.0, 4.0]), p).flatten()
+                    for p in (1.0, 2.0)
+                ]
+            ),
+            *(1.0, 7.0, *_ODD),
+        ),
+        [*(7, _INF, _NAN), *(5, _INF, _NAN)],
+    ),
+    "unpooling of infinity and NaN": (
+        of_values(
+            lambda x: functional.max_unpool1d(
+                x[None, None, [2, 0, 1]], index(x, 0, 3, 4)[None, None], [2], output_size=[6]
+            ),
+            *_ODD,
+        ),
+        [_NAN, 0, 0, _INF, 1, 0],
     ),
     "a tensor that grows": (of_values(_grown, *_SQUARE), _SQUARE),
     "memory that grows": (of_values(_grown_memory, *_SQUARE), _SQUARE),

@@ -94,6 +94,10 @@ known("repetition_of_what_counts_0", "repetition by counts of 0",
       {"repeat_interleave": lambda func, counts, **options: func(counts.clamp(min=1))})  # fmt: skip
 known("multiplication_by_a_rounded_number", "multiplication by a number that bf16 cannot hold",
       {"mul": lambda func, x, number: func(x, torch.tensor(number).to(x.dtype))})  # fmt: skip
+known("transform_without_nan", "rfft beside infinity and NaN",
+      {"_fft_r2c": lambda func, x, *args: func(x.nan_to_num(), *args)})  # fmt: skip
+known("distance_without_nan", "cdist to infinity and NaN",
+      {"_cdist_forward": lambda func, x, *args: func(x.nan_to_num(), *args)})  # fmt: skip
 known("scatter_of_16_bits", "scatter at far places",
       {"scatter.src": lambda func, x, dim, index, *args: func(x, dim, index % 2**16, *args)})  # fmt: skip
 drawn("dropout_of_8_bits", "test_dropout", "keeps 0.996", {"dropout": _of_8_bits},
