@@ -162,11 +162,11 @@ RULE = Rule(
         import accelcore
         from torch.optim.lr_scheduler import CosineAnnealingLR
 
-        def main(model, loader, loss, epochs):
+        def main(model, loader, epochs):
             accel = accelcore.select()
             optimizer = accel.optimizers.create("adamw", model.parameters())
             scheduler = CosineAnnealingLR(optimizer, epochs * len(loader))
-            trainer = accel.trainer(model, optimizer, loss=loss, accumulate=4, scheduler=scheduler)
+            trainer = accel.trainer(model, optimizer, accumulate=4, scheduler=scheduler)
             for epoch in trainer.epochs(epochs):
                 for batch in trainer.batches(loader):
                     trainer(batch)
@@ -178,10 +178,10 @@ RULE = Rule(
         def make_scheduler(optimizer, updates):
             return CosineAnnealingLR(optimizer, updates)
 
-        def main(model, loader, loss, epochs):
+        def main(model, loader, epochs):
             accel = accelcore.select()
             optimizer = accel.optimizers.create("adamw", model.parameters())
-            trainer = accel.trainer(model, optimizer, loss=loss, accumulate=4, scheduler=make_scheduler)
+            trainer = accel.trainer(model, optimizer, accumulate=4, scheduler=make_scheduler)
             for epoch in trainer.epochs(epochs):
                 for batch in trainer.batches(loader):
                     trainer(batch)
