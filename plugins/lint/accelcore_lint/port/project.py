@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accelcore_lint.port import uses
+from accelcore_lint.port.defaults import typed_defaults
 from accelcore_lint.port.files import find_scripts
 from accelcore_lint.port.mac import lacks_of_mps
 from accelcore_lint.port.own_classes import (
@@ -98,6 +99,7 @@ class Known:
         device_given: whether such a file reads a device as `args.device` that no Python file of the program sets.
         asked: flags above lines for one vendor that its program keeps, also as they are named before they are passed
             on, and why: the file is not ported, or the lines move objects of the project's own.
+        typed: functions and their parameters that are always a type of one vendor's tensors.
         uses: what the project needs of the original's objects; the words are those of `uses_in`.
     """
 
@@ -122,6 +124,7 @@ class Known:
     keeps_questions: str = ""
     device_given: bool = False
     asked: Mapping[str, str] = field(default_factory=dict)
+    typed: frozenset[tuple[str, str]] = frozenset()
     uses: frozenset[str] = frozenset()
 
 
@@ -187,6 +190,7 @@ def read_project(paths: Iterable[Path]) -> Project:
         hiding=frozenset(
             name for text in texts.values() for test in _FLAGS.findall(text) for name in _MEMBER.findall(test)
         ),
+        typed=typed_defaults(texts.values()),
         uses=frozenset(word for text in texts.values() for word in uses.uses_in(text))
         | ({"apex"} if any(uses.drives_apex(text, modules) for text in texts.values()) else set()),
     )

@@ -162,3 +162,24 @@ def test_an_object_with_a_get_device_of_its_own_may_have_no_device(tmp_path, own
     is_tensors = not where and owner in ("self.net", "x")
     assert (f"mask.to({owner}.device, non_blocking=True)" in ported) is is_tensors
     assert (f"mask.cuda({owner}.get_device(), non_blocking=True)" in ported) is not is_tensors
+
+
+@pytest.mark.parametrize(
+    ("moves", "call", "more", "kept"),
+    [
+        ("self.net.cuda()", "self.cuda()", "", False),
+        ("self.net.cuda()", "self.other.cuda()", "", True),
+        ("self.net.cuda(), self.make().cuda()", "self.cuda()", "", True),
+        ("self.net.cuda(), torch.cuda.nvtx.mark('moved')", "self.cuda()", "", True),
+        ("self.net.cuda()", "self.cuda()", "class Other(Agent):\n    def cuda(self):\n        take()\n", True),
+    ],
+)
+def test_a_call_of_the_classs_own_method_stays_as_it_is_and_its_question_does_not(tmp_path, moves, call, more, kept):
+    source = (
+        "import torch\nUSE = torch.cuda.is_available()\n\n\nclass Agent:\n    def __init__(self):\n"
+        f"        self.net = torch.nn.Linear(2, 2)\n        if USE:\n            {call}\n\n"
+        f"    def cuda(self):\n        {moves}\n"
+    )
+    ported = _ported(tmp_path, source, others=f"from user import Agent\n{more}")
+    assert ("USE = torch.cuda.is_available()" in ported) is kept
+    assert (call in ported, "self.net.to(" in ported) == (True, True)

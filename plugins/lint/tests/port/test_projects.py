@@ -1,6 +1,7 @@
 """What other files of a project say of a script: what they need of its objects, and which devices they choose."""
 
 import pytest
+import torch
 from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.project import Known, read_project
 from port_sources import written
@@ -205,3 +206,34 @@ def test_a_type_that_another_file_takes_stays(tmp_path, takes, kept):
     paths = written(tmp_path, {"util.py": util, "train.py": f"{takes}\n"})
     ported = port_source(util, Level.ROLES, read_project(paths).known(paths[0])).source
     assert ("torch.cuda.FloatTensor" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("use", "kept"),
+    [
+        ("tensors.to_tensor(x)", False),
+        ("tensors.to_tensor(x, False)", False),
+        ("tensors.to_tensor(x, False, torch.LongTensor)", True),
+        ("tensors.to_tensor(x, dtype=torch.LongTensor)", True),
+        ("tensors.to_tensor(*x)", True),
+        ("tensors.to_tensor(x, **more)", True),
+        ("list(map(tensors.to_tensor, x))", True),
+    ],
+)
+@pytest.mark.parametrize("last", ["torch.from_numpy(x).type(dtype)", "torch.from_numpy(x).type(dtype), dtype"])
+def test_a_parameter_is_the_type_that_is_its_default_if_no_file_gives_another(tmp_path, use, kept, last):
+    source = (
+        "import torch\n\nUSE = torch.cuda.is_available()\n"
+        "FLOAT = torch.cuda.FloatTensor if USE else torch.FloatTensor\n\n\n"
+        f"def to_tensor(x, copy=True, dtype=FLOAT):\n    return {last}\n"
+    )
+    other = f"import tensors\nimport torch\n\n\ndef run(x, more):\n    return {use}\n"
+    paths = written(tmp_path, {"tensors.py": source, "other.py": other})
+    ported = port_source(source, Level.TORCH, read_project(paths).known(paths[0])).source
+    kept = kept or last.endswith(", dtype")
+    assert ("FLOAT = torch.cuda.FloatTensor if USE else torch.FloatTensor" in ported) is kept
+    assert ("USE = torch.cuda.is_available()" in ported) is kept
+    assert (".type(dtype).to(device)" in ported) is not kept
+    scope = {}
+    exec(ported, scope)
+    assert scope["to_tensor"](torch.ones(2, dtype=torch.float64).numpy())[0].dtype == torch.float32

@@ -9,6 +9,7 @@ import libcst as cst
 
 from accelcore_lint.port.device_names import is_device_name
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.own_classes import movers
 from accelcore_lint.port.receivers import is_own, is_torchs
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import SETTINGS, device_source, index_source
@@ -19,6 +20,7 @@ _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
 _PLAIN = re.compile(r"[\w.]+(\[[\w.-]+\])*")
 """An expression that may be written twice."""
 
+_VENDOR = re.compile(rf"\b({'|'.join(DEVICES)})\b")
 _DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
 _OWN_DEVICE = "get_device() may be the project's own, of an object that has no device: give the device itself"
 
@@ -35,6 +37,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     )
     is_defined = method in facts.defined_methods
     may_be_own = (is_defined or may_be_own) and not is_torchs(node, facts)
+    if may_be_own and _is_ported_method(node, method, facts):
+        return Left("a method of the class itself, whose moves are all rewritten", harmless=True)
     if may_be_own and is_defined:
         return Left(f"this file defines a method {method}, which may be the one that is called")
     if may_be_own:
@@ -70,6 +74,29 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return updated.with_changes(func=receiver.with_changes(attr=cst.Name("to")), args=[first, *kept])
 
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
+
+
+def _is_ported_method(node: cst.Call, method: str, facts: Facts) -> bool:
+    """Return whether a call is `self.cuda()` in the project's only class that defines it, by moves that are rewritten.
+
+    No other class may define one: it may inherit from this class.
+    """
+    made = next((outer for outer in facts.parents(node) if isinstance(outer, cst.ClassDef)), None)
+    if made is None or text_of(node) != f"self.{method}()":
+        return False
+    own, others = movers(facts.code), facts.known.movers
+    if own != [made.name.value] or (others and not re.fullmatch(rf"{own[0]} in [^,]+", others)):
+        return False
+    methods = [part for part in made.body.body if isinstance(part, cst.FunctionDef) and part.name.value == method]
+    if len(methods) != 1 or methods[0] in facts.parents(node):
+        return False
+    moves = [call for call in facts.calls if methods[0] in facts.parents(call) and _is_move(call)]
+    words = _VENDOR.findall(text_of(methods[0].body))
+    return len(words) == len(moves) > 0 and all(isinstance(_decide(move, facts), Rewrite) for move in moves)
+
+
+def _is_move(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in DEVICES
 
 
 def _as_given(node: cst.Call, index: cst.BaseExpression, facts: Facts) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import libcst as cst
+from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
@@ -113,11 +114,16 @@ def _converts(call: cst.Call) -> bool:
 
 def _decide_type(node: cst.Call, facts: Facts) -> Rewrite | None:
     (given,) = node.args
-    named = _of_name(given.value, facts)
+    default = _default_of(given.value, facts)
+    named = _of_name(default or given.value, facts)
     kind = _OF_DEVICE.get(facts.name(given.value) or "") or (named and named[0])
     if given.keyword is not None or given.star or not kind:
         return None
-    sources = (_device(node, given.value, facts), f"{facts.torch}.{DTYPES[kind]}")
+    device = _device(node, default or given.value, facts)
+    if default is not None:  # the parameter, which is now a type for the CPU, keeps its meaning
+        to = [cst.Arg(cst.parse_expression(device))]
+        return Rewrite(lambda updated: cst.Call(cst.Attribute(updated, cst.Name("to")), to))
+    sources = (device, f"{facts.torch}.{DTYPES[kind]}")
     args = [cst.Arg(cst.parse_expression(source)) for source in sources]
     func = cst.ensure_type(node.func, cst.Attribute)
 
@@ -125,6 +131,17 @@ def _decide_type(node: cst.Call, facts: Facts) -> Rewrite | None:
         return updated.with_changes(func=updated.func.with_changes(attr=cst.Name("to")), args=args)
 
     return Rewrite(build, [func.attr, *node.args])
+
+
+def _default_of(name: cst.BaseExpression, facts: Facts) -> cst.Name | None:
+    """Return the default of a parameter that no call of the project gives, if its only use is as in `x.type(dtype)`."""
+    function = facts.function_of(name)
+    if function is None or function not in facts.functions.values():
+        return None
+    found = [param for param in function.params.params if param.name.value == text_of(name)]
+    default = found[0].default if found and (function.name.value, text_of(name)) in facts.known.typed else None
+    uses = matchers.findall(function.body, matchers.Name(text_of(name)))
+    return default if isinstance(default, cst.Name) and len(uses) == 1 else None
 
 
 def _device(site: cst.CSTNode, kind: cst.BaseExpression, facts: Facts) -> str:
@@ -154,7 +171,8 @@ def _of_name(name: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:
     known = 1
     for call in facts.calls:
         made = isinstance(call.func, cst.Name) and call.func.value == name.value and _makes(call, facts)
-        known += made or (_converts(call) and text_of(call.args[0].value) == name.value)
+        of = _default_of(call.args[0].value, facts) or call.args[0].value if _converts(call) else None
+        known += made or (of is not None and text_of(of) == name.value)
     condition = cst.ensure_type(values[0], cst.IfExp).test
     if known != facts.uses[name.value] or name.value in facts.known.taken:
         return None
