@@ -332,9 +332,9 @@ class Clipping:
     If a device has no kernel for many tensors, torch multiplies them one by one. The kernel of loss scaling takes many
     fp32 tensors on every device.
 
-    For one tensor a parameter the result is that of torch's `clip_grad_norm_`, to the last bit. In flat memory the
-    norm is summed in another order and may differ in its last bit. `flagged`: whether the device's kernel for unscaling
-    reads an overflow flag, and skips its work if it is set.
+    For one tensor a parameter, all of one dtype, the result is that of torch's `clip_grad_norm_`, to the last bit. In
+    flat memory, or with several dtypes, the norm is summed in another order and may differ in its last bit. `flagged`:
+    whether the device's kernel for unscaling reads an overflow flag, and skips its work if it is set.
     """
 
     def __init__(self, max_norm: float, *, flagged: bool) -> None:

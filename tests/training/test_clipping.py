@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,16 +25,20 @@ def gradients(sizes, scale, seed, dtypes):
     dtypes=st.sampled_from([(torch.float32,), (torch.bfloat16,), (torch.float64,), (torch.float32, torch.bfloat16)]),
     seed=st.integers(0, 99),
 )
-def test_it_is_bit_equal_to_clip_grad_norm(sizes, scale, max_norm, dtypes, seed):
+@example(sizes=[62, 29], scale=0.3, max_norm=1e-8, dtypes=(torch.float32, torch.bfloat16), seed=0)  # an odd last bit
+def test_it_is_clip_grad_norm(sizes, scale, max_norm, dtypes, seed):
+    """To the last bit, if all gradients have one dtype: torch sums the norms of one dtype after the other."""
     ours = gradients(sizes, scale, seed, dtypes)
     theirs = [nn.Parameter(torch.zeros_like(gradient)) for gradient in ours]
     for parameter, gradient in zip(theirs, ours, strict=True):
         parameter.grad = gradient.clone()
     expected = nn.utils.clip_grad_norm_(theirs, max_norm)
     norm = Clipping(max_norm, flagged=False)(ours, lambda norm: norm)
-    assert torch.equal(norm, expected) or (norm.isnan() and expected.isnan())
+    is_mixed = len(dtypes) > 1
+    torch.testing.assert_close(norm, expected, rtol=1e-6 * is_mixed, atol=0, equal_nan=True)
     for mine, parameter in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.nan_to_num(7.0), parameter.grad.nan_to_num(7.0))
+        rounding = is_mixed * (2e-6 + torch.finfo(mine.dtype).eps)
+        torch.testing.assert_close(mine, parameter.grad, rtol=rounding, atol=0, equal_nan=True)
 
 
 @given(
