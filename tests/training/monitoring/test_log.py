@@ -142,6 +142,7 @@ def test_ctrl_c_ends_the_process_as_without_a_log(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import os, signal, sys, torch, accelcore\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "accel, model = accelcore.select('cpu'), torch.nn.Linear(2, 1)\n"
         "log = accelcore.Log(sys.argv[1], every=1, plot=True)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
