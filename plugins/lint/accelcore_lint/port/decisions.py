@@ -33,7 +33,7 @@ from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
-from accelcore_lint.port.splits import is_split, places
+from accelcore_lint.port.splits import is_idle, is_split, places
 from accelcore_lint.port.syntax import is_import, key_of, loses_comment, reasons_above, text_of
 from accelcore_lint.port.uses import STOPS
 
@@ -158,8 +158,7 @@ class Decisions(cst.CSTVisitor):
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
                 opens = False
             holder = next((each for each in self._facts.parents(guard) if isinstance(each, cst.ClassDef)), None)
-            if not self._empties(guard):
-                decision, opens = self._kept(rule, decision, opens=opens)
+            decision, opens = self._kept(rule, node, decision, opens=opens)
             if opens and decision.some and (holder is not None or self._asserts(node)):
                 # Other methods may set what this one reads, and questions below this one may stay.
                 self._named[holder or self._scope_of(node)].append(("", rule, node, decision))
@@ -192,19 +191,23 @@ class Decisions(cst.CSTVisitor):
             is_open = is_open and self._facts.function_of(node) not in self._fixed
             if is_open and isinstance(original_node, cst.ClassDef):
                 is_open = self._unset.isdisjoint(self._members_in(node))
-            decision, is_open = self._kept(rule, decision, opens=is_open)
+            decision, is_open = self._kept(rule, node, decision, opens=is_open)
             if decision.retry is not None and is_open:
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
 
-    def _kept(self, rule: Rule, decision: Left, *, opens: bool) -> tuple[Left, bool]:
-        """Return a decision and whether it opens, which no question for a device does in a program that keeps them."""
-        if opens and rule.name == "device check" and self._facts.keeps_questions:
-            return replace(decision, reason=self._facts.keeps_questions), False
+    def _kept(self, rule: Rule, node: cst.CSTNode, decision: Left, *, opens: bool) -> tuple[Left, bool]:
+        """Return a decision and whether it opens, which no question for a device does in a program that keeps them.
+
+        A question whose answer changes no result opens there, too.
+        """
+        keeps = opens and rule.name == "device check" and self._facts.keeps_questions
+        if keeps and not (is_idle(guard := self._guard_of(node)) or self._empties(guard)):
+            return replace(decision, reason=keeps), False
         return decision, opens
 
-    def _empties(self, guard: Guard) -> bool:
+    def _empties(self, guard: Guard | None) -> bool:
         """Return whether all that an `if` guards is removed, so that its answer decides nothing."""
         lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
         gone = [line in self.rewrites and self.rewrites[line].build is removed for line in lines]

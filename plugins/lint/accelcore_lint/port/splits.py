@@ -22,11 +22,32 @@ _SHOWS = re.compile(r"(\w+\.)*(print|log|info|warn|warning|debug)\(|pass\b|\"|'|
 """Beginnings of lines that only tell something."""
 
 
+_IDLE = re.compile(
+    r"(?:\w+\.)*(?:empty_cache|synchronize|ipc_collect|collect|reset_peak_memory_stats|reset_max_memory_\w+)\([\w.]*\)"
+)
+"""Lines that compute nothing: another answer elsewhere changes no result."""
+
+_SIZE = re.compile(r"(?:\w+\.)+(?:max_)?memory_(?:allocated|reserved|cached)\([\w.]*\)(?: *[*/] *[\w ()*.<]+)?")
+"""Sizes of memory, which are 0 on a device that has no tensors."""
+
+
+def is_idle(guard: cst.CSTNode | None) -> bool:
+    """Return whether a condition only decides whether something waits, clears a cache, or shows a size of memory."""
+    if isinstance(guard, cst.IfExp):
+        return _SIZE.fullmatch(text_of(guard.body)) is not None and text_of(guard.orelse) in ("0", "0.0")
+    lines = guard.body.body if isinstance(guard, (cst.If, cst.Else)) else ()
+    return bool(lines) and all(_IDLE.fullmatch(text_of(line)) for line in lines) and _ends_idle(guard)
+
+
+def _ends_idle(guard: cst.CSTNode | None) -> bool:
+    return not isinstance(guard, cst.If) or guard.orelse is None or is_idle(guard.orelse)
+
+
 def is_split(guard: Guard | None) -> bool:
     """Return whether a condition that stays decides where something is, or between two things to do."""
     if isinstance(guard, cst.IfExp):
         return places(guard) or not (_is_plain(guard.body) or _is_plain(guard.orelse))
-    if not isinstance(guard, cst.If):
+    if not isinstance(guard, cst.If) or is_idle(guard):
         return False
     return places(guard) or (guard.orelse is not None and not (_shows(guard.body) or _shows(guard.orelse)))
 

@@ -56,7 +56,7 @@ _SETTINGS = re.compile(
     rf"\.({_OWN})\b(?![ \t]*[.(])"
 )
 _SETS = re.compile(
-    rf"(?i)\bdevice[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)[\"']({'|'.join(DEVICES)})(?::\d+)?[\"']"
+    rf"(?i)\bdevices?[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)\[?[\"']({'|'.join(DEVICES)})(?::\d+)?[\"']"
     rf"|\.({'|'.join(DEVICES)})\(\)"
 )
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")

@@ -261,6 +261,20 @@ def test_a_question_for_another_tool_of_one_vendor_stays(package, name):
     assert ("if torch.cuda.is_available():" in port_source(source, Level.ROLES).source) is (package != "torch.optim")
 
 
+@pytest.mark.parametrize("given", ["torch.cuda.is_available()", "has_cuda"])
+def test_only_an_answer_that_another_package_gets_stays(given):
+    source = (
+        "import accelerate\nimport torch\n\nhas_cuda = torch.cuda.is_available()\n"
+        f"accelerator = accelerate.Accelerator(cpu=not {given})\n\n\n"
+        "def step(x):\n    if torch.cuda.is_available():\n        x = x.cuda()\n    return x\n"
+    )
+    ported = port_source(source, Level.TORCH).source
+    assert f"cpu=not {given}" in ported
+    assert ("has_cuda = torch.cuda.is_available()" in ported) is (given == "has_cuda")
+    assert "x = x.to(" in ported
+    assert "    if torch.cuda.is_available():" not in ported
+
+
 def test_a_number_of_devices_in_a_text_is_shown_as_it_is():
     source = 'import torch\nshown = "%d GPUs" % torch.cuda.device_count()\nshare = 4 // torch.cuda.device_count()\n'
     module = imported(port_source(source, Level.TORCH).source)

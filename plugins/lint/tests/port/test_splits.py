@@ -28,6 +28,11 @@ def program(folder, files, level=Level.TORCH):
         ("used = torch.cuda.memory_stats() if torch.cuda.is_available() else 0", False),
         ("if device.type == 'cuda':\n        torch.cuda.nvtx.range_pop()", False),
         ("if device.type == 'cuda':\n        torch.cuda.nvtx.range_pop()\n    else:\n        print('CPU')", False),
+        (
+            "if device.type == 'cuda':\n        torch.cuda.ipc_collect()\n    else:\n        torch.mps.empty_cache()",
+            False,
+        ),
+        ("if device.type == 'cuda':\n        torch.cuda.ipc_collect()\n    else:\n        net.step()", True),
         ("data = data.to(device)", False),
     ],
 )
@@ -49,6 +54,29 @@ def test_the_device_of_a_program_stays_if_a_line_tells_cuda_from_all_others(tmp_
     assert {name: outcome.source for name, outcome in again.items()} == {
         name: outcome.source for name, outcome in made.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("line", "opens"),
+    [
+        ("if torch.cuda.is_available():\n        torch.cuda.empty_cache()", True),
+        ("if torch.cuda.is_available():\n        torch.cuda.synchronize()\n        gc.collect()", True),
+        ("mem = torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 0", True),
+        ("mem = torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 4", False),
+        ("if torch.cuda.is_available():\n        torch.cuda.empty_cache()\n        net.cuda()", False),
+        ("if torch.cuda.is_available():\n        torch.cuda.empty_cache()\n    else:\n        net.cpu()", False),
+    ],
+)
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("is_method", [True, False])
+def test_a_question_whose_answer_changes_no_result_opens_where_others_stay(tmp_path, level, line, opens, is_method):
+    more = f"def step(net):\n    {line}\n"
+    more = f"class Loop:\n    {more.replace(chr(10), chr(10) + '    ')}\n" if is_method else more
+    helpers = "import torch\n\n\ndef f(x, device):\n    return x.half().to(device) if device.type == 'cuda' else x\n"
+    main = f"import gc\nimport torch\nfrom helpers import f\n\n{CHOICE}\n\n\n{more}"
+    source = program(tmp_path, {"main.py": main, "helpers.py": helpers}, level)["main.py"].source
+    assert CHOICE in source
+    assert (source.count("torch.cuda.is_available()") == 1) is opens
 
 
 def test_a_condition_stays_if_another_file_chooses_its_device_for_cuda_or_the_cpu(tmp_path):

@@ -143,14 +143,15 @@ def _is_given_away(answer: cst.CSTNode, facts: Facts) -> bool:
     A library that trains the script, such as Lightning, gets it by any option.
     """
     holder = facts.parent(answer)
-    name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else text_of(answer)
-    own = ("torch", "accelcore", *facts.known.modules)
+    name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else ""
+    given = re.compile(rf"(?<![\w.]){re.escape(name)}(?!\w)")
+    around, own = [*facts.parents(answer)], ("torch", "accelcore", *facts.known.modules)
     for call in facts.calls:
         package = (facts.name(call.func) or "").split(".")[0]
         wanted = re.compile(".*") if re.fullmatch(ENGINES, package) else _OPTION
-        options = [text_of(arg.value) for arg in call.args if arg.keyword and wanted.fullmatch(arg.keyword.value)]
-        given = re.compile(rf"(?<![\w.]){re.escape(name)}(?!\w)")
-        if package and package not in own and any(map(given.search, options)):
+        options = [arg for arg in call.args if arg.keyword and wanted.fullmatch(arg.keyword.value)]
+        found = any(given.search(text_of(arg.value)) if name else arg in around for arg in options)
+        if package and package not in own and found:
             return True
     return False
 
