@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -286,4 +286,25 @@ def _leave_at_exit(membership: AbstractContextManager[Job]) -> None:
         membership.__exit__(None if failure is None else type(failure), failure, None)
     except BaseException as error:  # noqa: BLE001  # nobody is left to handle it
         if error is not failure:
-            logger.warning("an error occurred while leaving the job: %s", error)
+            logger.error("an error occurred while leaving the job: %s", error)
+        if failure is None:
+            sys.stderr = cast("TextIO", _Unflushed(sys.stderr))
+
+
+class _Unflushed:
+    """Standard error that raises when Python flushes it at the end, so that the process ends with 120 in place of 0.
+
+    Python documents this code for an error in cleaning up. An error of a function of `atexit` does not change the code,
+    and `os._exit` would keep other such functions from running.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream  # None without a console
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        raise OSError("the job was left by an error")

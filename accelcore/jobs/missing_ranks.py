@@ -164,8 +164,10 @@ class MissingRanks:
     def _write(self) -> None:
         """Write a note now; raises RuntimeError if the store does not answer."""
         self._beats += 1
-        number, collective = _last_collective() if self._reads_record else (0, "")
-        line = self._line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
+        number, collective, line = 0, "", self._line
+        with suppress(Exception):  # a note without its place still shows that the rank lives
+            line = line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
+            number, collective = _last_collective() if self._reads_record else (0, "")
         steps = list(self._collectives.steps.values())  # a copy, because the training thread may add one
         calls, ends = self._collectives.calls, (self._done, self._failed, self._follows)
         note = _Note(self._beats, steps, calls, number, collective, line, *ends)
@@ -326,15 +328,17 @@ def _last_collective() -> tuple[int, str]:
     return last["record_id"] + 1, f"{last['profiling_name']}{of_what} (collective {last['record_id'] + 1})"
 
 
-def _script_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+def _script_line(frames: Iterable[tuple[FrameType, int | None]]) -> str:
     """Return the first line outside of libraries, such as `train.py:12 in main (trainer.save(folder))`.
 
     `frames` begin with the innermost.
     """
     for frame, line in frames:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            path = frame.f_code.co_filename
-            source = linecache.getline(path, line).strip()[:_WIDTH]
+            path, source = frame.f_code.co_filename, ""
+            line = line or frame.f_code.co_firstlineno  # Python gives no line to an instruction of its own
+            with suppress(Exception):  # what a script has put into the cache of lines
+                source = linecache.getline(path, line).strip()[:_WIDTH]
             return f"{Path(path).name}:{line} in {frame.f_code.co_name}" + (f" ({source})" if source else "")
     return ""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -133,6 +135,19 @@ def test_a_script_may_destroy_the_group_itself(accel, meeting):
     with accel.distributed(rank=0, world_size=1, init_method=meeting):
         dist.destroy_process_group()
     assert not dist.is_initialized()
+
+
+def test_a_process_whose_job_was_left_by_an_error_ends_in_order_and_not_with_0():
+    script = (
+        "import atexit, accelcore",
+        "atexit.register(print, 'the end')",
+        "accel = accelcore.select('cpu')",
+        "accel.join()",
+        "accel.collectives.barrier = lambda: 1 / 0",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(script)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (120, "the end\n")
+    assert ended.stderr == "an error occurred while leaving the job: division by zero\n"
 
 
 def test_one_job_may_follow_another(accel, tmp_path):
