@@ -367,3 +367,21 @@ def test_a_device_whose_name_is_used_has_no_index_as_before(use, has_index):
     ported = port_source(source, Level.ROLES).source
     assert ("device = accel.device\n" in ported) is has_index
     assert ("device = torch.device(accel.device.type)\n" in ported) is not has_index
+
+
+@pytest.mark.parametrize(
+    ("test", "below", "other", "kept"),
+    [
+        ("isinstance(x, torch.cuda.FloatTensor)", "y = y.cuda()", "", False),
+        ("not isinstance(x, torch.cuda.FloatTensor)", "y = y.cuda()", "", False),
+        ("isinstance(x, torch.cuda.FloatTensor)", "torch.cuda.nvtx.mark('x')", "", True),
+        ("isinstance(x, torch.cuda.FloatTensor)", "y = y.cuda()", "MPS = 'mps'\n", True),
+    ],
+)
+def test_a_question_for_a_type_of_one_device_is_also_about_what_is_no_tensor(test, below, other, kept):
+    source = (
+        f"import torch\n{other}\n\ndef step(x, y):\n    if {test}:\n        {below}\n        y = None\n    return y\n"
+    )
+    ported = port_source(source, Level.TORCH).source
+    assert ("torch.cuda.FloatTensor" in ported) is kept
+    assert kept or (imported(ported).step(2, torch.ones(1)) is None) is ("not" in test)

@@ -3,7 +3,7 @@
 from accelcore_lint.port.rule import Rule
 from accelcore_lint.port.rules.amp import AUTOCAST, CUSTOM
 from accelcore_lint.port.rules.availability import AVAILABILITY
-from accelcore_lint.port.rules.conditions import GUARDS, IS_CUDA, PLACE
+from accelcore_lint.port.rules.conditions import CLASS, GUARDS, IS_CUDA, PLACE
 from accelcore_lint.port.rules.device_calls import ALONE, WAIT
 from accelcore_lint.port.rules.device_strings import CHOICES, STRINGS
 from accelcore_lint.port.rules.leftovers import LEFTOVERS
@@ -22,6 +22,6 @@ from accelcore_lint.port.rules.typed_tensors import TYPED
 RULES: tuple[Rule, ...] = (
     REPLACED, SWITCHES, TYPED, ALONE, WAIT, SEEDS, PROCESS_GROUP, CHOICES,
     AVAILABILITY, MOVES, AUTOCAST, CUSTOM, SCALER, MEMORY, OPTIMIZERS, REPLICAS, PINS,
-    LOADS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, IS_CUDA, PLACE, *LEFTOVERS,
+    LOADS, MAPS, STRINGS, BACKEND_NAMES, GUARDS, CLASS, IS_CUDA, PLACE, *LEFTOVERS,
 )  # fmt: skip
 """Rules for every vendor's word. The last ones claim what the others leave."""

@@ -11,11 +11,12 @@ from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, SETTINGS, whole
-from accelcore_lint.port.rules.typed_tensors import DTYPES
+from accelcore_lint.port.rules.typed_tensors import DTYPES, OF_DEVICE
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, type_text
 
 _SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
+TYPE_QUESTION = "a question about one vendor's type of tensor: x.device.type and x.dtype answer it on all devices"
 _UNSURE = "a comparison with a vendor's name, which may be that of something else than a device"
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|synchronize\(|empty_cache\(|\.(cuda|npu)\(")
 """Lines that MPS has as other accelerators do."""
@@ -149,6 +150,24 @@ def _of_kind(node: cst.BaseExpression, tensor: str, kind: str, facts: Facts) -> 
     return whole(node, test if plain else f"({test})", facts.needs_torch)
 
 
+def _decide_class(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
+    """Ask for dtype and device where a script asks for a class such as `torch.cuda.FloatTensor`.
+
+    An assertion of it fails on the CPU as before.
+    """
+    is_asked = text_of(node.func) == "isinstance" and len(node.args) == 2
+    kind = OF_DEVICE.get(facts.name(node.args[1].value) or "") if is_asked else None
+    if kind is None:
+        return None
+    tensor, holder = text_of(node.args[0].value), facts.parent(node)
+    if isinstance(holder, cst.Assert) and holder.test is node:
+        test = f'{tensor}.dtype == {facts.torch}.{DTYPES[kind]} and {tensor}.device.type != "cpu"'
+        return whole(node, test, facts.needs_torch)
+    test = f"isinstance({tensor}, {facts.torch}.Tensor) and {tensor}.dtype == {facts.torch}.{DTYPES[kind]}"
+    rewrite = whole(node, f'({test} and {tensor}.device.type != "cpu")', facts.needs_torch)
+    return Left(TYPE_QUESTION, node.children, retry=None if facts.names_others else rewrite)
+
+
 def _is_type(device: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether an expression is the type of a device, or certainly a name without an index."""
     if text_of(device).endswith("type"):
@@ -276,6 +295,20 @@ GUARDS = Rule(
             Level.ROLES,
             'use_fused = has_fused and device_type == "cuda"\noptimizer = AdamW(groups, fused=use_fused)',
             'use_fused = has_fused and device_type != "cpu"\noptimizer = AdamW(groups, fused=use_fused)',
+        ),
+    ),
+)
+
+CLASS = Rule(
+    "type of a tensor",
+    "questions whether a tensor is of a type of one device",
+    (cst.Call,),
+    _decide_class,
+    (
+        Example(
+            Level.TORCH,
+            "assert isinstance(x, torch.cuda.LongTensor)",
+            'assert x.dtype == torch.int64 and x.device.type != "cpu"',
         ),
     ),
 )

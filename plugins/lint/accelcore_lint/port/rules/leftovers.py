@@ -11,6 +11,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import is_known_apex
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules import scaler
+from accelcore_lint.port.rules.conditions import TYPE_QUESTION
 from accelcore_lint.port.rules.device_strings import names_option, whole
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, type_text
@@ -42,7 +43,6 @@ _REASONS = {
 }
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
-_QUESTION = "a question about one vendor's type of tensor: x.device.type and x.dtype answer it on all devices"
 _MEMORY = re.compile(r"(CUDA|NPU) out of memory\b")
 _DEFAULT = "one vendor's function, without a generic one"
 
@@ -92,7 +92,7 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
         asked = parts[-1].endswith("Tensor") and any(
             _asks_class(outer) or isinstance(outer, cst.Comparison) for outer in facts.parents(node)
         )
-        return Left(_QUESTION if asked else _reason(parts), node.children)
+        return Left(TYPE_QUESTION if asked else _reason(parts), node.children)
     return None
 
 

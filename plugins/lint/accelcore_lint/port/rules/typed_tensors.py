@@ -17,7 +17,7 @@ DTYPES = {
     "LongTensor": "int64", "IntTensor": "int32", "ShortTensor": "int16", "CharTensor": "int8", "ByteTensor": "uint8",
     "BoolTensor": "bool",
 }  # fmt: skip
-_OF_DEVICE = {f"torch.cuda.{kind}": kind for kind in DTYPES}
+OF_DEVICE = {f"torch.cuda.{kind}": kind for kind in DTYPES}
 
 
 def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
@@ -27,7 +27,7 @@ def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
         return _decide_choice(node, facts)
     if _converts(node):
         return _decide_type(node, facts)
-    kind = _OF_DEVICE.get(facts.name(node.func) or "")
+    kind = OF_DEVICE.get(facts.name(node.func) or "")
     if kind is not None and not (_makes(node, facts) or _is_sized(node, facts)):
         return None
     if kind is None and _of_name(node.func, facts) is None:
@@ -116,7 +116,7 @@ def _decide_type(node: cst.Call, facts: Facts) -> Rewrite | None:
     (given,) = node.args
     default = _default_of(given.value, facts)
     named = _of_name(default or given.value, facts)
-    kind = _OF_DEVICE.get(facts.name(given.value) or "") or (named and named[0])
+    kind = OF_DEVICE.get(facts.name(given.value) or "") or (named and named[0])
     if given.keyword is not None or given.star or not kind:
         return None
     device = _device(node, default or given.value, facts)
@@ -155,7 +155,7 @@ def _kind_of(choice: cst.BaseExpression, facts: Facts) -> str | None:
     """Return the type that `torch.cuda.FloatTensor if condition else torch.FloatTensor` chooses, on any device."""
     if not isinstance(choice, cst.IfExp):
         return None
-    kind = _OF_DEVICE.get(facts.name(choice.body) or "")
+    kind = OF_DEVICE.get(facts.name(choice.body) or "")
     same = {f"torch.{kind}", *(["torch.Tensor"] if kind == "FloatTensor" else [])}
     return kind if facts.name(choice.orelse) in same else None
 
