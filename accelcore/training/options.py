@@ -91,10 +91,11 @@ class TrainerOptions(TypedDict, total=False):
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
             updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
         total_steps: number of updates of the whole training; None if epochs and loader tell it.
-        schedule_by: when the scheduler is stepped. `"window"`, the default: after each update, even if it was skipped
-            for overflow. `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric
-            for ReduceLROnPlateau. Under `"window"` a script that does so gets an error. A scheduler made for epochs,
-            such as `StepLR(optimizer, 10)`, needs `"script"`: under `"window"` its 10 are updates.
+        schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.
+            `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric for
+            ReduceLROnPlateau. Under `"window"` a script that does so gets an error. A scheduler made for epochs, such
+            as `StepLR(optimizer, 10)`, needs `"script"`: under `"window"` its 10 are updates. None, the default, is
+            `"window"`, and warns of a scheduler that seems to be made for another number of steps.
         precision: `"fp32"`, the default; `"bf16"`, `"fp16"`, one of apex's levels `"O0"` to `"O3"` (see
             `Policy.preset`), or a `Policy`. `"best"` is the fastest that the hardware supports. The words of torch,
             accelerate and Lightning work, too.
@@ -135,7 +136,7 @@ class TrainerOptions(TypedDict, total=False):
     scheduler: LRScheduler | str | Callable[[Optimizer, int], LRScheduler] | None
     warmup: float
     total_steps: int | None
-    schedule_by: ScheduleBy
+    schedule_by: ScheduleBy | None
     precision: str | int | torch.dtype | Policy
     loss_scale: float | str | LossScale | None
     fp32: str | None
@@ -156,7 +157,6 @@ class TrainerOptions(TypedDict, total=False):
 
 _DEFAULTS = {
     "warmup": 0,
-    "schedule_by": "window",
     "precision": "fp32",
     "accumulate": 1,
     "on_nonfinite": "raise",

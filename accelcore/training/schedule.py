@@ -29,6 +29,8 @@ ScheduleBy = Literal["window", "script"]
 
 Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an optimizer for a number of updates
 
+_MEANT = 'schedule_by="window", which ends this warning'
+
 _METHODS = ("step", "state_dict", "load_state_dict")
 
 _NAMED: dict[str, Make] = {
@@ -50,7 +52,9 @@ class Schedule:
     scheduler: LRScheduler | None  # None without a scheduler, or before it is made
     updates: int | None = None  # the number of updates that it was made for; None if it was given, or is not made yet
 
-    def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy, warmup: float = 0) -> None:
+    def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy | None, warmup: float = 0) -> None:
+        self._is_meant = by is not None  # the script says what is counted: no warning of the schedule's length
+        by = by or "window"
         if by not in get_args(ScheduleBy):
             raise ConfigurationError(
                 f"schedule_by={by!r} is unknown",
@@ -114,16 +118,17 @@ class Schedule:
 
     def warn_of_count(self, epochs: int | None, updates: int | None, accumulate: int, ranks: int) -> None:
         """Log once that the scheduler seems to count epochs or batches, and not updates, after which it is stepped."""
-        if self._is_compared or not (self._steps and epochs and updates):
+        if self._is_compared or self._is_meant or not (self._steps and epochs and updates):
             return
         self._is_compared = True
         if updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates):
             logger.warning(
                 "%s seems to count epochs, but the trainer steps it after each update: the learning rate changes too "
                 'early. Give accel.trainer(..., schedule_by="script"), and call scheduler.step() after each epoch; or '
-                "make it for %d updates",
+                "make it for %d updates; or, if it counts updates on purpose, give %s",
                 type(self.scheduler).__name__,
                 updates,
+                _MEANT,
             )
         length = _length(self.scheduler)
         if any(
@@ -134,13 +139,14 @@ class Schedule:
             logger.warning(
                 "%s seems to be made for %d batches, but the trainer steps it after each of %d updates, with "
                 "accumulate=%d on %d ranks: the learning rate changes too late. Make it for %d updates, or give "
-                "scheduler=lambda optimizer, updates: ..., which gets this number",
+                "scheduler=lambda optimizer, updates: ..., which gets this number; or, if it is right, give %s",
                 type(self.scheduler).__name__,
                 length,
                 updates,
                 accumulate,
                 ranks,
                 updates,
+                _MEANT,
             )
 
     def state(self) -> dict[str, Any]:
@@ -221,7 +227,7 @@ class Schedule:
         done = _last_epoch(self.scheduler)
         if done is None:
             return
-        length = self.updates or (_length(self.scheduler) if self._steps else 0)
+        length = self.updates or (_length(self.scheduler) if self._steps and not self._is_meant else 0)
         if done < 0.9 * length and not self._has_warned:
             logger.warning(
                 "trainer.epochs(...) has ended after %d of the %d updates that the schedule was made for, at the "

@@ -226,6 +226,7 @@ def test_a_schedule_that_has_ended_trains_at_0_and_warns_once(accel, tmp_path, c
             "made for 10 batches, but the trainer steps it",
         ),
         (lambda optimizer: OneCycleLR(optimizer, 0.1, 10), False, {}, "Make it for 6 updates, or give scheduler="),
+        (lambda optimizer: CosineAnnealingLR(optimizer, 10), False, {"schedule_by": "window"}, ""),
         (lambda optimizer: CosineAnnealingLR(optimizer, 6), False, {}, ""),
     ],
 )
@@ -291,30 +292,32 @@ BY_UPDATE = {
 
 
 @pytest.mark.parametrize(
-    ("by_epoch", "name", "is_function"),
+    ("by_epoch", "name", "is_function", "options"),
     [
-        *((True, name, False) for name in BY_EPOCH),
-        *((False, name, False) for name in BY_UPDATE),
-        *((by_epoch, "StepLR", True) for by_epoch in (True, False)),
+        *((True, name, False, {}) for name in BY_EPOCH),
+        *((False, name, False, {}) for name in BY_UPDATE),
+        *((by_epoch, "StepLR", True, {}) for by_epoch in (True, False)),
+        (True, "StepLR", False, {"schedule_by": "window"}),
     ],
 )
-def test_a_scheduler_that_counts_epochs_and_is_stepped_by_update_is_reported(
-    accel, caplog, name, is_function, by_epoch
+def test_a_scheduler_that_counts_epochs_and_is_stepped_by_update_is_reported_unless_that_was_asked_for(
+    accel, caplog, name, is_function, by_epoch, options
 ):
     function = (BY_EPOCH if by_epoch else BY_UPDATE)[name]
     model = nn.Linear(3, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     scheduler = (lambda optimizer, updates: function(optimizer)) if is_function else function(optimizer)
     trainer = accel.trainer(
-        model, optimizer, loss=lambda model, rows: model(rows).mean(), accumulate=2, scheduler=scheduler
+        model, optimizer, loss=lambda model, rows: model(rows).mean(), accumulate=2, scheduler=scheduler, **options
     )
     for epoch in trainer.epochs(8):
         for batch in trainer.batches(LOADER):
             if epoch < 2 and name != "LambdaLR":
                 trainer(batch)
     lines = [record.message for record in caplog.records if "seems to count epochs" in record.message]
-    assert [line.split()[0] for line in lines] == [name] * by_epoch
-    assert all('schedule_by="script"' in line and "24 updates" in line for line in lines)
+    assert [line.split()[0] for line in lines] == [name] * (by_epoch and not options)
+    for word in ('schedule_by="script"', "24 updates", 'schedule_by="window"'):
+        assert all(word in line for line in lines)
 
 
 def test_a_constant_rate_has_no_end(accel, caplog):
