@@ -12,16 +12,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from accelcore.errors import ConfigurationError
-from accelcore.util.text import kind_of, shown
+from accelcore.util.text import kind_of, nearest, shown
 
 TRIAL = "ACCEL_TRIAL"  # a `Trial` as JSON. Only `accelcore advise` sets it, for the processes of a trial.
 
+_PREFIX = "ACCEL_"
+_OWN = ("ACCEL_DEVICE", "ACCEL_PROBE_TIMEOUT", TRIAL)
 _CHOICE = re.compile(r"([a-z][a-z0-9_]{0,31})(?::(0|[1-9][0-9]{0,3}))?")
 _LONGEST = 256
 _GRAMMAR = "NAME, NAME:INDEX, a list of these in order of preference (npu,cuda,cpu), or auto"
@@ -73,6 +75,19 @@ def _fault(request: str) -> str:
 def requested_device() -> str | None:
     """Return the text of ACCEL_DEVICE; None if it is unset or empty."""
     return os.environ.get("ACCEL_DEVICE") or None
+
+
+def unread_variables(known: Iterable[str]) -> dict[str, str | None]:
+    """Return the set variables that begin as accelcore's and are unknown, each with the most similar known one."""
+    ends = [name.removeprefix(_PREFIX) for name in (*_OWN, *known) if name.startswith(_PREFIX)]
+    set_ = [name for name in sorted(os.environ) if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in ends]
+    near = {name: nearest(name.removeprefix(_PREFIX), ends) for name in set_}
+    return {name: None if end is None else _PREFIX + end for name, end in near.items()}
+
+
+def unread(name: str, near: str | None) -> str:
+    """Return a sentence about a variable that `unread_variables` has found."""
+    return f"{name} is set, and nothing installed reads it" + (f": did you mean {near}?" if near else "")
 
 
 def probe_timeout() -> float:

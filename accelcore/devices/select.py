@@ -20,7 +20,7 @@ from accelcore.devices import plugins
 from accelcore.devices.create import Found, create_backend
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
-from accelcore.devices.request import Choice, parse, requested_device
+from accelcore.devices.request import Choice, parse, requested_device, unread, unread_variables
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
@@ -296,10 +296,22 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
         _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index}; {reasons}{silence}")
     for sentence in imitations():
         _log_once(logging.WARNING, sentence)
+    if is_auto and source == "ACCEL_DEVICE":
+        for sentence in _mistyped():
+            _log_once(logging.WARNING, sentence)
     unserved = unserved_device() if is_auto else None
     if unserved not in (None, backend.device.type):
         advice = f"`accelcore new-backend {unserved}` writes one"
         _log_once(logging.WARNING, f"torch has the device {unserved}, and no installed backend serves it: {advice}")
+
+
+def _mistyped() -> Iterator[str]:
+    """Yield a sentence for each variable that may be a mistyped ACCEL_DEVICE."""
+    if "ACCEL_DEVICE" in unread_variables(()).values():  # or a plugin's own, whose names take a probe
+        names = [name for candidate in plugins.probe_all().values() for name in candidate.probe.environment]
+        for name, near in unread_variables(names).items():
+            if near == "ACCEL_DEVICE":
+                yield unread(name, near)
 
 
 @cache

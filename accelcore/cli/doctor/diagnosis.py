@@ -24,10 +24,10 @@ from accelcore.devices.plugins import (
     autoloads,
     declared,
 )
-from accelcore.devices.request import TRIAL
+from accelcore.devices.request import unread_variables
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
-from accelcore.util.text import nearest, shown
+from accelcore.util.text import shown
 
 _SCHEMA = 1  # version of the JSON. It changes if a field is removed or changes its meaning, not if one is added.
 
@@ -36,8 +36,6 @@ USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
 _TORCH_TIMEOUT = 60.0  # seconds for `import torch` without --deep
 
 _DISTRIBUTIONS = ("accelcore", "torch", "numpy", "safetensors", "pluggy")
-
-_PREFIX = "ACCEL_"
 
 # Also those that affect threads, compilers and the search for code. None of them holds a secret.
 _VARIABLES = (
@@ -151,7 +149,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         extensions=tuple(map(_extension, answers.extensions)),
         selection=selection,
         environment={name: os.environ.get(name) for name in variables},
-        unknown_variables=_unknown_variables({*variables, TRIAL}),
+        unknown_variables=unread_variables(variables),
         autoload=tuple(found),
         import_torch=torch,
         faults=tuple(_installed_faults(candidates)),
@@ -159,14 +157,6 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         if deep_timeout is None or torch is None
         else examine(candidates, torch, autoload_broken, deep_timeout),
     )
-
-
-def _unknown_variables(known: Iterable[str]) -> dict[str, str | None]:
-    """Return the variables that begin as accelcore's do and are unknown, each with the most similar known one."""
-    ends = [name.removeprefix(_PREFIX) for name in known if name.startswith(_PREFIX)]
-    set_ = [name for name in sorted(os.environ) if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in ends]
-    near = {name: nearest(name.removeprefix(_PREFIX), ends) for name in set_}
-    return {name: None if end is None else _PREFIX + end for name, end in near.items()}
 
 
 def _backend(candidate: Candidate) -> Plugin:

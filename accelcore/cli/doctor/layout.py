@@ -11,6 +11,7 @@ from accelcore.cli.doctor.ask_plugins import Selection
 from accelcore.cli.doctor.deep import Trial
 from accelcore.cli.doctor.diagnosis import USABLE, Diagnosis, Plugin
 from accelcore.devices.plugins import how_to_install
+from accelcore.devices.request import unread
 from accelcore.known_faults import CANNOT_AVOID
 from accelcore.util.text import shown
 
@@ -78,7 +79,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     for name, value in values.items():
         yield 2, f"{name}={shown(value, 200)}", ""
     for name, near in diagnosis.unknown_variables.items():
-        yield 2, f"{name} is set, and nothing installed reads it" + (f": did you mean {near}?" if near else ""), _MEDIUM
+        yield 2, unread(name, near), _MEDIUM
     if diagnosis.autoload:
         yield from _headed("import torch calls")
         for autoload in diagnosis.autoload:
