@@ -89,7 +89,7 @@ class Known:
         settings: settings of cuDNN in the project, such as `("benchmark", "True")`.
         taken: names that other files may take from it, as by `from module import name`.
         modules: the project's own modules and packages, by the first part of their names.
-        replaced: a vendor's functions of torch that a test replaces by their names.
+        replaced: a vendor's functions of torch that a test of the project, which may run it, replaces by their names.
         hiders: functions and methods of the project that hide devices by an environment variable.
         hiding: attributes under which a file hides devices; the device that it then names stays.
         steered: whether a file that this one imports, also through others, may make a device current or hide some.
@@ -250,6 +250,7 @@ def _known_of_each(
             known,
             imported=path in taken,
             taken=frozenset(taken.get(path, ())),
+            replaced=frozenset() if _is_untested(path, known.replaced, texts) else known.replaced,
             steered=not choosing.isdisjoint(files),
             meets_movers=path in meeting,
             forks=not forking.isdisjoint(files),
@@ -262,6 +263,14 @@ def _known_of_each(
             asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )
     return known_of
+
+
+def _is_untested(path: Path, replaced: Collection[str], texts: Mapping[Path, str]) -> bool:
+    """Return whether a file is a script that no file imports, and that none which replaces functions names."""
+    if not replaced or "__main__" not in texts[path]:
+        return False
+    named = any(path.stem in text for each, text in texts.items() if each != path and any(_replaced(text)))
+    return not named and _by_name({path}, texts) == {path}
 
 
 def _flagged(path: Path, program: Collection[Path], flagged: Mapping[Path, set[str]], texts: Mapping[Path, str]) -> str:
@@ -349,7 +358,8 @@ def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[P
             parts = [part for part in module.split(".") if part]
             if stems is not None and (not parts or parts[-1] not in stems):
                 continue
-            roots = [path.parents[dots - 1]] if 0 < dots <= len(path.parents) else [path.parent, *_above(path)]
+            above = [*_above(path), *(folder / "src" for folder in _above(path))]
+            roots = [path.parents[dots - 1]] if 0 < dots <= len(path.parents) else [path.parent, *above]
             for root in roots if parts else ():
                 base_path = root.joinpath(*parts)
                 file = next(

@@ -36,11 +36,9 @@ def is_idle(guard: cst.CSTNode | None) -> bool:
     if isinstance(guard, cst.IfExp):
         return _SIZE.fullmatch(text_of(guard.body)) is not None and text_of(guard.orelse) in ("0", "0.0")
     lines = guard.body.body if isinstance(guard, (cst.If, cst.Else)) else ()
-    return bool(lines) and all(_IDLE.fullmatch(text_of(line)) for line in lines) and _ends_idle(guard)
-
-
-def _ends_idle(guard: cst.CSTNode | None) -> bool:
-    return not isinstance(guard, cst.If) or guard.orelse is None or is_idle(guard.orelse)
+    calls = [part for line in lines for part in (line.body if isinstance(line, cst.SimpleStatementLine) else [line])]
+    other = guard.orelse if isinstance(guard, cst.If) else None
+    return bool(calls) and all(_IDLE.fullmatch(text_of(call)) for call in calls) and (other is None or is_idle(other))
 
 
 def is_split(guard: Guard | None) -> bool:

@@ -10,6 +10,7 @@ from port_sources import imported, written
 
 LEVELS = pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
 MPI = "from mpi4py import MPI\n\n\ndef send(comm, p):\n    comm.{}\n"
+RUN = "import torch\nfrom tools.helpers import f\n\nd = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
 BY_RANK = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{comm.Get_rank() % 8}'\n"
 
 
@@ -134,6 +135,15 @@ def test_a_question_stays_above_a_function_for_the_cpu_that_gets_the_rest(tmp_pa
     paths = written(tmp_path, {"kit/train.py": train, f"kit/{folder}/conv.py": ops})
     outcome = port_source(train, level, read_project(paths[:1]).known(paths[0]))
     assert ("torch.cuda" in outcome.source) is (kept and below)
+
+
+@pytest.mark.parametrize(("folder", "kept"), [("src/", True), ("", True), ("other/", False)])
+def test_a_package_in_src_is_of_the_program_of_a_script_beside_it(tmp_path, folder, kept):
+    helpers = "import horovod.torch\nimport torch\n"
+    files = {"scripts/run.py": RUN, f"{folder}tools/helpers.py": helpers}
+    paths = written(tmp_path, files)
+    ported = port_source(RUN, Level.TORCH, read_project(paths).known(paths[0])).source
+    assert ("torch.cuda.is_available()" in ported) is kept
 
 
 @LEVELS

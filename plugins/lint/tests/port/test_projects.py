@@ -142,6 +142,25 @@ def test_a_function_stays_that_a_test_replaces_by_its_name(tmp_path, replaced):
     assert "torch.get_device_module().empty_cache()" in ported
 
 
+@pytest.mark.parametrize(
+    ("end", "other", "kept"),
+    [
+        ("if __name__ == '__main__':\n    wait()\n", "import os\n", False),
+        ("if __name__ == '__main__':\n    wait()\n", "from examples.timer import wait\n", True),
+        ("if __name__ == '__main__':\n    wait()\n", "from unittest import mock\nrun('examples/timer.py')\n", True),
+        ("", "import os\n", True),
+    ],
+)
+def test_a_function_does_not_stay_in_a_script_that_no_test_runs(tmp_path, end, other, kept):
+    timer = f"import torch\n\n\ndef wait():\n    torch.cuda.synchronize()\n\n\n{end}"
+    patch = "@mock.patch('torch.cuda.synchronize')\ndef test_a(wait):\n    pass\n"
+    test = f"from unittest import mock\n{patch if 'run(' not in other else ''}"
+    other += f"\n\n{patch}" if "run(" in other else ""
+    paths = written(tmp_path, {"timer.py": timer, "test_net.py": test, "other.py": other})
+    ported = port_source(timer, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert ("torch.cuda.synchronize()" in ported) is kept
+
+
 def test_a_negated_question_stays_that_a_test_replaces_by_its_name(tmp_path):
     net = "import torch\n\n\ndef f(x):\n    if not torch.cuda.is_available():\n        return x\n    return x.cuda()\n"
     test = "from unittest import mock\n\n\n@mock.patch('torch.cuda.is_available')\ndef test_f(asked):\n    pass\n"

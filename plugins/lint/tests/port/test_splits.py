@@ -60,7 +60,7 @@ def test_the_device_of_a_program_stays_if_a_line_tells_cuda_from_all_others(tmp_
     ("line", "opens"),
     [
         ("if torch.cuda.is_available():\n        torch.cuda.empty_cache()", True),
-        ("if torch.cuda.is_available():\n        torch.cuda.synchronize()\n        gc.collect()", True),
+        ("if torch.cuda.is_available():\n        torch.cuda.synchronize()  # all\n        gc.collect()", True),
         ("mem = torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 0", True),
         ("mem = torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 4", False),
         ("if torch.cuda.is_available():\n        torch.cuda.empty_cache()\n        net.cuda()", False),
