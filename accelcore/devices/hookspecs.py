@@ -58,6 +58,8 @@ class Probe:
         remedy: what would make it available; required if `available` is false.
         priority: `auto` takes the available backend with the highest priority. A host CPU has 0, an accelerator 100.
         count: how many devices of this kind this process may use; at least 1 if `available`.
+        absent: whether the machine has no such device, as far as files of its driver tell. `auto` then does not warn of
+            the backend if an emulator of it is installed: a rehearsal needs no device.
         exclusive: whether each rank of a job needs a device of its own. False for a CPU, which all ranks share.
         api: the version of the plugin interface that the plugin was written for, as a number. None counts as 1, which
             is the only version that plugins could omit.
@@ -88,6 +90,7 @@ class Probe:
     slurm: str = ""
     kubernetes: str = ""
     ray: str = ""
+    absent: bool = False
 
     @property
     def ranks(self) -> int:
@@ -103,6 +106,8 @@ class Probe:
                 raise ValueError(f"probe {self.name!r}: {field} is {value!r}, not a {what}")
         if self.available and self.count < 1:
             raise ValueError(f"probe {self.name!r}: available, but count is {self.count}: it must be 1 or more")
+        if self.available and self.absent:
+            raise ValueError(f"probe {self.name!r}: available, but absent")
         if not self.available and not (self.reason and self.remedy):
             raise ValueError(f"probe {self.name!r}: not available, and its reason or its remedy is empty")
 

@@ -142,7 +142,8 @@ def decide(
             return make(_admit(choice, candidate, place, str(choice))), tuple(passed_over)
         except AccelError as error:
             remedy = error.remedy or f"select {choice} alone to see the whole error"
-            passed_over.append(Probe(str(choice), available=False, reason=error.why or error.what, remedy=remedy))
+            absent, reason = candidate is not None and candidate.probe.absent, error.why or error.what
+            passed_over.append(Probe(str(choice), available=False, reason=reason, remedy=remedy, absent=absent))
     if not passed_over:
         raise BackendUnavailableError(
             "no backend is installed",
@@ -290,10 +291,16 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
         return
     is_auto = parse(text, source) is None
     request = "auto" if is_auto else f"{source}={shown(text)}"
-    if passed_over:
-        reasons = "; ".join(f"{probe.name} does not work: {probe.reason}" for probe in passed_over)
-        silence = f"; ACCEL_DEVICE={backend.name} chooses it without this message" if is_auto else ""
-        _log_once(logging.WARNING, f"{request} chose {backend.name}:{backend.index}; {reasons}{silence}")
+    imitated = {entry.name for entry in declared(plugins.EMULATORS)} if is_auto and passed_over else set()
+    expected = [probe for probe in passed_over if probe.absent and probe.name in imitated]
+    for level, probes in (
+        (logging.WARNING, [probe for probe in passed_over if probe not in expected]),
+        (logging.INFO, expected),
+    ):
+        if probes:
+            reasons = "; ".join(f"{probe.name} does not work: {probe.reason}" for probe in probes)
+            silence = f"; ACCEL_DEVICE={backend.name} chooses it without this message" if is_auto else ""
+            _log_once(level, f"{request} chose {backend.name}:{backend.index}; {reasons}{silence}")
     for sentence in imitations():
         _log_once(logging.WARNING, sentence)
     if is_auto and source == "ACCEL_DEVICE":

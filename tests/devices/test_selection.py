@@ -43,7 +43,7 @@ def test_the_variable_is_taken_where_there_is_no_argument(monkeypatch, fakes):
 
 @pytest.mark.usefixtures("nothing_installed")
 @pytest.mark.parametrize("device", ["", None])
-def test_an_empty_request_is_none(monkeypatch, fakes, device):
+def test_an_empty_wantedis_none(monkeypatch, fakes, device):
     fakes.backend("only")
     fakes.backend("other", priority=-1)
     monkeypatch.setenv("ACCEL_DEVICE", "")
@@ -139,13 +139,13 @@ def test_a_list_from_the_variable_that_fails_names_the_variable(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("request_", [None, "auto"])
-def test_auto_takes_the_highest_priority_that_works(fakes, request_):
+@pytest.mark.parametrize("wanted", [None, "auto"])
+def test_auto_takes_the_highest_priority_that_works(fakes, wanted):
     fakes.backend("middling", priority=10)
     fakes.backend("best", priority=100, **UNAVAILABLE)
     fakes.backend("better", priority=50)
     fakes.backend("worst", priority=-3)
-    backend = accelcore.select(request_)
+    backend = accelcore.select(wanted)
     assert backend.name == "better"
     assert [(probe.name, probe.reason) for probe in backend.passed_over] == [("best", "no such card")]
 
@@ -175,7 +175,7 @@ def test_auto_names_a_plugin_that_is_broken(fakes, caplog):
 
 
 @pytest.mark.usefixtures("nothing_installed")
-def test_with_nothing_installed_every_request_says_what_to_install():
+def test_with_nothing_installed_every_wantedsays_what_to_install():
     assert accelcore.installed() == {}
     with pytest.raises(BackendUnavailableError, match="no backend is installed") as caught:
         accelcore.select()
@@ -220,6 +220,28 @@ def test_what_was_passed_over_is_logged_once(fakes, caplog):
     (record,) = [record for record in caplog.records if "vanished" in record.getMessage()]
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "device='vanished,cpu' chose cpu:0; vanished does not work: no such card"
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize(
+    ("name", "absent", "emulated", "wanted"),
+    [
+        ("far", True, True, None),
+        ("real", True, False, None),
+        ("ill", False, True, None),
+        ("far", True, True, "far,host"),
+    ],
+)
+def test_auto_does_not_warn_of_an_absent_device_whose_emulator_is_installed(
+    fakes, caplog, name, absent, emulated, wanted
+):
+    fakes.backend("host")
+    fakes.backend(name, **UNAVAILABLE, absent=absent, priority=100)
+    if emulated:
+        fakes.install("", emulators=[name])
+    (passed_over,) = accelcore.select(wanted).passed_over
+    assert (passed_over.name, passed_over.absent) == (name, absent)
+    assert bool(caplog.messages) == (not (absent and emulated) or wanted is not None)
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -337,25 +359,25 @@ def test_ranks_that_srun_shows_several_devices_count_them(monkeypatch, fakes):
     assert accelcore.select("four").index == 1
 
 
-@pytest.mark.parametrize("request_", ["auto", "pair,host"])
+@pytest.mark.parametrize("wanted", ["auto", "pair,host"])
 @pytest.mark.usefixtures("nothing_installed")
-def test_a_rank_does_not_fall_back_where_its_neighbours_do_not(monkeypatch, fakes, request_):
+def test_a_rank_does_not_fall_back_where_its_neighbours_do_not(monkeypatch, fakes, wanted):
     """Two ranks on the accelerator and the third on the CPU cannot form one job, and would find out by hanging."""
     fakes.backend("pair", count=2, priority=100)
     fakes.backend("host", exclusive=False)
     launch(monkeypatch, rank=1, local_rank=1)
-    assert accelcore.select(request_).name == "pair"
+    assert accelcore.select(wanted).name == "pair"
     launch(monkeypatch, rank=2, local_rank=2)
     with pytest.raises(BackendUnavailableError, match="rank 2 of this host"):
-        accelcore.select(request_)
+        accelcore.select(wanted)
 
 
-@pytest.mark.parametrize("request_", ["four", "four,cpu"])
-def test_without_a_local_rank_a_job_of_several_hosts_must_say_which_device(monkeypatch, fakes, request_):
+@pytest.mark.parametrize("wanted", ["four", "four,cpu"])
+def test_without_a_local_rank_a_job_of_several_hosts_must_say_which_device(monkeypatch, fakes, wanted):
     fakes.backend("four", count=4)
     launch(monkeypatch, rank=2, local_world_size=2)
     with pytest.raises(ConfigurationError, match="LOCAL_RANK is not set") as caught:
-        accelcore.select(request_)
+        accelcore.select(wanted)
     assert "set LOCAL_RANK" in caught.value.remedy
     assert "four:0" in caught.value.remedy
     assert accelcore.select("four:3").index == 3

@@ -42,7 +42,8 @@ def detect() -> Probe:
     found = list(_package_faults())
     if _wants_emulation():
         return _detect_emulated(found)
-    visible, fault = _visible(sum(path.name[len("davinci") :].isdigit() for path in _DEVICES.glob("davinci[0-9]*")))
+    present = sum(path.name[len("davinci") :].isdigit() for path in _DEVICES.glob("davinci[0-9]*"))
+    visible, fault = _visible(present)
     if fault is not None:
         # A machine without an NPU lacks CANN, too. Report broken packages only if torch-npu is installed.
         found = [fault, *(found if installed_version("torch-npu") else ())]
@@ -51,7 +52,7 @@ def detect() -> Probe:
     found += _other_accelerator()
     if found:
         reasons, remedies = zip(*found, strict=True)
-        return _probe("; ".join(reasons), "; ".join(dict.fromkeys(remedies)))
+        return _probe("; ".join(reasons), "; ".join(dict.fromkeys(remedies)), absent=not present)
     return _probe("; ".join([_works(visible), *_notices()]), count=visible)
 
 
@@ -97,7 +98,7 @@ def _emulated_fault(devices: int | None) -> tuple[str, str]:
     return "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH", start
 
 
-def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
+def _probe(reason: str, remedy: str = "", count: int = 0, *, absent: bool = False) -> Probe:
     return Probe(
         "npu",
         available=not remedy,
@@ -113,6 +114,7 @@ def _probe(reason: str, remedy: str = "", count: int = 0) -> Probe:
         # The emulator checks the names of its variables.
         environment=(*_ENVIRONMENT, *sorted(name for name in os.environ if name.startswith("ACCEL_EMULATED_"))),
         distributions=_DISTRIBUTIONS,
+        absent=absent,
     )
 
 

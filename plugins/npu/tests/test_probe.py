@@ -76,6 +76,7 @@ def test_without_an_npu_it_says_so_and_no_more(machine):
         "there is no Ascend NPU (no /dev/davinci*)",
         "if there is an NPU, install its driver; npu-smi info shows it",
     )
+    assert probe().absent
 
 
 def test_without_an_npu_it_also_says_what_is_installed_and_cannot_work(machine):
@@ -106,6 +107,7 @@ def test_a_torch_npu_for_another_torch_does_not_fit(machine):
 def test_a_cann_that_lacks_something_is_a_reason(machine):
     machine.cann_fault = ("CANN at /x lacks libhccl.so", "repair it")
     assert refused() == machine.cann_fault
+    assert not probe().absent
 
 
 def test_another_cann_than_the_published_one_is_mentioned_and_stops_nothing(machine):
