@@ -133,10 +133,19 @@ class Settings:
 
 
 def checks_names(method: Callable[P, Returned]) -> Callable[P, Returned]:
-    """Let a method raise ConfigurationError for an argument of an unknown name."""
+    """Let a method raise ConfigurationError for an argument of an unknown name, or without one where it needs one."""
+    parameters = inspect.signature(method).parameters.values()
+    unnamed = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = [f"{each.name}=..." for each in parameters if each.kind is each.KEYWORD_ONLY]
 
     @wraps(method)
     def call(*arguments: P.args, **given: P.kwargs) -> Returned:
+        if len(arguments) > len(unnamed):
+            raise ConfigurationError(
+                f"{method.__name__}() takes only {unnamed[-1]} without a name, and got {kind_of(arguments[-1])}, too",
+                available=", ".join(named),
+                remedy="give it by name",
+            )
         _check_names(method, f"{method.__name__}() has no argument", given)
         return method(*arguments, **given)
 

@@ -119,6 +119,10 @@ def test_without_a_metric_there_is_no_best(accel, tmp_path, caplog):
         trainer.save(tmp_path, keep=1, mode="max")
     for call, message in (
         (lambda: trainer.save(tmp_path, keep_last=2), r"save\(\) has no argument 'keep_last'(.|\n)*mean 'keep'"),
+        (
+            lambda: trainer.save(tmp_path, 0.5),
+            r"takes only folder without a name, and got a float(.|\n)*best=",
+        ),
         (lambda: trainer.resume(tmp_path, strict=False), r"resume\(\) has no argument 'strict'(.|\n)*must_exist"),
     ):
         with pytest.raises(accelcore.ConfigurationError, match=message):
