@@ -8,6 +8,7 @@ that closes early, like `head`, is not an error.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -29,6 +30,7 @@ ROLES = (
 """Parts of the conformance suite: the backend as a whole, its operators, its six roles, training, jobs of ranks."""
 
 _INTERRUPTED = 130
+_NO_OUTPUT = 74  # EX_IOERR: the disk of the output is full
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,10 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         print("accelcore: interrupted", file=sys.stderr)  # noqa: T201
         return _INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         # The interpreter flushes stdout again at exit; that must not fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        if error.errno == errno.EPIPE:
+            return 1
+        print(f"accelcore: the output is not complete: {error}", file=sys.stderr)  # noqa: T201
+        return _NO_OUTPUT
     return int(code or 0)
 
 

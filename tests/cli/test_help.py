@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -127,6 +129,14 @@ def test_commands_options_and_devices_are_completed(machine, words, offers):
     machine.variables |= {"_ACCELCORE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     done = machine.run()
     assert {line.partition(",")[2] for line in done.stdout.split()} == offers
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_an_output_on_a_full_disk_is_one_message_and_no_finding(monkeypatch, capsys):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["doctor", "--help"]) == 74
+    assert re.fullmatch("accelcore: the output is not complete: .*No space left on device\n", capsys.readouterr().err)
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(machine):

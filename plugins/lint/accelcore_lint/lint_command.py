@@ -97,9 +97,9 @@ def lint(
     for line in (*notes, *problems):
         click.echo(line, err=True)
     if form == "text":
-        files = len({finding.path for finding in findings})
+        files, linted = len({finding.path for finding in findings}), [each for each in results if not each.problem]
         found = f"{_number(findings, 'finding')} in {files} of" if findings else "no findings in"
-        click.echo(f"{found} {_number(results, 'file')}", err=True)
+        click.echo(f"{found} {_number(linted, 'file')}", err=True)
     return FINDINGS if (findings or problems) and not exit_zero else 0
 
 

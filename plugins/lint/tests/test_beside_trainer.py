@@ -84,7 +84,8 @@ def test_a_loop_that_trains_on_a_loader_itself_is_found(loop, options, line, fou
     loader = "from torch.utils.data import DataLoader\nloader = DataLoader(data)"
     text = SCRIPT.format(line="pass", before=loader, options=options, loss="f").partition("for b in")[0]
     text += f"for {loop}:\n    {line}\n"
-    for script, is_saved in ((text + "t.save('x')", True), (text, False)):
+    saved = ((text + f"t.{call}", True) for call in ("save('x')", "resume('x')", "batches(loader)"))
+    for script, is_saved in (*saved, (text, False)):
         wrong = found and (is_saved or bool(options))
         assert lines_of(script, "ACC315") == ({f"for {loop}:"} if wrong else set())
 
@@ -237,6 +238,7 @@ def test_a_scheduler_of_epochs_that_is_stepped_after_each_update_is_found(schedu
     ("loop", "line", "found"),
     [
         ("for e in range(9):", "pass", True),
+        ("for e in range(9):", "batches = loader", True),
         ("for e in t.epochs(9):", "pass", False),
         ("for e in range(first, 9):", "pass", False),
         ("for e in range(9):", "if e < t.epoch: continue", False),
@@ -245,7 +247,8 @@ def test_a_scheduler_of_epochs_that_is_stepped_after_each_update_is_found(schedu
 )
 def test_a_loop_over_epochs_that_starts_again_after_a_resume_is_found(loop, line, found):
     text = SCRIPT.format(line="pass", before="", options="", loss="f").partition("for b in")[0]
-    inside = f"{loop}\n    {line}\n    for b in t.batches(loader):\n        t(b)\n"
+    batches = "batches" if line.startswith("batches") else "t.batches(loader)"
+    inside = f"{loop}\n    {line}\n    for b in {batches}:\n        t(b)\n"
     marks = [(each.line, each.write) for each in check(f"{text}t.resume('x')\n{inside}") if each.code == "ACC315"]
     assert marks == ([(text.count("\n") + 2, "Write for e in t.epochs(9).")] if found else [])
     assert not [each for each in check(text + inside) if each.code == "ACC315"]

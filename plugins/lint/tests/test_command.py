@@ -120,6 +120,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_linted(run, data):
     assert "bad.py was not linted: " in done.stderr
     assert ("decoded" in done.stderr) == ("convert it to UTF-8" in done.stderr)
     assert codes(done) == ["ACC102"]
+    assert run("bad.py").stderr.endswith("\nno findings in 0 files\n")
 
 
 def test_a_file_in_another_encoding_is_read_by_its_declaration(run):

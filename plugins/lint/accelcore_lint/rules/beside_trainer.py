@@ -81,7 +81,10 @@ def _over_range(script: Script, trainer: str) -> Iterator[Mark]:
     for loop in script.all(ast.For) if f"{trainer}.resume(" in script.text else ():
         text, call = ast.unparse(loop), loop.iter
         looks = any(f"{trainer}.{word}" in text for word in ("epoch", "steps", "resume"))
-        if looks or f"{trainer}.batches(" not in text:
+        inner = [node for statement in loop.body for node in ast.walk(statement) if isinstance(node, ast.For)]
+        if looks or not (
+            f"{trainer}.batches(" in text or any(_calls(each) & {trainer, f"{trainer}.backward"} for each in inner)
+        ):
             continue
         if isinstance(call, ast.Call) and last_name(call.func) == "range" and len(call.args) == 1:
             yield Mark(
@@ -92,22 +95,26 @@ def _over_range(script: Script, trainer: str) -> Iterator[Mark]:
 
 
 def _over_loader(script: Script, trainer: Trainer) -> Iterator[Mark]:
-    """Find loops that train on a DataLoader itself, if the trainer saves, accumulates, or trains on several ranks."""
+    """Find loops that train on a DataLoader itself, if the trainer needs its position in the data, or several ranks."""
     name, options = trainer.name, {keyword.arg for keyword in trainer.made.keywords}
-    if not (options & {"accumulate", "parallel"} or f"{name}.save(" in script.text):
+    words = ("save", "resume", "batches")
+    if not (options & {"accumulate", "parallel"} or any(f"{name}.{word}(" in script.text for word in words)):
         return
     for loop in script.all(ast.For):
         loader = loop.iter
         while isinstance(loader, ast.Call) and last_name(loader.func) in ("enumerate", "tqdm") and loader.args:
             loader = loader.args[0]
-        calls = {ast.unparse(node.func) for node in ast.walk(loop) if isinstance(node, ast.Call)}
-        if is_loader(script.names, loader) and calls & {name, f"{name}.backward"}:
+        if is_loader(script.names, loader) and _calls(loop) & {name, f"{name}.backward"}:
             yield Mark(
                 loader,
                 "The trainer does not see where an epoch begins and ends: a short window stays open, checkpoints have "
                 "no position in the data, and each rank trains on all data.",
                 f"Write {name}.batches({ast.unparse(loader)}).",
             )
+
+
+def _calls(loop: ast.For) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(loop) if isinstance(node, ast.Call)}
 
 
 def _scaled(script: Script, trainer: Trainer) -> Iterator[Mark]:
