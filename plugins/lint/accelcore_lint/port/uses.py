@@ -149,7 +149,7 @@ def flags_of_loads(text: str) -> set[str]:
 
 def flags_of_devices(text: str) -> set[str]:
     """Return the flags by which a file chooses a device without a question for it."""
-    tests = [test for test, body in _blocks(text) if _ASSIGNED.search(body)] + _CHOSEN_BY.findall(text)
+    tests = _tests(text, _ASSIGNED) + _CHOSEN_BY.findall(text)
     found = {name for test in tests if "available" not in test for _, name in _FLAG.findall(test)}
     return {name for name in found if _ABOUT.search(name)} - {*DEVICES, *_ANSWER.findall(text)}
 
@@ -161,9 +161,12 @@ def flags_off(text: str) -> set[str]:
 
 def asks_where(text: str) -> bool:
     """Return whether a file asks for a device, and puts something on it."""
-    asked = "cuda.is_available("
-    inline = any(asked in test for test in _CHOSEN_BY.findall(text))
-    return inline or any(asked in test and _VENDOR.search(body) for test, body in _blocks(text))
+    return any("cuda.is_available(" in test for test in _tests(text, _VENDOR) + _CHOSEN_BY.findall(text))
+
+
+def _tests(text: str, wanted: re.Pattern[str]) -> list[str]:
+    """Return the conditions of a file above lines that a pattern matches."""
+    return [test for test, body in _blocks(text) if wanted.search(body)]
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -183,9 +186,8 @@ def flags_of_moves(text: str, moved: Collection[str] | None) -> set[str]:
         moved: names of objects; then only moves of these count. None: all of a vendor's lines do.
     """
     wanted = _VENDOR if moved is None else re.compile(rf"\b({'|'.join(moved)})\.({_DEVICES})\(")
-    tests = [test for test, body in _blocks(text) if wanted.search(body)]
     plain = (line for line in text.splitlines() if not _TEST.match(line) and wanted.search(line))
-    tests += [test for line in plain for test in _CHOICE.findall(line)]
+    tests = _tests(text, wanted) + [test for line in plain for test in _CHOICE.findall(line)]
     found = {(member, name) for test in tests for member, name in _FLAG.findall(test)}
     own = {name for member, name in found if not member} & set(_SET.findall(text))
     return {name for _, name in found} - own - set(_ASKED.findall(text))

@@ -44,7 +44,8 @@ STAR_IMPORT = re.compile(r"(?m)^from\b[^\n#]*\bimport[ \t]*\*")
 
 _OUR_APEX = re.compile(r"(?m)^\s*from accelcore import (.*, *)?apex\b")
 _NAMESPACES = re.compile(r"(?m)^[ \t]*(\w+)(?:, *\w+)?[ \t]*=[ \t]*[\w.]+\.parse_(?:known_)?args\(")
-_OWN = "|".join((*DEVICES, "apex"))
+_OWN_WORDS = (*DEVICES, "apex", "cudnn")
+_OWN = "|".join(_OWN_WORDS)
 """Words by which scripts also call options of their own."""
 
 _FLAGS = re.compile(rf"(?m)^[ \t]*({_OWN})[ \t]*(?::[^=\n]+)?=(?!=)")
@@ -146,7 +147,7 @@ def vendor_lines(source: str) -> set[int]:
             if text in DEVICES and before != "." and following.string == "(":
                 continue  # a function or a method of the project: no package has one of this name
             is_option = _OPTION.fullmatch(text) and not (words is not _WORDS and earlier == "optimizers")
-            is_flag = is_argument and text in (*DEVICES, "apex")
+            is_flag = is_argument and text in _OWN_WORDS
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
             is_devices = is_devices and calls[-1] not in {*replicas, "def"}
             is_word = text in words or (text in _WORDS and before in ("from", "import"))

@@ -64,6 +64,8 @@ def test_an_attribute_that_the_script_sets_is_no_vendor_line():
         ("from torch_geometric.nn import DataParallel\nnet = DataParallel(net, device_ids=[0])", 1),
         ("class DataParallel: pass\nnet = DataParallel(net, device_ids=[0])", 1),
         ("x = variable(x, cuda=True)", 0),
+        ("def mode(cudnn=None):\n    if cudnn is not None:\n        print(cudnn)\nmode(cudnn=True)", 0),
+        ("from torch.backends import cudnn\ncudnn.deterministic = True", 2),
         ("x = variable(x, cuda)", 1),
         ("x = cuda(x)", 0),
         ("x = cuda(x.cuda())", 1),
