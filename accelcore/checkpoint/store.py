@@ -210,16 +210,16 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> str:
     return name
 
 
-def keep_newest(newest: Path, keep: int, spared: Path | None = None) -> list[Path]:
+def keep_newest(newest: Path, keep: int | None, spared: Path | None = None) -> list[Path]:
     """Delete all but `keep` of its run's checkpoints up to `newest`; return the checkpoints of other runs.
 
-    The best one and the `spared` one are never deleted.
+    The best one and the `spared` one are never deleted; None keeps all.
     """
     run = _recorded(newest, "run")
     found = checkpoints(newest.parent)
     own = [path for path in found if _recorded(path, "run") in (run, None)]
     end, best = own.index(newest) + 1, _best_of(own)
-    for path in own[: max(0, end - keep)]:
+    for path in own[: max(0, end - (keep or end))]:
         if path == best or (spared is not None and path.resolve() == spared.resolve()):
             continue
         if path.is_symlink():

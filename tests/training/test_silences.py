@@ -39,6 +39,26 @@ def test_another_librarys_attribute_cannot_be_set(accel, name, remedy):
         setattr(trainer, name, 1e-4)
 
 
+class Loss(nn.Module):
+    """A criterion with a parameter of its own, which a model may hold, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, model, batch):
+        return loss_of(model, batch) * self.temperature
+
+
+@pytest.mark.parametrize("place", ["beside the model", "in the model", "frozen"])
+def test_parameters_of_the_loss_that_the_model_lacks_are_reported(accel, caplog, place):
+    model, loss = net(), Loss().requires_grad_(place != "frozen")
+    if place == "in the model":
+        model.register_parameter("temperature", loss.temperature)
+    make(accel, model, loss=loss)
+    assert ["'temperature'" in line for line in caplog.messages] == [True] * (place == "beside the model")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "O1", "fp32"])
 @pytest.mark.parametrize("way", ["none", "trainer's", "torch's", "whole"])
 def test_a_step_outside_of_autocast_is_reported_once(accel, caplog, precision, way):

@@ -62,7 +62,7 @@ class Checkpoints(ABC):
         self.extra: dict[str, Any] = {}
         self._spared: Path | None = None
         self._told_mode = False
-        self._shared: set[Path] = set()  # folders of which a warning was logged
+        self._shared: dict[Path, bool] = {}  # each folder that was saved in: whether a warning was logged
 
     @abstractmethod
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
@@ -151,13 +151,13 @@ class Checkpoints(ABC):
                 if rank == 0:
                     saved = store.finish(folder, steps, facts)
         path: Path = folder / gather_objects(backend.collectives, saved)[0]
-        if rank == 0 and keep is not None:
+        if rank == 0 and (keep is not None or folder not in self._shared):
             try:
                 others = store.keep_newest(path, keep, self._spared)
-                if others and folder not in self._shared:
+                if others and not self._shared.get(folder):
                     text = "%s also has checkpoints of another run, such as %s, which stay: delete them, or resume it"
                     logger.warning(text, folder, others[-1].name)
-                    self._shared.add(folder)
+                self._shared[folder] = bool(others) or self._shared.get(folder, False)
             except OSError as error:  # the new checkpoint is saved
                 logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
         self.extra = new

@@ -56,6 +56,16 @@ class Place(Stage):
                 why="they would be neither moved to the device, nor reduced over ranks, nor saved",
                 remedy="make the optimizer from model.parameters(); make other trained modules submodules of the model",
             )
+        loss = plan.options["loss"]
+        of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        own = [name for name, one in of_loss if one.requires_grad and id(one) not in names]
+        if own and plan.backend.collectives.rank == 0:
+            logger.warning(
+                "loss= has trainable parameters that are not in the model, such as %r: the trainer neither trains them "
+                "nor moves them to the device. Put loss and model into one module, and give it as the model; or freeze "
+                "them by requires_grad_(False)",
+                own[0],
+            )
         held = {id(member) for members in plan.groups() for member in members}
         trainable = [(name, one) for name, one in plan.model.named_parameters() if one.requires_grad]
         if not trainable:
