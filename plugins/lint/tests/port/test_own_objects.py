@@ -170,6 +170,7 @@ def test_an_object_with_a_get_device_of_its_own_may_have_no_device(tmp_path, own
         ("self.net.cuda()", "self.cuda()", "", False),
         ("self.net.cuda()", "self.other.cuda()", "", True),
         ("self.net.cuda(), self.make().cuda()", "self.cuda()", "", True),
+        ("self.net.cuda(), move(self)", "self.cuda()", "", True),
         ("self.net.cuda(), torch.cuda.nvtx.mark('moved')", "self.cuda()", "", True),
         ("self.net.cuda()", "self.cuda()", "class Other(Agent):\n    def cuda(self):\n        take()\n", True),
     ],
@@ -183,3 +184,4 @@ def test_a_call_of_the_classs_own_method_stays_as_it_is_and_its_question_does_no
     ported = _ported(tmp_path, source, others=f"from user import Agent\n{more}")
     assert ("USE = torch.cuda.is_available()" in ported) is kept
     assert (call in ported, "self.net.to(" in ported) == (True, True)
+    assert _ported(tmp_path / "again", ported, others=f"from user import Agent\n{more}") == ported

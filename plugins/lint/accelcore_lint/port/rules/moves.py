@@ -79,7 +79,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 def _is_ported_method(node: cst.Call, method: str, facts: Facts) -> bool:
     """Return whether a call is `self.cuda()` in the project's only class that defines it, by moves that are rewritten.
 
-    No other class may define one: it may inherit from this class.
+    An earlier run may have rewritten them. No other class may define one: it may inherit from this class.
     """
     made = next((outer for outer in facts.parents(node) if isinstance(outer, cst.ClassDef)), None)
     if made is None or text_of(node) != f"self.{method}()":
@@ -90,9 +90,13 @@ def _is_ported_method(node: cst.Call, method: str, facts: Facts) -> bool:
     methods = [part for part in made.body.body if isinstance(part, cst.FunctionDef) and part.name.value == method]
     if len(methods) != 1 or methods[0] in facts.parents(node):
         return False
-    moves = [call for call in facts.calls if methods[0] in facts.parents(call) and _is_move(call)]
+    calls = [call for call in facts.calls if methods[0] in facts.parents(call)]
+    moves = [call for call in calls if _is_move(call)]
+    known = (text_of(call.func).endswith(".to") or (facts.name(call.func) or "").startswith("torch.") for call in calls)
+    if not calls or not all(is_known or call in moves for is_known, call in zip(known, calls, strict=True)):
+        return False
     words = _VENDOR.findall(text_of(methods[0].body))
-    return len(words) == len(moves) > 0 and all(isinstance(_decide(move, facts), Rewrite) for move in moves)
+    return len(words) == len(moves) and all(isinstance(_decide(move, facts), Rewrite) for move in moves)
 
 
 def _is_move(call: cst.Call) -> bool:
