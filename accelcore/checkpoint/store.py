@@ -120,7 +120,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
         raise CheckpointError(
             f"no checkpoint could be saved in {folder}",
             why=f"{file} is a file" if file else str(error),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -234,6 +235,6 @@ def test_what_is_no_folder_is_refused(accel, tmp_path):
             ):
                 with pytest.raises(accelcore.ConfigurationError, match=says):
                     act(name)
-        for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-            with pytest.raises(accelcore.CheckpointError, match=r"file is a file\n  what to do: give a folder$"):
+        for folder in (tmp_path / "file", tmp_path / "file" / "below", Path(os.devnull)):
+            with pytest.raises(accelcore.CheckpointError, match=r"(file|null) is a file\n  what to do: give a folder$"):
                 saver.save(folder)
