@@ -15,7 +15,7 @@ from accelcore_lint.port.place import Place
 from accelcore_lint.port.project import OTHERS, Known
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.uses import drives_apex, kept_questions, uses_in
+from accelcore_lint.port.uses import drives_apex, kept_questions, scaler_loads, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
@@ -105,6 +105,11 @@ class Facts(DeviceNumbers):
     def uses_of(self) -> frozenset[str]:
         """Return the kinds of objects of which the file, or its project, needs what only the original's have."""
         return self.known.uses | frozenset(uses_in(self.code))
+
+    @cached_property
+    def scaler_loads(self) -> frozenset[frozenset[str]]:
+        """Return the words in the conditions above each line of the project that loads the state of a scaler."""
+        return self.known.loads | scaler_loads(self.code)
 
     @cached_property
     def keeps_questions(self) -> str:

@@ -100,7 +100,9 @@ class Known:
         asked: flags above lines for one vendor that its program keeps, also as they are named before they are passed
             on, and why: the file is not ported, or the lines move objects of the project's own.
         typed: functions and their parameters that are always a type of one vendor's tensors.
-        uses: what the project needs of the original's objects; the words are those of `uses_in`.
+        uses: what the project needs of the original's objects; the words are those of `uses_in`. "copied": the file's
+            program saves or copies an optimizer itself.
+        loads: the words in the conditions above each line of the project that loads the state of a scaler.
     """
 
     imported: bool = False
@@ -126,6 +128,7 @@ class Known:
     asked: Mapping[str, str] = field(default_factory=dict)
     typed: frozenset[tuple[str, str]] = frozenset()
     uses: frozenset[str] = frozenset()
+    loads: frozenset[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ def read_project(paths: Iterable[Path]) -> Project:
         typed=typed_defaults(texts.values()),
         uses=frozenset(word for text in texts.values() for word in uses.uses_in(text))
         | ({"apex"} if any(uses.drives_apex(text, modules) for text in texts.values()) else set()),
+        loads=frozenset(words for text in texts.values() for words in uses.scaler_loads(text)),
     )
     below, above = defaultdict[Path, set[Path]](set), defaultdict[Path, set[Path]](set)
     for user, all_ in imports.items():
@@ -241,6 +245,7 @@ def _known_of_each(
     off = {name for text in texts.values() for name in uses.flags_off(text)} if flagged else set()
     flagged = {path: found & off for path, found in flagged.items()}
     rest = {path for path, text in texts.items() if uses.TAKES_REST.search(text)}
+    copying = {path for path, text in scripts.items() if uses.copies_optimizer(text)}
     meeting = _by_name(own, texts)
     known_of = {}
     for path, (files, users) in edges.items():
@@ -260,6 +265,7 @@ def _known_of_each(
             keeps_questions=next((kept[each] for each in (path, *sorted(files | users)) if each in kept), "")
             or _flagged(path, {*files, *users}, flagged, texts)
             or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
+            uses=known.uses | (set() if copying.isdisjoint(files | users) else {"copied"}),
             asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )
     return known_of

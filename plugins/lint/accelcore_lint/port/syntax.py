@@ -67,7 +67,7 @@ def arguments(call: cst.Call, *names: str) -> dict[str, cst.Arg] | None:
     return found
 
 
-def key_of(node: cst.CSTNode) -> str:
+def key_of(node: cst.CSTNode | None) -> str:
     """Return the key of an entry in a dictionary that is a plain string; "" for anything else."""
     key = node.key if isinstance(node, cst.DictElement) else None
     return str(key.evaluated_value) if isinstance(key, cst.SimpleString) else ""

@@ -105,6 +105,19 @@ _SET = re.compile(r"(?m)^[ \t]*(\w+) *=(?!=)")
 _DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 
 
+REFERS = r"[\w.]*(?:optim|sched)\w*"
+"""A name by which another function may know an optimizer, or a schedule that holds it."""
+
+_COPY = re.compile(
+    r"\b(?:torch\.save|(?:copy\.)?deepcopy|copy\.copy|pickle\.dumps?)"
+    r"(\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\))"
+)
+"""Calls that pickle or copy objects, with their arguments."""
+
+_NAME = re.compile(r"\w+(?![\w.])")
+_LITERAL = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
+_LOADS_SCALER = re.compile(r"scaler\w*\.load_state_dict\(")
+
 _CPU_OR_CUDA = re.compile(r"(?m)^(?:import|from)[ \t]+(horovod|byteps)(?:\.torch\b|[ \t]+import[ \t]+torch\b|[ \t]*$)")
 """Libraries that exchange tensors of the CPU and of CUDA only, if a file cannot do without them."""
 
@@ -122,6 +135,41 @@ _BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*rank
 _GROUPS = re.compile(
     r"(?m)^([ \t]*)elif [^\n]*\b(?:mps|xpu)\b[^\n]*:\n(?:\1[ \t]+[^\n]*\n)*?\1[ \t]+[^\n]*\binit_process_group\("
 )
+
+
+def copies(calls: Collection[str], text: str, names: str = REFERS) -> bool:
+    """Return whether calls that pickle or copy objects may get an optimizer itself, perhaps in a dict of their file.
+
+    Args:
+        calls: text of the calls.
+        text: text of the file.
+        names: pattern of the optimizer's names.
+    """
+    whole = rf"(?<![\w.'\"])(?:{names})(?![\w.(=])"
+    held = rf"['\"] *: *(?:{names}) *[,}}\n]"
+    return any(re.search(whole, call) for call in calls) or re.search(held, text) is not None
+
+
+def copies_optimizer(text: str) -> bool:
+    """Return whether a file that pickles or copies objects does so with an optimizer that another one may give it."""
+    text = _LITERAL.sub('""', text) if "optim" in text or "sched" in text else ""
+    calls = _COPY.findall(text)
+    return bool(calls) and copies(calls, text)
+
+
+def scaler_loads(text: str) -> set[frozenset[str]]:
+    """Return the words in the conditions above each line that loads the state of a scaler."""
+    lines, found = [line for line in text.splitlines() if line.strip()], set()
+    for number, line in enumerate(lines):
+        if not _LOADS_SCALER.search(line):
+            continue
+        least, words = _depth(line), set(_NAME.findall(line.partition(":")[0])) if _TEST.match(line) else set[str]()
+        for above in reversed(lines[:number]):
+            if _depth(above) < least:
+                least = _depth(above)
+                words |= set(_NAME.findall(above)) if _TEST.match(above) else set()
+        found.add(frozenset(words))
+    return found
 
 
 def kept_questions(text: str) -> str:

@@ -221,6 +221,33 @@ def test_a_scaler_is_ours_if_it_has_what_the_script_asks(use, made):
     assert "cuda" not in ported  # an instance of torch's class is none of its subclass torch.cuda.amp.GradScaler
 
 
+@pytest.mark.parametrize(
+    ("flag", "load", "torchs"),
+    [
+        ("args.amp", "if args.resume:\n    scaler.load_state_dict(state)", True),
+        ("args.amp", "if args.resume and args.amp:\n    print(1)\n    scaler.load_state_dict(state)", False),
+        ("args.amp", "if scaler.is_enabled():\n    scaler.load_state_dict(state)", False),
+        ("precision == 'fp16'", "if precision == 'fp16': scaler.load_state_dict(state)", False),
+        ("False", "scaler.load_state_dict(state)", True),
+        ("True", "scaler.load_state_dict(state)", False),
+    ],
+)
+def test_a_scaler_that_may_be_off_and_loads_a_state_is_torchs(tmp_path, flag, load, torchs):
+    source = f"import torch\n\nx = torch.ones(2).cuda()\nscaler = torch.cuda.amp.GradScaler(enabled={flag})\n"
+    own = port_source(source + load, Level.ROLES).source
+    assert (f"torch.amp.GradScaler(accel.device.type, enabled={flag})" in own) is torchs
+    paths = written(tmp_path, {"train.py": source, "tools.py": load})
+    assert port_source(source, Level.ROLES, read_project(paths).known(paths[0])).source in own
+
+
+@pytest.mark.parametrize("value", ["{} if gpus > 0 else 'cpu'", "{} if torch.cuda.is_available() else 'cpu'", "{}"])
+def test_a_device_in_a_dict_stays_where_a_cluster_may_run_the_script(value):
+    value = value.format("'cuda'")
+    source = f"import torch\nfrom {{}} import tune\n\nspace = {{{{'n': 1, 'device': {value}}}}}\ntune(space)\n"
+    assert f"'device': {value}}}" in port_source(source.format("ray"), Level.ROLES).source
+    assert "'cuda'" not in port_source(source.format("other"), Level.ROLES).source
+
+
 def test_the_state_of_a_devices_generator_is_read_where_there_is_a_device():
     source = (
         "import torch\n\nstate = torch.cuda.get_rng_state() if torch.cuda.is_available() else None\n"

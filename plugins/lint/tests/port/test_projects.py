@@ -29,6 +29,8 @@ ELSEWHERE = {
     "isinstance(scaler, torch.cuda.amp.GradScaler)": "GradScaler(",
     "isinstance(optimizer, torch.optim.SGD)": "torch.optim.SGD(",
     "optimizer.state[weight]['momentum_buffer']": "torch.optim.SGD(",
+    "torch.save(dict(model=model, optimizer=optimizer), f'{model(weight)}.pt')": "torch.optim.SGD(",
+    "torch.save(state, 'c.pt') if (state := {'optimizer': optimizer}) else 0": "torch.optim.SGD(",
     "model.module.weight": "DDP(model, device_ids",
     "model.no_sync()": "DDP(model, device_ids",
 }

@@ -12,7 +12,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN
 from accelcore_lint.port.vendors import DEVICES
 
@@ -166,6 +166,8 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     names = _chosen(facts, choice)
     if not names:
         return None
+    if facts.submits and is_device_name(key_of(facts.parent(node))):
+        return Left(DECLARED, node.children)
     if is_further(further := index_of(names[0])[1]) and is_below_any(names[0], facts.parents):
         return Left(_MAY_LACK.format(text_of(further or node)), node.children)
     reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps_questions
@@ -284,7 +286,8 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
     if name is not None and _is_for_autocast(name, facts):
         return _AUTOCAST
-    if isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts):
+    is_field = isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts)
+    if is_field or (facts.submits and is_device_name(key_of(holder))):
         return Left(DECLARED)
     if name is not None and is_device_name(name):
         return "location" if _LOCATION.search(name) else "kind"

@@ -10,6 +10,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.syntax import arguments, text_of
+from accelcore_lint.port.uses import REFERS, copies
 
 _ADAM = ("params", "lr", "betas", "eps", "weight_decay", "amsgrad")
 _SGD = ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov")
@@ -29,8 +30,6 @@ _NPU_ONLY = {
 
 
 _COPIES = ("torch.save", "copy.copy", "copy.deepcopy", "pickle.dump", "pickle.dumps")
-_REFERS = r"[\w.]*(?:optim|sched)\w*"
-"""A name by which another function may know the optimizer, or a schedule that holds it."""
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
@@ -52,14 +51,12 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
 
 def _is_copied(node: cst.Call, facts: Facts) -> bool:
-    """Return whether the script saves or copies the optimizer itself, and not its state: accelcore's refuses that."""
+    """Return whether the program saves or copies the optimizer, and not its state: accelcore's refuses that."""
     made = facts.parent(node)
     names = [text_of(target.target) for target in made.targets] if isinstance(made, cst.Assign) else []
-    known = "|".join([*map(re.escape, {*names, *(name.partition(".")[0] for name in names)}), _REFERS])
-    whole = rf"(?<![\w.'\"])(?:{known})(?![\w.(=])"
-    copies = (text_of(call) for call in facts.calls if facts.name(call.func) in _COPIES)
-    held = rf"['\"] *: *(?:{known}) *[,}}\n]"
-    return any(re.search(whole, text) for text in copies) or re.search(held, facts.code) is not None
+    known = "|".join([*map(re.escape, {*names, *(name.partition(".")[0] for name in names)}), REFERS])
+    calls = [text_of(call) for call in facts.calls if facts.name(call.func) in _COPIES]
+    return "copied" in facts.uses_of or copies(calls, facts.code, known)
 
 
 def _decide_npu(node: cst.Call, facts: Facts, kind: str) -> Rewrite | Left:

@@ -51,9 +51,12 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
     chosen = any(map(is_device_name, facts.options))  # by the user, perhaps as "cuda:1"
     stays = facts.attributes & _ONLY_TORCHS or "scaler" in facts.uses_of or chosen
+    test = _only_where(node, facts)
+    enabled = text_of(given["enabled"].value) if "enabled" in given else "True"
+    on = both(test, enabled) if test else enabled
+    stays = stays or (on != "True" and _loads_off(on, facts))
     with_backend = facts.place.can_choose(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
-    test = _only_where(node, facts)
 
     def build(updated: cst.Call) -> cst.BaseExpression:
         values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
@@ -84,6 +87,12 @@ def _only_where(node: cst.Call, facts: Facts) -> str:
     if facts.guards(node) or not (alone or "scaled" in facts.uses_of):
         return ""
     return is_on(facts, facts.place.kind(node))
+
+
+def _loads_off(on: str, facts: Facts) -> bool:
+    """Return whether a line loads a state also if the scaler is off: torch's ignores it, and accelcore's refuses it."""
+    words = {"is_enabled", *re.findall(r"\w+(?![\w.])", on)} - {"not", "and", "or", "True", "False", "None"}
+    return any(words.isdisjoint(above) for above in facts.scaler_loads)
 
 
 def _is_strange(name: str, facts: Facts) -> bool:

@@ -9,7 +9,7 @@ accel = accelcore.select()
 
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)).to(accel.device)
 optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-2)
-scaler = accel.scaler.create(init=1024.0) if use_amp else accel.scaler.none()
+scaler = torch.amp.GradScaler(accel.device.type, init_scale=1024.0, enabled=use_amp)
 batches = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(4)]
 
 for x, y in batches:
