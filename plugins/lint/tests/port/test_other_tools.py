@@ -243,7 +243,7 @@ def test_a_scaler_that_may_be_off_and_loads_a_state_is_torchs(tmp_path, flag, lo
 @pytest.mark.parametrize("value", ["{} if gpus > 0 else 'cpu'", "{} if torch.cuda.is_available() else 'cpu'", "{}"])
 def test_a_device_in_a_dict_stays_where_a_cluster_may_run_the_script(value):
     value = value.format("'cuda'")
-    source = f"import torch\nfrom {{}} import tune\n\nspace = {{{{'n': 1, 'device': {value}}}}}\ntune(space)\n"
+    source = f"import torch\nfrom {{}} import tune\n\n\ndef run(gpus):\n    tune({{{{'n': 1, 'device': {value}}}}})\n"
     assert f"'device': {value}}}" in port_source(source.format("ray"), Level.ROLES).source
     assert "'cuda'" not in port_source(source.format("other"), Level.ROLES).source
 
