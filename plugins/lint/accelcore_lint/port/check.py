@@ -50,14 +50,19 @@ def compare(script: Path, ported: str, steps: int, arguments: Sequence[str]) -> 
     """
     before = _run(script, script.read_text("utf-8"), steps, arguments)
     after = _run(script, ported, steps, arguments)
-    if not after.losses:
-        why = after.error or "it calls backward in no process of its own"
-        return Comparison(False if after.error else None, f"the port gives no losses on this CPU: {why}")
-    if not before.losses:
-        why = before.error or "it calls backward in no process of its own"
-        ran = f"the port ran {len(after.losses)} steps"
-        return Comparison(None, f"not compared: the original gives no losses on this CPU ({why}); {ran}")
-    return _judge(before, after, "autocast" in ported)
+    if before.losses and after.losses:
+        return _judge(before, after, "autocast" in ported)
+    old, new = (run.error or "it calls backward in no process of its own" for run in (before, after))
+    if after.losses:
+        text = f"the original gives no losses on this CPU ({old}); the port ran {len(after.losses)} steps"
+        return Comparison(None, f"not compared: {text}")
+    if before.losses:
+        ran = f"the original ran {len(before.losses)} steps"
+        return Comparison(False if after.error else None, f"the port gives no losses on this CPU ({new}); {ran}")
+    if old == new:
+        return Comparison(None, f"not compared: neither the original nor the port gives losses on this CPU ({old})")
+    text = f"the port gives no losses on this CPU ({new}), and neither does the original ({old})"
+    return Comparison(False if after.error else None, text)
 
 
 def _judge(before: _Run, after: _Run, low_precision: bool) -> Comparison:

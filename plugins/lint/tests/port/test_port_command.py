@@ -126,8 +126,9 @@ def test_check_compares_the_losses_of_the_script_and_its_port(script):
     assert result.return_value == 0
 
 
-def test_check_compares_a_trainer_with_a_scaler_that_torch_disables_here(script, fork, monkeypatch):
-    """In forks that have imported torch; with `full`, above, in processes."""
+@pytest.fixture
+def forked(fork, monkeypatch):
+    """--check in forks that have imported torch; with `full`, above, in processes."""
     pytest.importorskip("accelcore")
     monkeypatch.setattr(
         "accelcore_lint.port.check.subprocess",
@@ -136,6 +137,24 @@ def test_check_compares_a_trainer_with_a_scaler_that_torch_disables_here(script,
             DEVNULL=None, PIPE=None, TimeoutExpired=subprocess.TimeoutExpired,
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "code"),
+    [
+        ("import nothing_here\n", "not compared: neither the original nor the port gives losses on this CPU", 1),
+        ("x = torch.ones(1).cuda()\nimport nothing_here\n", ", and neither does the original (", 2),
+    ],
+)
+def test_check_names_the_errors_of_an_original_that_fails_as_its_port_does(script, forked, lines, words, code):
+    script.write_text(f"import torch\n{lines}")
+    result = run(script, "--check")
+    assert words in result.output
+    assert "(ModuleNotFoundError: No module named 'nothing_here')" in result.output
+    assert result.return_value == code
+
+
+def test_check_compares_a_trainer_with_a_scaler_that_torch_disables_here(script, forked):
     script.write_text(
         "import warnings\n"
         "import torch\n"
