@@ -22,6 +22,7 @@ from accelcore_lint.port.guards import (
     is_foreign,
     is_portable,
     is_tried,
+    last_of,
     names_in,
     set_in,
     tests_of,
@@ -215,10 +216,8 @@ class Decisions(cst.CSTVisitor):
 
     def _asserts(self, node: cst.CSTNode) -> bool:
         """Return whether a program stops if the answer to a question is no."""
-        guard = self._guard_of(node)
-        lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
-        last = lines[-1] if lines else None
-        stops = isinstance(last, cst.SimpleStatementLine) and STOPS.search(text_of(last)) is not None
+        last = last_of(self._guard_of(node))
+        stops = last is not None and STOPS.search(text_of(last)) is not None
         return stops or any(isinstance(outer, cst.Assert) for outer in self._facts.parents(node))
 
     def _members_in(self, node: cst.CSTNode) -> set[str]:
@@ -293,11 +292,8 @@ class Decisions(cst.CSTVisitor):
         After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices. So
         does the rest of a test after a skip.
         """
-        lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
-        last = lines[-1] if lines else None
-        returns = isinstance(last, cst.SimpleStatementLine) and (
-            isinstance(last.body[-1], cst.Return) or _SKIP.match(text_of(last.body[-1])) is not None
-        )
+        last = last_of(guard)
+        returns = last is not None and (isinstance(last, cst.Return) or _SKIP.match(text_of(last)) is not None)
         block = self._facts.parent(guard)
         is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
         return block if is_early and isinstance(block, cst.IndentedBlock) else guard

@@ -68,6 +68,14 @@ def names_in(node: cst.CSTNode) -> set[str]:
     return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(node, matchers.Name())}
 
 
+def last_of(guard: Guard | None) -> cst.BaseSmallStatement | None:
+    """Return the last statement that an `if` guards; None if that has a block of its own, or it is no `if`."""
+    body: cst.CSTNode | None = guard.body if isinstance(guard, cst.If) else None
+    body = body.body[-1] if isinstance(body, cst.IndentedBlock) and body.body else body
+    lines = body.body if isinstance(body, (cst.SimpleStatementLine, cst.SimpleStatementSuite)) else ()
+    return lines[-1] if lines else None
+
+
 def set_in(guard: Guard) -> set[str]:
     """Return the names that what an `if` guards assigns, and that are not set if it does not run."""
     if isinstance(guard, Test | cst.BaseSimpleComp | cst.BooleanOperation):

@@ -98,7 +98,12 @@ def test_a_question_stays_if_nothing_it_guards_is_rewritten(line):
 
 @pytest.mark.parametrize(
     "body",
-    ["extension = CUDAExtension\n    x = x.cuda()", "import pynvml", "engine = tensorrt.Runtime()\n    x = x.cuda()"],
+    [
+        "extension = CUDAExtension\n    x = x.cuda()",
+        "import pynvml",
+        "x = torch.cuda",
+        "engine = tensorrt.Runtime()\n    x = x.cuda()",
+    ],
 )
 def test_a_question_about_a_vendors_other_tools_stays(body):
     outcome = port_source(f"import torch\nif torch.cuda.is_available():\n    {body}\n", Level.ROLES)
@@ -106,11 +111,11 @@ def test_a_question_about_a_vendors_other_tools_stays(body):
     assert outcome.left
 
 
+@pytest.mark.parametrize("end", ["\n        return x", " return x"])
 @pytest.mark.parametrize("line", LEFT[:3])
-def test_a_question_stays_if_it_returns_before_something_that_is_left(line):
+def test_a_question_stays_if_it_returns_before_something_that_is_left(line, end):
     source = (
-        "import torch\n\n\ndef f(x):\n    if not torch.cuda.is_available():\n        return x\n"
-        f"    {line}\n    return x.cuda()\n"
+        f"import torch\n\n\ndef f(x):\n    if not torch.cuda.is_available():{end}\n    {line}\n    return x.cuda()\n"
     )
     assert "if not torch.cuda.is_available():" in port_source(source, Level.ROLES).source
     done = source.replace(f"    {line}\n", "")

@@ -44,6 +44,7 @@ _REASONS = {
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _MEMORY = re.compile(r"(CUDA|NPU) out of memory\b")
+_MODULE = "the module of one vendor's devices: torch.get_device_module() is that of any device"
 _DEFAULT = "one vendor's function, without a generic one"
 
 
@@ -68,7 +69,7 @@ def _asks_class(outer: cst.CSTNode) -> bool:
 
 def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:
     parent = facts.parent(node)
-    if isinstance(parent, (cst.ImportAlias, cst.ImportFrom, cst.AsName)):
+    if isinstance(parent, (cst.ImportAlias, cst.ImportFrom, cst.AsName)) or getattr(parent, "keyword", None) is node:
         return None
     if isinstance(parent, cst.Attribute) and (parent.attr is node or facts.name(parent) is not None):
         return None
@@ -85,6 +86,8 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
     stays = facts.strange_apex and text_of(node).startswith("apex.")
     if facts.level is not Level.TORCH and is_known_apex(name) and not stays:
         return None
+    if name == "torch.cuda":
+        return Left(_MODULE, node.children)
     parts = name.split(".")
     if parts[0] in OTHERS and set(DEVICES) & set(parts):
         return Left(f"{parts[0]} computes on one vendor's devices", node.children)
