@@ -20,7 +20,14 @@ from accelcore_lint.port.rule import TODO, Level, Note
 from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.syntax import is_import, text_of
 from accelcore_lint.port.trainer import with_trainers
-from accelcore_lint.port.vendors import builds_extensions, first_lines, may_concern, settings_lines, vendor_lines
+from accelcore_lint.port.vendors import (
+    builds_extensions,
+    first_lines,
+    may_concern,
+    settings_lines,
+    tool_reason,
+    vendor_lines,
+)
 
 _BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
 _UNKNOWN = "a word for one vendor's devices that no rule knows: see what other devices need here"
@@ -98,7 +105,9 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
 def _port(source: str, level: Level, known: Known) -> Outcome:
     if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=known.meets_torch):
         engine, lines = engine_in(source), settings_lines(source)
-        notes, left = [engine_note(*engine)] if engine else [], [Note(line, "setting", _SETTING) for line in lines]
+        notes, text = [engine_note(*engine)] if engine else [], source.split("\n")
+        reasons = {line: tool_reason(text[line - 1]) for line in lines}
+        left = [Note(line, "tool" if why else "setting", why or _SETTING) for line, why in reasons.items()]
         return Outcome(source, left=left, harmless=notes, before=len(lines), after=len(lines))
     module = parsed(source)
     if module.code != source:
@@ -159,17 +168,18 @@ def _report_rest(outcome: Outcome, source: str) -> None:
         is_known = {after[number - 1].strip(), head.strip()} & ignored or _IGNORED.match(head) or used & {*brings}
         if not is_known and not (reason := _reason_above(after, first[number])):
             rest[number] = first[number]
-        elif not is_known and is_import and reason == _UNKNOWN:
+        elif not is_known and is_import and reason in (_UNKNOWN, tool_reason(head)):
             outcome.left.append(Note(before.index(head) + 1, "earlier run", reason))
     places = set[int]()
+    reasons = {line: tool_reason(after[number - 1]) or _UNKNOWN for number, line in reversed([*rest.items()])}
     for number, line in rest.items():
         same = (at for at, text in enumerate(before, 1) if text == after[number - 1] and at not in places)
         places.add(place := next(same, line))
-        outcome.left.append(Note(place, "unknown word", _UNKNOWN))
-    for line in sorted(set(rest.values()), reverse=True):
+        outcome.left.append(Note(place, "unknown word" if reasons[line] == _UNKNOWN else "tool", reasons[line]))
+    for line in sorted(reasons, reverse=True):
         text = after[line - 1]
         indent, end = text[: len(text) - len(text.lstrip())], "\r" if text.endswith("\r") else ""
-        after.insert(line - 1, f"{indent}{TODO}{_UNKNOWN}{end}")
+        after.insert(line - 1, f"{indent}{TODO}{reasons[line]}{end}")
     outcome.source = "\n".join(after)
     outcome.left.sort(key=attrgetter("line"))
 

@@ -29,12 +29,38 @@ _OTHER_REPLICAS = re.compile(
     r"(?m)^[ \t]*(?:from[ \t]+(?!torch(?:\.nn[\w.]*)?[ \t])[\w.]+[ \t]+import\b[^\n]*|class[ \t]+)\bDataParallel\b"
 )
 
+_TOOL_NAMES = {
+    "pynvml|nvml[A-Z].*": "NVIDIA's library for its driver, which fails without that: ask only where it is there",
+    "(Standard)?Gpu(Index|Resources|Cloner|MultipleCloner).*|index_cpu_to_(gpu|all_gpus).*": (
+        "an index of faiss on one vendor's devices: keep it on the CPU elsewhere"
+    ),
+}
+_TOOL_STRINGS = {
+    "(CUDA|Tensorrt|CANN)ExecutionProvider": (
+        "a provider of one vendor: take one of onnxruntime.get_available_providers()"
+    ),
+    r".+\.cuh?": "a source in CUDA C++, for one vendor's compiler: other devices need another one",
+    "(CUDA|ASCEND_RT)_VISIBLE_DEVICES": (
+        "a variable that other devices do not read: set theirs where the script is started"
+    ),
+    f"(?i:{'|'.join(GROUPS)})": "the process group of one vendor's devices: choose the backend by the device",
+}
+"""Names and strings of one vendor's tools, and what to do about a line that has one."""
+
+_TOOL_NAME, _TOOL_STRING = (re.compile("|".join(known)) for known in (_TOOL_NAMES, _TOOL_STRINGS))
+_LIBRARIES = ("pynvml", "faiss")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_WORD = re.compile(r"(?<![\w'\"])\w+(?![\w'\"])")
+_LITERAL = re.compile(r"(['\"])(.*?)\1")
 _OPTION = re.compile(r"NpuFused\w+")
 _TEXT = re.compile(rf"({'|'.join(DEVICES)})(:(\d+|%[dsi]|\{{.*\}}|\{{\}}|))?")
 _TYPE = re.compile(rf"torch\.({'|'.join(DEVICES)})\.\w*Tensor")
 _IMPORTS = re.compile(rb"(?m)^[ \t\f]*(from|import)\b[^\n#]*\b(torch|torch_npu|torchvision|apex)\b")
 _MOVES = re.compile(rb"\.(cuda|npu)\(")
-_NAMED = re.compile(rb"cuda|cudnn|accelcore|device_ids|(?<![a-zA-Z])npu|Npu|(?i:nccl|hccl)|apex")
+_NAMED = re.compile(
+    rb"cuda|cudnn|accelcore|device_ids|(?<![a-zA-Z])npu|Npu|(?i:nccl|hccl)|apex"
+    rb"|pynvml|faiss|ExecutionProvider|VISIBLE_DEVICES|\.cuh?['\"]"
+)
 _BUILDS = re.compile(
     r"(?m)^[ \t]*((?:from|import)[ \t]+(?:torch\.utils\.cpp_extension|setuptools|distutils\.core|skbuild)\b"
     r"|from[ \t]+torch\.utils[ \t]+import\b[^\n]*\bcpp_extension\b)"
@@ -58,7 +84,8 @@ _SETTINGS = re.compile(
 )
 _SETS = re.compile(
     rf"(?i)\bdevices?[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)\[?[\"']({'|'.join(DEVICES)})(?::\d+)?[\"']"
-    rf"|\.({'|'.join(DEVICES)})\(\)"
+    rf"|\.({'|'.join(DEVICES)})\(\)|backend[\"']?\]?(?: *= *|: *)[\"']({'|'.join(GROUPS)})[\"']"
+    r"|ExecutionProvider[\"']|_VISIBLE_DEVICES[\"'](?:\] *=|,)"
 )
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({_OWN})\s*(?:[,:=]|$)")
@@ -119,9 +146,11 @@ def vendor_lines(source: str) -> set[int]:
 
     These are lines with the name of a device or of a vendor's package: `cuda`, `torch_npu`, `cudnn`, `NpuFusedSGD`,
     the argument `device_ids=` without a condition by which it is None elsewhere, or a string such as "cuda:0" or
-    "nccl". torch's DataParallel takes `device_ids` on all devices. Names that only contain such a word, as `use_cuda`,
-    comments and docstrings do not count, and neither do `accelcore.apex`, the script's own option `args.cuda`, a flag
-    `cuda=True`, a key as in `config["cuda"]`, its own variable `device_ids`, and a call of its own function `cuda(x)`.
+    "nccl". torch's DataParallel takes `device_ids` on all devices. So are a vendor's tools: pynvml, an index of
+    faiss, a provider of onnxruntime, a source "kernel.cu", and CUDA_VISIBLE_DEVICES, unless the file has the variables
+    of both vendors. Names that only contain such a word, as `use_cuda`, comments and docstrings do not count, and
+    neither do `accelcore.apex`, the script's own option `args.cuda`, a flag `cuda=True`, a key as in `config["cuda"]`,
+    its own variable `device_ids`, and a call of its own function `cuda(x)`.
     """
     found: set[int] = set()
     own = own_options(source)
@@ -131,6 +160,8 @@ def vendor_lines(source: str) -> set[int]:
     in_accelcore = False
     replicas = set() if _OTHER_REPLICAS.search(source) else {"DataParallel", *_REPLICAS.findall(source)}
     words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
+    has_tools = any(each in source for each in _LIBRARIES)
+    sets_all = all(each in source for each in _VISIBLE)  # each vendor's variable, so that the devices are chosen on all
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
         kind, text, (line, _) = token.type, token.string, token.start
@@ -151,12 +182,15 @@ def vendor_lines(source: str) -> set[int]:
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
             is_devices = is_devices and calls[-1] not in {*replicas, "def"}
             is_word = text in words or (text in _WORDS and before in ("from", "import"))
+            is_word = is_word or (has_tools and _TOOL_NAME.fullmatch(text) is not None)
             if is_devices or ((is_word or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)
-        elif kind == tokenize.STRING and not (statement_begins or _is_own_word(earlier, before, following.string)):
+        elif kind == tokenize.STRING and not statement_begins:
             match = _STRING.fullmatch(text)
             value = match[2] if match else ""
-            if device_text(value) or type_text(value) or value.lower() in GROUPS:
+            is_own = _is_own_word(earlier, before, following.string)
+            is_tool = _TOOL_STRING.fullmatch(value) is not None and not (sets_all and value in _VISIBLE)
+            if is_tool or (not is_own and (device_text(value) or type_text(value))):
                 found.add(line)
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:
             found.add(line)
@@ -169,8 +203,18 @@ def vendor_lines(source: str) -> set[int]:
     return found
 
 
+def tool_reason(line: str) -> str:
+    """Return what to do about a line with a name or a string of one vendor's tools; "" if it has none."""
+    words = [(_TOOL_NAMES, word) for word in _WORD.findall(line)]
+    words += [(_TOOL_STRINGS, text) for _, text in _LITERAL.findall(line)]
+    return next((why for known, word in words for each, why in known.items() if re.fullmatch(each, word)), "")
+
+
 def settings_lines(source: str) -> list[int]:
-    """Return the lines of a file without torch that choose a vendor's device: `config.DEVICE = "cuda"`, `x.cuda()`."""
+    """Return the lines of a file without torch that choose a vendor's device: `config.DEVICE = "cuda"`, `x.cuda()`.
+
+    Also those that choose its process group or its tools, as `dist_params = dict(backend="nccl")`.
+    """
     found = {source.count("\n", 0, each.end()) + 1 for each in _SETS.finditer(source)}
     return sorted(found & vendor_lines(source)) if found else []
 

@@ -22,3 +22,8 @@ def written(folder, files):
         path.write_text(text)
     (folder / "setup.py").touch()
     return [folder / name for name in files]
+
+
+def left_by_rules(outcome):
+    """What is left of a file, but for the lines that set a variable of one vendor."""
+    return [note for note in outcome.left if note.rule != "tool"]

@@ -2,6 +2,7 @@
 
 import pytest
 from accelcore_lint.port import Level, port_source
+from port_sources import left_by_rules
 
 SPAWNED = """import os
 import torch
@@ -28,7 +29,7 @@ main()
 
 def test_a_process_that_is_started_has_the_variables_of_its_parent():
     outcome = port_source(SPAWNED, Level.ROLES)
-    assert not outcome.left
+    assert not left_by_rules(outcome)
     assert "def work(gpu):\n    accel = accelcore.select(local_rank=gpu)\n" in outcome.source
     assert "def step(model):\n    current_device = torch.accelerator" in outcome.source
 
@@ -48,7 +49,7 @@ def test_a_function_that_is_called_after_devices_are_hidden_chooses_the_device(b
         f'{before}\nos.environ["CUDA_VISIBLE_DEVICES"] = "1"\n{after}\n'
     )
     outcome = port_source(source, Level.ROLES)
-    assert len(outcome.left) == (made is None)
+    assert len(left_by_rules(outcome)) == (made is None)
     assert made is None or f"def work(n):\n    {made}" in outcome.source
 
 
@@ -190,7 +191,7 @@ def test_what_the_guard_cannot_have_run_before_asks_in_its_functions(above, is_l
         f"if __name__ == '__main__':\n    {above}\n    os.environ['CUDA_VISIBLE_DEVICES'] = '1'\n    vis(Net()(1))\n"
     )
     outcome = port_source(source, Level.ROLES)
-    assert len(outcome.left) == is_left
+    assert len(left_by_rules(outcome)) == is_left
     assert ("def forward(self, x):\n        current_device = torch.accelerator" in outcome.source) is not is_left
 
 
@@ -198,8 +199,9 @@ def test_what_the_guard_cannot_have_run_before_asks_in_its_functions(above, is_l
 def test_a_line_of_the_guard_asks_below_the_one_that_hides_devices(is_first):
     lines = 'os.environ["CUDA_VISIBLE_DEVICES"] = "0, 1"', "show(x)"
     outcome = port_source(GUARDED.format(first=lines[not is_first], last=lines[is_first]), Level.ROLES)
-    assert len(outcome.left) == (not is_first)
-    assert all("an environment variable may hide devices" in note.text for note in outcome.left)
+    left = left_by_rules(outcome)
+    assert len(left) == (not is_first)
+    assert all("an environment variable may hide devices" in note.text for note in left)
     if is_first:
         asked = outcome.source.index("accelerator.current_accelerator(")
         assert outcome.source.index('= "0, 1"') < asked < outcome.source.index("torch.ones(2)")
@@ -215,4 +217,4 @@ def test_a_line_that_asks_for_no_device_does_not_begin_to_above_one_that_hides_t
         f'    os.environ["CUDA_VISIBLE_DEVICES"] = gpu\n    {after.format(line)}\n\n\nmain("1")\n'
     )
     outcome = port_source(source, Level.TORCH)
-    assert outcome.source.count("torch.cuda.") == len(outcome.left) == kept
+    assert outcome.source.count("torch.cuda.") == len(left_by_rules(outcome)) == kept

@@ -9,7 +9,7 @@ from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.port_command import port
 from accelcore_lint.port.project import Known, read_project
 from click.testing import CliRunner
-from port_sources import imported, written
+from port_sources import imported, left_by_rules, written
 
 BODIES = [
     "return x.cuda()",
@@ -383,7 +383,7 @@ def test_variables_for_another_process_hide_no_device(made, hides):
         "def work(x):\n    x.cuda()\n\n\nwork(torch.ones(2))\n"
     )
     outcome = port_source(source, Level.ROLES)
-    assert len(outcome.left) == hides
+    assert len(left_by_rules(outcome)) == hides
 
 
 def test_a_device_is_not_chosen_while_a_graph_is_captured():

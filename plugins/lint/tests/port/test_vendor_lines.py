@@ -91,6 +91,11 @@ def test_names_of_arguments(line, count):
         ("parser.add_argument('--devices', nargs='+', default=['cuda:0'])", 1),
         ("devices = 'cuda'", 1),
         ("name = 'cuda'", 0),
+        ('_C.DIST_BACKEND = "nccl"', 1),
+        ("dist_params = dict(backend='nccl')", 1),
+        ("dist_params = dict(backend='gloo')", 0),
+        ("session = Session(providers=['CUDAExecutionProvider'])", 1),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", 1),
         ("def f():\n    'device=\"cuda\"'", 0),
     ],
 )
@@ -98,6 +103,36 @@ def test_a_setting_of_a_device_in_a_file_without_torch_is_reported_and_stays(lin
     outcome = port_source(f"import yacs\n{line}\n", Level.TORCH)
     assert outcome.source == f"import yacs\n{line}\n"
     assert (outcome.before, outcome.after, [note.line for note in outcome.left]) == (count, count, [2] * count)
+
+
+TOOLS = {
+    "import faiss\nindex = faiss.GpuIndexFlatL2(faiss.StandardGpuResources(), 8)": [3],
+    "import faiss\nindex = faiss.index_cpu_to_all_gpus(faiss.IndexFlatL2(8))": [3],
+    "import pynvml\npynvml.nvmlInit()": [2, 3],
+    "from pynvml import (\n    nvmlInit,\n)": [2, 3],
+    "providers = [\n    'TensorrtExecutionProvider',\n    'CUDAExecutionProvider',\n    'CPU',\n]": [
+        3,
+        4,
+    ],
+    "op = load('op', sources=['op.cpp', 'kernels/op.cu'])": [2],
+    "os.environ['CUDA_VISIBLE_DEVICES'] = '1'": [2],
+    "os.environ.setdefault('ASCEND_RT_VISIBLE_DEVICES', '1')": [2],
+    "env['CUDA_VISIBLE_DEVICES'] = env['ASCEND_RT_VISIBLE_DEVICES'] = '1'": [],
+    "index = faiss.IndexFlatL2(8)": [],
+    "class GpuIndex:\n    nvmlInit = 1": [],
+    "is_source = name.endswith('.cu')": [],
+}
+
+
+@pytest.mark.parametrize(("lines", "numbers"), TOOLS.items())
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_lines_of_a_vendors_tools_are_counted_and_reported(lines, numbers, level):
+    outcome = port_source(f"import torch\n{lines}\n", level)
+    assert (outcome.before, outcome.after) == (len(numbers), len(numbers))
+    assert [note.line for note in outcome.left if note.rule == "tool"] == numbers
+    again = port_source(outcome.source, level)
+    assert (again.source, again.after) == (outcome.source, outcome.after)
+    assert {note.text for note in again.left} == {note.text for note in outcome.left}
 
 
 @pytest.mark.parametrize(
