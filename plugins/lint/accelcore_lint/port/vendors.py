@@ -30,7 +30,7 @@ _OTHER_REPLICAS = re.compile(
 )
 
 _TOOL_NAMES = {
-    "pynvml|nvml[A-Z].*": "NVIDIA's library for its driver, which fails without that: ask only where it is there",
+    "pynvml|nvml[A-Z].*": "NVIDIA's library for its driver, which fails elsewhere: use it on its devices only",
     "(Standard)?Gpu(Index|Resources|Cloner|MultipleCloner).*|index_cpu_to_(gpu|all_gpus).*": (
         "an index of faiss on one vendor's devices: keep it on the CPU elsewhere"
     ),
@@ -87,6 +87,7 @@ _SETS = re.compile(
     rf"|\.({'|'.join(DEVICES)})\(\)|backend[\"']?\]?(?: *= *|: *)[\"']({'|'.join(GROUPS)})[\"']"
     r"|ExecutionProvider[\"']|_VISIBLE_DEVICES[\"'](?:\] *=|,)"
 )
+_OTHER_FRAMEWORKS = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(?:tensorflow|keras|jax|flax|mxnet|paddle)\b")
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({_OWN})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
@@ -213,8 +214,11 @@ def tool_reason(line: str) -> str:
 def settings_lines(source: str) -> list[int]:
     """Return the lines of a file without torch that choose a vendor's device: `config.DEVICE = "cuda"`, `x.cuda()`.
 
-    Also those that choose its process group or its tools, as `dist_params = dict(backend="nccl")`.
+    Also those that choose its process group or its tools, as `dist_params = dict(backend="nccl")`. A file for another
+    framework has none.
     """
+    if _OTHER_FRAMEWORKS.search(source):
+        return []
     found = {source.count("\n", 0, each.end()) + 1 for each in _SETS.finditer(source)}
     return sorted(found & vendor_lines(source)) if found else []
 

@@ -96,6 +96,7 @@ def test_names_of_arguments(line, count):
         ("dist_params = dict(backend='gloo')", 0),
         ("session = Session(providers=['CUDAExecutionProvider'])", 1),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", 1),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'; import os\nimport tensorflow as tf", 0),
         ("def f():\n    'device=\"cuda\"'", 0),
     ],
 )
