@@ -9,12 +9,7 @@ import sys
 import pytest
 
 import accelcore
-from accelcore.errors import (
-    BackendUnavailableError,
-    ConfigurationError,
-    PluginError,
-    UnknownBackendError,
-)
+from accelcore.errors import BackendUnavailableError, ConfigurationError, PluginError, UnknownBackendError
 
 BROKEN = "raise ImportError('libdevice.so.1 is missing')"
 UNAVAILABLE = {"available": False, "count": 0, "reason": "no such card", "remedy": "buy one"}
