@@ -145,4 +145,5 @@ def _explained(reason: str, remedy: str) -> Iterator[_Line]:
 def _misfits(misfits: tuple[str, ...]) -> Iterator[_Line]:
     for misfit in misfits:
         yield 6, f"does not fit: {misfit}", _BAD
-    yield from _explained("", "install versions that fit together" if misfits else "")
+    remedy = "install versions that fit together; accelcore and its plugins from one clone: pip install . ./plugins/cpu"
+    yield from _explained("", remedy if misfits else "")

@@ -63,7 +63,11 @@ def _library() -> ctypes.CDLL:
     try:
         folder = store.open_folder()
     except OSError as error:
-        logger.warning("they cannot be kept, and other processes will build them again: %s", error)
+        logger.warning(
+            "they cannot be kept, and each process will build them again: %s. Set ACCEL_KERNEL_CACHE to the absolute "
+            "path of a folder that only you can write to",
+            error,
+        )
         with tempfile.TemporaryDirectory(prefix="accelcore-") as place:
             return _typed(*_built(Path(place)))
     with tempfile.TemporaryDirectory(dir=folder) as place:
