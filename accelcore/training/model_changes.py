@@ -205,9 +205,9 @@ class ScriptCalls:
                 self._warned = True
                 if self._job.rank == 0:
                     logger.warning(
-                        "an epoch of trainer.batches(...) has ended without a step of a trainer: to train, call "
-                        "trainer(batch), or trainer.backward(loss) and trainer.update(); to evaluate, loop over "
-                        "trainer.evaluate(loader)"
+                        "an epoch of trainer.batches(...) has ended without a step of a trainer, and counts as one of "
+                        "trainer.epochs(n): to train, call trainer(batch), or trainer.backward(loss) and "
+                        "trainer.update(); to evaluate, loop over trainer.evaluate(loader)"
                     )
         elif len(self._unreached) < len(self._slots):
             names, self._unreached = [repr(self._slots[number].name) for number in self._unreached], []
