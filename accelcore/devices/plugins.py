@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, metadata, requires
+from importlib.metadata import EntryPoint, entry_points, metadata
 from itertools import chain
 from types import TracebackType
 from typing import Any
@@ -37,7 +37,6 @@ EMULATORS = "accelcore.emulators"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Environment variable that turns off torch's autoload, if it is set to anything but 1."""
 
-_NO_BACKENDS = {"lint"}  # extras of accelcore that are no backends: they bring commands
 _LONGEST = 300  # characters of a plugin's own message that are shown
 _SETTLED = 60  # seconds after which a folder that has not changed holds whole distributions
 
@@ -163,15 +162,9 @@ def how_to_install(distribution: str) -> str:
 def own_plugins() -> dict[str, str]:
     """Return the distributions of accelcore's own plugins, installed or not, by the backend's name.
 
-    They are the extras in accelcore's metadata, except those that bring commands. The result is empty if accelcore is
-    only a folder on the path.
+    The result is empty if accelcore is only a folder on the path.
     """
-    try:
-        required = requires("accelcore") or []
-    except PackageNotFoundError:
-        return {}
-    extras = (re.match(r"(accelcore-(\w+))\b.*; extra == .\2\b", text) for text in required)
-    return {extra[2]: extra[1] for extra in extras if extra and extra[2] not in _NO_BACKENDS}
+    return {entry.name: entry.package.replace("_", "-") for entry in declared("accelcore.own_backends")}
 
 
 def other_backends(names: Iterable[str] = ()) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 
 import pytest
 
@@ -178,33 +177,6 @@ def test_with_nothing_installed_every_wantedsays_what_to_install():
     with pytest.raises(UnknownBackendError, match="there is no backend 'cpu'") as caught:
         accelcore.select("cpu")
     assert caught.value.available == "no other backend"
-
-
-@pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize(
-    ("device", "remedy"),
-    [
-        ("npu:1", "install accelcore-npu: pip install ./plugins/npu in a clone of accelcore; or choose another"),
-        (
-            "nup",
-            "did you mean 'npu'? Then install accelcore-npu: pip install ./plugins/npu in a clone",
-        ),
-        ("testin", "install its package"),  # an extra that is no backend
-        ("gpu", "install its package"),  # which is not nearly npu
-    ],
-)
-def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, device, remedy):
-    metadata = tmp_path / "accelcore-0.1.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(
-        "Metadata-Version: 2.1\nName: accelcore\nVersion: 0.1\nRequires-Dist: click>=8.1\n"
-        'Provides-Extra: npu\nRequires-Dist: accelcore-npu<0.2,>=0.1; extra == "npu"\n'
-        'Provides-Extra: testing\nRequires-Dist: pytest>=8; extra == "testing"\n'
-    )
-    sys.path.append(str(tmp_path))
-    with pytest.raises(UnknownBackendError) as caught:
-        accelcore.select(device)
-    assert caught.value.remedy.startswith(remedy)
 
 
 def test_what_was_passed_over_is_logged_once(fakes, caplog):

@@ -1,0 +1,50 @@
+"""What a message says about installing what is missing."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import accelcore
+from accelcore.errors import UnknownBackendError
+
+ROOT = Path(__file__).parents[2]
+
+
+def points(project, group):
+    """The entry points of a group in a pyproject.toml."""
+    section = project.read_text(encoding="utf-8").partition(f'[project.entry-points."{group}"]')[2].partition("\n[")[0]
+    return dict(re.findall(r'^(\w+) = "(\w+)"$', section, re.MULTILINE))
+
+
+OWN = points(ROOT / "pyproject.toml", "accelcore.own_backends")
+
+
+def test_the_metadata_of_accelcore_names_every_backend_of_the_repository():
+    plugins = [points(project, "accelcore.backends") for project in ROOT.glob("plugins/*/pyproject.toml")]
+    assert {name: value for plugin in plugins for name, value in plugin.items()} == OWN != {}
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize(
+    ("device", "remedy"),
+    [
+        ("npu:1", "install accelcore-npu: pip install ./plugins/npu in a clone of accelcore; or choose another"),
+        ("nup", "did you mean 'npu'? Then install accelcore-npu: pip install ./plugins/npu in a clone"),
+        ("testin", "install its package (accelcore's own are cpu, cuda, npu; "),
+        ("gpu", "install its package"),  # which is not nearly npu
+    ],
+)
+def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, device, remedy):
+    metadata = tmp_path / "accelcore-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelcore\nVersion: 0.1\n")
+    lines = [f"{name} = {value}" for name, value in OWN.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[accelcore.own_backends]", *lines]))
+    sys.path.append(str(tmp_path))
+    with pytest.raises(UnknownBackendError) as caught:
+        accelcore.select(device)
+    assert caught.value.remedy.startswith(remedy)
