@@ -80,6 +80,18 @@ def test_a_rank_that_lost_another_writes_one_line_and_the_launcher_the_reason(ru
     assert ("why: rank 1 has begun no step" in ending) == (end == "exit()")
 
 
+def test_a_rank_that_is_done_and_ends_before_the_one_that_failed_is_not_named_first(run):
+    code, said = run(
+        "import atexit, signal, accelcore\n"
+        "job = accelcore.select().join()\n"
+        "atexit.register(signal.pause if job.rank == 0 else str)\n"  # rank 0 ends when the launcher ends it
+        "if job.rank == 0: raise ValueError('rank 0 gives up')\n"
+    )
+    assert code == 1
+    assert "[rank1]: DistributedError: rank 0 of this job failed" in said
+    assert said.splitlines()[-1] == "accelcore: rank 0 failed first, with exit code 1: ValueError: rank 0 gives up"
+
+
 def test_a_script_that_cannot_be_compiled_shows_its_line_and_no_frame_of_ours(machine, fork):
     done = fork("-m", "accelcore.cli.rank", 0, "", machine.write("train.py", "if True print()")).finish()
     assert done.returncode == 1
