@@ -16,7 +16,7 @@ from typing import Any
 
 from accelcore.backend import Backend
 from accelcore.devices import plugins
-from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, other_backends
+from accelcore.devices.plugins import AUTOLOAD, Candidate, autoload_enabled, autoloads, broken
 from accelcore.errors import AccelError, BackendUnavailableError, PluginError, logger
 
 _import_error: BaseException | None = None
@@ -38,15 +38,15 @@ class Found:
 def create_backend(found: Found) -> Backend:
     """Create the backend of a device."""
     candidate, index = found.candidate, found.index
+    remedy = f"repair or uninstall {candidate.distribution}, or choose another backend"
     import_torch()
     try:
         backend = candidate.hooks.accelcore_create_backend(name=candidate.name, index=index)
     except (AccelError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise _broken(
-            candidate, f"{found.request}: {candidate.distribution} could not create its backend", error
-        ) from error
+        what = f"{found.request}: {candidate.distribution} could not create its backend"
+        raise broken(candidate, what, error, remedy) from error
     if not isinstance(backend, Backend) or (backend.name, backend.index) != (candidate.name, index):
         returned = f"{backend.name}:{backend.index}" if isinstance(backend, Backend) else type(backend).__name__
         raise PluginError(
@@ -56,7 +56,7 @@ def create_backend(found: Found) -> Backend:
     extended, failure = _extended(backend, candidate.hooks)
     if failure is not None:
         what = f"{found.request}: {candidate.distribution} could not register its optimizers"
-        raise _broken(candidate, what, failure) from failure
+        raise broken(candidate, what, failure, remedy) from failure
     for extension in plugins.extensions():
         extended, failure = _extended(extended, extension.hooks)
         if failure is not None:
@@ -65,15 +65,6 @@ def create_backend(found: Found) -> Backend:
                 extension.name, extension.distribution, candidate.name, plugins.describe(failure),
             )  # fmt: skip
     return extended
-
-
-def _broken(candidate: Candidate, what: str, error: BaseException) -> PluginError:
-    return PluginError(
-        what,
-        why=plugins.describe(error),
-        available=other_backends([candidate.name]),
-        remedy=f"repair or uninstall {candidate.distribution}, or choose another backend",
-    )
 
 
 def _extended(backend: Backend, hooks: Any) -> tuple[Backend, BaseException | None]:

@@ -25,6 +25,7 @@ import pluggy
 
 from accelcore.devices import hookspecs
 from accelcore.devices.hookspecs import Probe
+from accelcore.devices.misfits import misfits_of
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import PluginError, logger
 from accelcore.known_faults import KnownFault
@@ -77,6 +78,12 @@ class Candidate:
     error: BaseException | None = None  # the error of a broken plugin, which has no hooks
     hooks: Any = None
     faults: tuple[KnownFault, ...] = ()
+
+    @property
+    def distributions(self) -> list[str]:
+        """The names of the plugin's and the vendor's distributions; empty for one without a name in its metadata."""
+        owners = [entry.distribution for entry in declared(BACKENDS) if entry.name == self.name]
+        return [*owners, *filter(None, self.probe.distributions)]
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,24 @@ def how_to_install(distribution: str) -> str:
     """Return the command that installs a distribution of accelcore's repository, such as `accelcore-cpu`."""
     folder = distribution.removeprefix("accelcore-").replace("-", "_")
     return f"install {distribution}: pip install ./plugins/{folder} in a clone of accelcore"
+
+
+def how_to_fit() -> str:
+    """Return what to do about versions that do not fit together, with a command for the installed plugins."""
+    own, names = own_plugins(), {entry.name for entry in declared(BACKENDS)}
+    folders = "".join(f" ./plugins/{name}" for name in sorted(own.keys() & names))
+    return f"install versions that fit together; accelcore and its plugins from one clone: pip install .{folders}"
+
+
+def broken(candidate: Candidate, what: str, error: BaseException, remedy: str) -> PluginError:
+    """Return the error for a plugin that raised `error`. Versions that do not fit are a likely cause."""
+    misfits = misfits_of(candidate.distributions)
+    return PluginError(
+        what,
+        why="; ".join([describe(error), *misfits]),
+        available=other_backends([candidate.name]),
+        remedy=how_to_fit() if misfits else remedy,
+    )
 
 
 def own_plugins() -> dict[str, str]:

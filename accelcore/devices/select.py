@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from accelcore.devices import plugins
 from accelcore.devices.create import Found, create_backend
 from accelcore.devices.hookspecs import Probe
+from accelcore.devices.misfits import misfits_of
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
 from accelcore.devices.request import Choice, parse, requested_device, unread, unread_variables
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
     ConfigurationError,
-    PluginError,
     UnknownBackendError,
     logger,
 )
@@ -98,8 +98,10 @@ def select(device: str | torch.device | None = None, *, local_rank: int | None =
     if text is None or text == "":
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
 
-    backend, passed_over = decide(text, source, create_backend, local_rank=local_rank)
-    _say_once(text, source, backend, passed_over)
+    (backend, candidate), passed_over = decide(
+        text, source, lambda found: (create_backend(found), found.candidate), local_rank=local_rank
+    )
+    _say_once(text, source, backend, candidate, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
@@ -165,11 +167,11 @@ def _admit(choice: Choice, candidate: Candidate | None, place: Launch | None, re
     probe = candidate.probe
     if candidate.error is None and probe.available:
         return Found(candidate, _index(choice, probe, place, request), request)
-    others = other_backends([choice.name])
     if candidate.error is not None:
         what = f"{request}: the plugin for {choice.name!r} ({candidate.distribution}) is broken"
-        raise PluginError(what, why=probe.reason, available=others, remedy=probe.remedy) from candidate.error
+        raise plugins.broken(candidate, what, candidate.error, probe.remedy) from candidate.error
     what = f"{request} cannot be used here"
+    others = other_backends([choice.name])
     raise BackendUnavailableError(what, why=probe.reason, available=others, remedy=probe.remedy)
 
 
@@ -285,7 +287,7 @@ def _how_to_have(name: str) -> str:
     return f"did you mean {near!r}?{needs} Else {advice}"
 
 
-def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe, ...]) -> None:
+def _say_once(text: str, source: str, backend: Backend, candidate: Candidate, passed_over: tuple[Probe, ...]) -> None:
     launch = read_launch()
     if launch is not None and launch.rank != 0:
         return
@@ -301,6 +303,8 @@ def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe
             reasons = "; ".join(f"{probe.name} does not work: {probe.reason}" for probe in probes)
             silence = f"; ACCEL_DEVICE={backend.name} chooses it without this message" if is_auto else ""
             _log_once(level, f"{request} chose {backend.name}:{backend.index}; {reasons}{silence}")
+    extensions = (entry.distribution for entry in declared(plugins.EXTENSIONS))
+    _warn_of_misfits(("accelcore", *candidate.distributions, *extensions))
     for sentence in imitations():
         _log_once(logging.WARNING, sentence)
     if is_auto and source == "ACCEL_DEVICE":
@@ -319,6 +323,13 @@ def _mistyped() -> Iterator[str]:
         for name, near in unread_variables(names).items():
             if near == "ACCEL_DEVICE":
                 yield unread(name, near)
+
+
+@cache
+def _warn_of_misfits(names: tuple[str, ...]) -> None:
+    """Warn if requirements of these distributions are not met, as doctor reports; once, because it takes 50 ms."""
+    if misfits := misfits_of(names):
+        logger.warning("%s: %s", "; ".join(misfits), plugins.how_to_fit())
 
 
 @cache

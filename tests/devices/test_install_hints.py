@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import accelcore
-from accelcore.errors import UnknownBackendError
+from accelcore.errors import PluginError, UnknownBackendError
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,3 +49,38 @@ def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, dev
     with pytest.raises(UnknownBackendError) as caught:
         accelcore.select(device)
     assert caught.value.remedy.startswith(remedy)
+
+
+def require(fakes, module, requirement):
+    (metadata,) = Path(fakes.modules[module]).glob("*.dist-info/METADATA")
+    metadata.write_text(f"{metadata.read_text()}Requires-Dist: {requirement}\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_plugin_that_does_not_fit_this_accelcore_is_warned_of_once_in_a_job(fakes, caplog, monkeypatch, rank):
+    require(fakes, fakes.backend("dated", exclusive=False), "accelcore>=9")
+    job = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    for _ in range(2):
+        accelcore.select("dated")
+    found = [record for record in caplog.records if "requires accelcore>=9" in record.getMessage()]
+    assert len(found) == (rank == 0)
+    assert all(it.levelno == logging.WARNING and "pip install . ./plugins/cpu" in it.getMessage() for it in found)
+
+
+def test_plugins_that_fit_are_not_warned_of(fakes, caplog):
+    require(fakes, fakes.backend("fitting"), "accelcore>=0.0.1")
+    accelcore.select("fitting")
+    assert "install versions" not in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["to load", "to create"])
+def test_the_error_of_a_plugin_that_does_not_fit_names_the_versions_and_the_remedy(fakes, fails):
+    code = "from accelcore.backend import WasRemoved"
+    module = fakes.install(code, backends=["older"]) if fails == "to load" else fakes.backend("older", create=code)
+    require(fakes, module, "accelcore>=9")
+    with pytest.raises(PluginError, match="WasRemoved") as caught:
+        accelcore.select("older")
+    assert "requires accelcore>=9, and accelcore" in caught.value.why
+    assert "pip install . ./plugins/cpu" in caught.value.remedy

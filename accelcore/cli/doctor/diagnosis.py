@@ -6,16 +6,14 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import Any
 
 from accelcore.cli.doctor.ask_plugins import Selection, ask_plugins
 from accelcore.cli.doctor.deep import Trial, examine, try_torch
+from accelcore.devices.misfits import installed_version, misfits_of
 from accelcore.devices.plugins import (
     AUTOLOAD,
-    BACKENDS,
     EXTENSIONS,
     Candidate,
     Declared,
@@ -27,7 +25,6 @@ from accelcore.devices.plugins import (
 from accelcore.devices.request import unread_variables
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
-from accelcore.util.text import shown
 
 _SCHEMA = 1  # version of the JSON. It changes if a field is removed or changes its meaning, not if one is added.
 
@@ -141,10 +138,10 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
     system = (platform.system(), platform.release(), platform.machine(), " ".join(platform.libc_ver()))
     variables = [*_VARIABLES, *(name for candidate in candidates for name in candidate.probe.environment)]
     return Diagnosis(
-        versions={"python": platform.python_version(), **{name: _installed(name) for name in _DISTRIBUTIONS}},
+        versions={"python": platform.python_version(), **{name: installed_version(name) for name in _DISTRIBUTIONS}},
         platform=f"{' '.join(filter(str.strip, system))}, {os.cpu_count()} cores",
         executable=sys.executable,
-        misfits=_misfits(["accelcore"]),
+        misfits=misfits_of(["accelcore"]),
         backends=tuple(map(_backend, candidates)),
         extensions=tuple(map(_extension, answers.extensions)),
         selection=selection,
@@ -161,15 +158,14 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
 
 def _backend(candidate: Candidate) -> Plugin:
     probe = candidate.probe
-    owners = [entry.distribution for entry in declared(BACKENDS) if entry.name == candidate.name]
     return Plugin(
         name=candidate.name,
         state="broken" if candidate.error is not None else "usable" if probe.available else "unusable",
         distribution=candidate.distribution,
         reason=probe.reason,
         remedy="" if probe.available else probe.remedy,
-        misfits=_misfits([*owners, *filter(None, probe.distributions)]),
-        versions={name: _installed(name) for name in probe.distributions},
+        misfits=misfits_of(candidate.distributions),
+        versions={name: installed_version(name) for name in probe.distributions},
         count=probe.count,
         priority=probe.priority,
     )
@@ -181,7 +177,7 @@ def _extension(extension: Extension) -> Plugin:
     owners = [
         entry.distribution for entry in declared(EXTENSIONS) if (entry.name, entry.label) == (extension.name, label)
     ]
-    return Plugin(extension.name, state, label, extension.reason, remedy, _misfits(owners), versions={})
+    return Plugin(extension.name, state, label, extension.reason, remedy, misfits_of(owners), versions={})
 
 
 def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[dict[str, str | None]]:
@@ -190,48 +186,3 @@ def _installed_faults(candidates: Iterable[Candidate]) -> Iterator[dict[str, str
         for fault in faults:
             if fault.applies:
                 yield {"backend": backend, "installed": fault.installed, **asdict(fault)}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except (PackageNotFoundError, ValueError, KeyError):  # ValueError: an empty name, or metadata that is not text
-        return None
-
-
-def _misfits(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the unmet requirements of installed distributions; an empty name is one without a name in its metadata."""
-    found: list[str] = []
-    for name in dict.fromkeys(names):
-        with suppress(PackageNotFoundError):
-            try:
-                owner = distribution(name)
-                texts = (owner.requires or ()) if owner.version else None  # no version: an interrupted installation
-            except (ValueError, KeyError):
-                texts = None
-            if texts is None:
-                found.append(f"the metadata of {name or 'its distribution'} cannot be read")
-            else:
-                found += filter(None, (_misfit(f"{name} {owner.version}", text) for text in texts))
-    return tuple(found)
-
-
-def _misfit(label: str, text: str) -> str | None:
-    """Return a sentence on the requirement `text` of a distribution, or None if it is met."""
-    # Imported here, because it is slow to import, and not every command needs it.
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-
-    try:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            return None
-        requirement.marker = None
-        has = _installed(requirement.name)
-        # An installed prerelease counts: somebody chose it.
-        if has is not None and requirement.specifier.contains(Version(has), prereleases=True):
-            return None
-    except (ValueError, KeyError):  # packaging's own errors are these
-        return f"{label} requires {shown(text, 200)}, which cannot be read or compared"
-    state = "is not installed" if has is None else f"{has} is installed"
-    return f"{label} requires {requirement}, and {requirement.name} {state}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from accelcore.cli.doctor.ask_plugins import Selection
 from accelcore.cli.doctor.deep import Trial
 from accelcore.cli.doctor.diagnosis import USABLE, Diagnosis, Plugin
-from accelcore.devices.plugins import how_to_install
+from accelcore.devices.plugins import how_to_fit, how_to_install
 from accelcore.devices.request import unread
 from accelcore.known_faults import CANNOT_AVOID
 from accelcore.util.text import shown
@@ -145,5 +145,4 @@ def _explained(reason: str, remedy: str) -> Iterator[_Line]:
 def _misfits(misfits: tuple[str, ...]) -> Iterator[_Line]:
     for misfit in misfits:
         yield 6, f"does not fit: {misfit}", _BAD
-    remedy = "install versions that fit together; accelcore and its plugins from one clone: pip install . ./plugins/cpu"
-    yield from _explained("", remedy if misfits else "")
+    yield from _explained("", how_to_fit() if misfits else "")
