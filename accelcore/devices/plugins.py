@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points, metadata
 from itertools import chain
@@ -284,6 +284,9 @@ def _probe(entries: list[Declared]) -> dict[str, Candidate]:
         answer, error = calls[name].outcome(deadline)
         if error is None:
             hooks, probe, faults = answer
+            if probe.absent and any(entry.name == name for entry in declared(EMULATORS)):
+                remedy = f"{probe.remedy}; to try it on an emulation: accelcore run --emulate {name} train.py"
+                probe = replace(probe, remedy=remedy)
             candidates[name] = Candidate(name, distribution, probe, hooks=hooks, faults=faults)
         else:
             remedy = getattr(error, "remedy", "") or f"repair or uninstall {distribution}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import accelcore
-from accelcore.errors import PluginError, UnknownBackendError
+from accelcore.errors import BackendUnavailableError, PluginError, UnknownBackendError
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +49,18 @@ def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, dev
     with pytest.raises(UnknownBackendError) as caught:
         accelcore.select(device)
     assert caught.value.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(("absent", "emulated"), [(True, True), (True, False), (False, True)])
+def test_an_emulation_is_offered_for_a_device_that_the_machine_lacks(fakes, absent, emulated):
+    fakes.backend("lacking", available=False, count=0, reason="no card", remedy="buy one", absent=absent)
+    if emulated:
+        fakes.install("raise SystemExit('it was loaded')", emulators=["lacking"])
+    with pytest.raises(BackendUnavailableError) as caught:
+        accelcore.select("lacking")
+    assert caught.value.remedy.startswith("buy one")
+    assert ("accelcore run --emulate lacking train.py" in caught.value.remedy) == (absent and emulated)
+    assert accelcore.installed()["lacking"].remedy == caught.value.remedy
 
 
 def require(fakes, module, requirement):
