@@ -9,8 +9,7 @@ import torch.distributed as dist
 from accelcore.testing.support.oracles import batches, error, network, weights
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
-from accelcore.training.parallel.strategy import CombineDDP
-from accelcore.training.parallel.zero1 import Zero1
+from accelcore.training.parallel.strategy import CombineDDP, Zero1
 
 STRATEGIES = {"ddp": DDP, "combine_ddp": CombineDDP, "zero1": Zero1, "fsdp": FullySharded}
 

@@ -1,4 +1,4 @@
-"""Strategies by which ranks share a training, one file each; `create_strategy` makes one for the option `parallel`.
+"""Strategies by which ranks share a training; `create_strategy` makes one for the option `parallel`.
 
 Launchers, process groups and errors about lost ranks are in `jobs`.
 """
@@ -12,8 +12,7 @@ from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
-from accelcore.training.parallel.strategy import CombineDDP, SingleProcess, Strategy, check_no_launcher
-from accelcore.training.parallel.zero1 import Zero1
+from accelcore.training.parallel.strategy import CombineDDP, SingleProcess, Strategy, Zero1, check_no_launcher
 from accelcore.util.text import did_you_mean
 
 _NONE = "none"

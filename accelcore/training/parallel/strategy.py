@@ -1,9 +1,10 @@
-"""Contract of a parallel strategy, the strategies of one process and of combine_ddp, and their exchanges."""
+"""Contract of a parallel strategy; the strategies of one process, of combine_ddp and of zero1; and their exchanges."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, DistributedError
+from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.launchers import read_launch
+from accelcore.optim.flat.memory import Slot
 from accelcore.precision.policy import Policy
 from accelcore.torch_internals import flatten, unflatten
 from accelcore.training.gradients import Gradients
@@ -21,6 +23,9 @@ from accelcore.training.options import TrainerOptions
 from accelcore.util.containers import bytes_of
 
 _COMM_DTYPES = ("float32", "bfloat16", "float16")
+
+_GLOBAL_NORMS = {"use_global_grad_norm": "use_global_grad_norm=False", "max_grad_norm": "max_grad_norm=-1"}
+"""Options by which an optimizer clips by a norm over several gradients, and how to turn each off."""
 
 
 class Strategy(ABC):
@@ -118,6 +123,45 @@ class CombineDDP(Strategy):
         all_reduce_gradients(self.collectives, gradients, dtype=self._comm_dtype)
 
 
+class Zero1(CombineDDP):
+    """Every rank has all gradients, clipped and checked as under combine_ddp; the owner of a parameter updates it.
+
+    Each parameter has one owner, so that an optimizer sees whole parameters. The owners divide the slots, in their
+    order, into parts of nearly as many elements. A parameter keeps its owner, which has its state. Gradients are hidden
+    on the other ranks, so that no optimizer makes state there; then the owner broadcasts the updated parameter.
+    """
+
+    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+        super().__init__(backend, options)
+        self.owners: dict[str, int] = {}
+
+    def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
+        for option, remedy in _GLOBAL_NORMS.items():
+            if any((group.get(option) or 0) > 0 for group in optimizer.param_groups):
+                raise UnsupportedError(
+                    f"{getattr(optimizer, 'name', type(optimizer).__name__)} cannot clip by {option} under "
+                    'parallel="zero1"',
+                    remedy=f"set {remedy}, and give clip_norm=... to the trainer, which clips before",
+                )
+
+    def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
+        elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        trained = [slot.name for slot in gradients.slots]
+        frozen = sorted(elements.keys() - set(trained))  # they may have optimizer state, and may be trained later
+        for names in (trained, frozen):
+            new = {name: elements[name] for name in names if name not in self.owners}
+            self.owners.update(_divided(new, self.collectives.world_size))
+        return super().replicate(model, gradients)
+
+    def update(self, gradients: Gradients, optimize: Callable[[], None]) -> None:
+        received = [slot for slot, has_one in zip(gradients.slots, gradients.received, strict=True) if has_one]
+        with _hidden(gradients, [slot for slot in gradients.slots if not owns(self, slot.name)]):
+            optimize()
+        for rank in range(self.collectives.world_size):
+            updated: list[Tensor] = [slot.trained for slot in received if self.owners[slot.name] == rank]
+            broadcast_tensors(self.collectives, updated, src=rank)
+
+
 def check_no_launcher(remedy: str) -> None:
     """Raise DistributedError if a launcher started this process as one of several ranks, which have not met."""
     launch = read_launch()
@@ -186,3 +230,31 @@ def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: i
         received = collectives.broadcast(bytes_of(packed), src)
         if not sends:
             torch._foreach_copy_(members, unflatten(received.view(packed.dtype), members))
+
+
+@contextmanager
+def _hidden(gradients: Gradients, slots: Sequence[Slot]) -> Iterator[None]:
+    """Hide the gradients of these slots, so that an optimizer leaves their parameters and state as they are."""
+    hidden, before = {id(slot.parameter) for slot in slots}, [slot.trained.grad for slot in slots]
+    received = [(memory, memory.received) for memory in gradients.memories]
+    for slot in slots:
+        slot.trained.grad = None
+    for memory, flags in received:
+        memory.received = [had and id(p) not in hidden for p, had in zip(memory.parameters, flags, strict=True)]
+    try:
+        yield
+    finally:
+        for slot, gradient in zip(slots, before, strict=True):
+            slot.trained.grad = gradient
+        for memory, flags in received:
+            memory.received = flags
+
+
+def _divided(elements: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the owner of each parameter, by name: the rank whose part of all elements contains its middle."""
+    total, before, owners = sum(elements.values()), 0, {}
+    for name, count in elements.items():
+        middle = before + count / 2
+        owners[name] = min(int(world_size * middle / max(total, 1)), world_size - 1)
+        before += count
+    return owners
