@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.optim.flat.formula import FLAT_FORMULAS
+from accelcore.optim.formulas import FLAT_FORMULAS
 
 OPTIONS = {
     "adamp": {"lr": 0.02},

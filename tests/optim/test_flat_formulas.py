@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.flat.memory import Slot, lay_flat
 from accelcore.optim.flat.segments import channels_of, parameters_of
+from accelcore.optim.formulas import FLAT_FORMULAS
 from accelcore.optim.registry import Optimizers
 
 STEPS = 5

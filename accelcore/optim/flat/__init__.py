@@ -1,4 +1,4 @@
-"""Flat memory for optimizers: parameters and gradients in one piece each, and formulas over stretches of it.
+"""Flat memory for optimizers: parameters and gradients in one piece each, and sums over the parameters in it.
 
-`training/stages/parameters.py` decides when parameters lie flat. The formulas themselves are in `formulas`.
+`training/stages/parameters.py` decides when parameters lie flat. The formulas are in `formulas`.
 """

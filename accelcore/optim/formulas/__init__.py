@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from accelcore.optim.formulas.adadelta import Adadelta
 from accelcore.optim.formulas.adam import Adam, AdamW
 from accelcore.optim.formulas.adamp import AdamP
 from accelcore.optim.formulas.bertadam import BertAdam
-from accelcore.optim.formulas.formula import Formula
+from accelcore.optim.formulas.formula import FlatFormula, Formula, FusibleFormula
 from accelcore.optim.formulas.lamb import Lamb
 from accelcore.optim.formulas.rmsprop import RMSprop, RMSpropTF
 from accelcore.optim.formulas.sgd import SGD
 
-__all__ = ["FORMULAS", "Formula"]
+__all__ = ["FLAT_FORMULAS", "FORMULAS", "Formula"]
 
 FORMULAS: dict[str, type[Formula]] = {
     "adadelta": Adadelta,
@@ -25,3 +27,10 @@ FORMULAS: dict[str, type[Formula]] = {
     "sgd": SGD,
 }
 """By the registry's name."""
+
+FLAT_FORMULAS: dict[str, Callable[..., FlatFormula]] = {
+    name: type(f"Flat{kind.__name__}", (FlatFormula, kind), {})
+    for name, kind in FORMULAS.items()
+    if issubclass(kind, FusibleFormula)
+}
+"""The formulas that can be computed over flat memory, by the registry's name."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accelcore.optim.engine import Request
-from accelcore.optim.flat.formula import FLAT_FORMULAS
+from accelcore.optim.formulas import FLAT_FORMULAS
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import accelcore
-from accelcore.optim.flat.formula import FLAT_FORMULAS
 from accelcore.optim.flat.memory import Layout, Run, Slot
+from accelcore.optim.formulas import FLAT_FORMULAS
 
 FUSED = ("adagrad", "adam", "adamw", "sgd")
 COMPILED = ("adadelta", "adamp", "bertadam", "lamb", "rmsprop", "rmsproptf")

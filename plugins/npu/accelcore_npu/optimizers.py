@@ -16,8 +16,7 @@ from torch_npu import optim
 
 from accelcore.errors import UnsupportedError
 from accelcore.optim.engine import Factory, Request
-from accelcore.optim.flat.formula import FLAT_FORMULAS
-from accelcore.optim.formulas import FORMULAS, Formula
+from accelcore.optim.formulas import FLAT_FORMULAS, FORMULAS, Formula
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 

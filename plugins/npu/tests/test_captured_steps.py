@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import accelcore
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.flat.formula import FLAT_FORMULAS
+from accelcore.optim.formulas import FLAT_FORMULAS
 from accelcore.roles.runtime import AcceleratorRuntime
 from accelcore.testing.suite.training import loss_of
 from accelcore.testing.support.oracles import batches, network, weights
