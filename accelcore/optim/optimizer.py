@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.binding import GroupBinding, RunBinding
+from accelcore.optim.binding import SWITCHES, Entry, GroupBinding, RunBinding, read_state
 from accelcore.optim.engine import Request, Route, as_engine, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
-from accelcore.optim.state import SWITCHES, Entry, read_state
 from accelcore.torch_internals import expect_no_step, has_step_hooks
 
 __all__ = ["RoutedOptimizer"]

@@ -13,11 +13,11 @@ import torch
 
 from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.known_faults import KnownFault
+from accelcore.optim.binding import SWITCHES
 from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, made_by, name_of
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.state import SWITCHES
 from accelcore.util.text import did_you_mean
 
 __all__ = ["ExplainedRoute", "Optimizers"]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from accelcore.errors import CheckpointError, logger
+from accelcore.optim.binding import COUNTERS, SWITCHES
 from accelcore.optim.engine import name_of
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.optim.state import COUNTERS, SWITCHES
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
 from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
