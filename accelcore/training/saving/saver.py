@@ -30,8 +30,6 @@ from accelcore.training.agreement import Agreement
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
 from accelcore.training.saving.foreign import prepare_foreign
-from accelcore.training.saving.model_part import MastersPart, ModelPart
-from accelcore.training.saving.optimizer_part import OptimizerPart
 from accelcore.training.saving.parts import (
     SHARED,
     DataStreamPart,
@@ -43,6 +41,7 @@ from accelcore.training.saving.parts import (
     WindowPart,
     read_saved,
 )
+from accelcore.training.saving.trained_parts import MastersPart, ModelPart, OptimizerPart
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window
