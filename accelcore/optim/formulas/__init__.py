@@ -1,16 +1,15 @@
-"""Formulas: one file for each optimizer, the reference of all routes to it. Kernels and routes are elsewhere."""
+"""Formulas: one file for each optimizer or its near relatives, the reference of all routes to it. Kernels and routes are elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from accelcore.optim.formulas.adadelta import Adadelta
 from accelcore.optim.formulas.adam import Adam, AdamW
 from accelcore.optim.formulas.adamp import AdamP
 from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.formula import FlatFormula, Formula, FusibleFormula
 from accelcore.optim.formulas.lamb import Lamb
-from accelcore.optim.formulas.rmsprop import RMSprop, RMSpropTF
+from accelcore.optim.formulas.rmsprop import Adadelta, RMSprop, RMSpropTF
 from accelcore.optim.formulas.sgd import SGD
 
 __all__ = ["FLAT_FORMULAS", "FORMULAS", "Formula"]

@@ -1,4 +1,4 @@
-"""RMSprop, also in the form of TensorFlow."""
+"""RMSprop, also in the form of TensorFlow, and Adadelta: steps divided by the root of a running mean square."""
 
 from __future__ import annotations
 
@@ -103,6 +103,28 @@ class RMSpropTF(_MeanSquare):
         if n["momentum"] is not None:
             update = state["momentum_buffer"].mul_(n["momentum"]).add_(update)
         value.sub_(update if early else update * n["lr"])
+
+
+class Adadelta(FusibleFormula, torch.optim.Adadelta):
+    """p = p - lr · δ, with δ = √(a + eps) / √(v + eps) · g, and a and v the running means of δ² and g².
+
+    Weight decay is added to the gradient first. Source: Zeiler, "ADADELTA: An Adaptive Learning Rate Method" (2012); as
+    torch.optim.Adadelta, whose options it has.
+    """
+
+    state_names = ("square_avg", "acc_delta")
+
+    def coefficients(self, group: dict[str, Any]) -> Numbers:
+        return options(group, "lr", "eps", "weight_decay") | decay("rho", group["rho"])
+
+    @staticmethod
+    def arithmetic(n: Numbers, value: Tensor, gradient: Tensor, state: State, parts: None) -> None:
+        square, steps = state["square_avg"], state["acc_delta"]
+        gradient = plus_decay(n, value, gradient)
+        moving_average(square, n, "rho", gradient * gradient)
+        delta = (steps + n["eps"]).sqrt_().div_((square + n["eps"]).sqrt_()).mul_(gradient)
+        moving_average(steps, n, "rho", delta * delta)
+        value.sub_(delta * n["lr"])
 
 
 def _mean_square(n: Numbers, gradient: Tensor, state: State) -> Tensor:
