@@ -2,7 +2,6 @@
 
     advise    which trials to run, in which order, and what is recommended
     trials    one trial: the unchanged script in a child process, and its record
-    report    a table, a page and JSON
 
-The script's side of a trial is `training/trial.py`. Training does not belong here.
+The script's side of a trial is `training/trial.py`; the table, the page and JSON are in `cli/advise.py`.
 """

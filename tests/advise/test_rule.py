@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from accelcore.advise import report
 from accelcore.advise.advise import PRESETS, advise
 from accelcore.advise.trials import Outcome, Script
+from accelcore.cli import advise as report
 from accelcore.errors import ConfigurationError, TrainingError
 
 ABOUT = {
@@ -233,7 +233,7 @@ def test_the_reports_hold_each_variant(tmp_path: Path):
     assert "Recommended: bf16" in text
     assert "&lt;b&gt;half" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    values = json.loads(json.dumps(report.as_json(advice), allow_nan=False))
+    values = json.loads(json.dumps(report.report_of(advice), allow_nan=False))
     assert (values["recommended"], values["exit_code"], values["emulated"]) == ("bf16", 0, True)
     assert len(values["variants"]) == len(advice.rows)
 

@@ -1,4 +1,4 @@
-"""Formulas: one file for each optimizer or its near relatives, the reference of all routes to it. Kernels and routes are elsewhere."""
+"""Formulas: one file for each optimizer and its relatives, the reference of all routes to it. Kernels are elsewhere."""
 
 from __future__ import annotations
 
