@@ -7,7 +7,6 @@ is an adapter.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -28,6 +27,7 @@ __all__ = ["Engine", "Factory", "Memory", "Request"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 _GROUPS_AT_ONCE = 64
+_RANGES = "give lr, eps and weight_decay values of 0 or more, and betas values of at least 0 and below 1"
 _SHORT = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay", "epsilon": "eps"}
 
 Factory = Callable[..., Optimizer]
@@ -134,12 +134,13 @@ class Route:
         except (TypeError, ValueError, KeyError) as error:
             unknown = [name for name in request.options if known and name not in known]
             route = "" if request.route == "auto" else f" by the route {self.name!r}"
-            corrections = [did_you_mean(_SHORT.get(name, name), known) for name in unknown] or [_correction(str(error))]
+            invalid = [_RANGES] if str(error).startswith("Invalid") else []
+            remedies = [did_you_mean(_SHORT.get(name, name), known) for name in unknown] or invalid
             raise ConfigurationError(
                 f"optimizer {request.name!r}{route} refuses these arguments",
                 why=str(error),
                 available=", ".join(known) if unknown else "",
-                remedy=" ".join(filter(None, corrections)),
+                remedy=" ".join(filter(None, remedies)),
             ) from error
         if not isinstance(made, Optimizer) or (hasattr(made, "place_runs") and not isinstance(made, Engine)):
             raise PluginError(
@@ -292,14 +293,3 @@ def _check_keys(groups: Sequence[dict[str, Any]], known: list[str]) -> None:
                     f"parameter group {number} has the unknown key {key!r}",
                     remedy=f"did you mean {meant!r}? If the key is the script's own, choose another name",
                 )
-
-
-def _correction(why: str) -> str:
-    """Return a remedy for a value that torch's optimizers refuse, by their message; "" for another message."""
-    if why.startswith("Invalid learning rate"):
-        return "give lr above 0, such as lr=1e-3"
-    if why.startswith("Invalid beta"):
-        return "give each beta a value of at least 0 and below 1, such as betas=(0.9, 0.999)"
-    other = re.match(r"Invalid (\w+) value", why)
-    name = {"epsilon": "eps"}.get(other[1], other[1]) if other else ""
-    return f"give {name}= a value of 0 or more" if name else ""

@@ -23,7 +23,9 @@ from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
 from accelcore.util.text import is_whole
 
-_BEGINNING: dict[str, Any] = {"epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "loader": None}
+_BEGINNING: dict[str, Any] = {
+    "epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "form": {}, "loader": None,
+}  # fmt: skip
 
 _all: WeakSet[DataStream] = WeakSet()
 """The data of all trainers: a GAN's generator trains on batches that the critic's trainer reads."""
@@ -230,7 +232,7 @@ class DataStream:
         self._resuming = bool(self.epoch or self.taken)
         self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
         self._source, self._stateful, self._saved = (None, None), None, state["loader"]
-        self._form = state.get("form", {})
+        self._form = state["form"]
         self._given = None
 
     def move_to(self, epoch: int) -> None:

@@ -184,10 +184,10 @@ class DataStreamPart(Part):
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         # "loader" is checked by the loader, which is not known before it is read.
-        keys = ("epoch", "taken", "seed", "start", "generators", "loader")
+        keys = ("epoch", "taken", "seed", "start", "generators", "form", "loader")
         position = as_dict(saved.own.get("data"), "position in the data", *keys)
         _number(position["epoch"], "epoch"), _number(position["taken"], "taken")
-        as_dict(position.get("form", {}), "form of the loader")
+        as_dict(position["form"], "form of the loader")
         if position["seed"] is not None:
             _number(position["seed"], "seed")
         start, generators = as_dict(position["start"], "random state"), position["generators"]
