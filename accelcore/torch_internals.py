@@ -121,7 +121,7 @@ def is_autocast_enabled() -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs now ends, after those that asked for it earlier.
+    """Call a function when the present backward pass ends, after the functions that were queued before it.
 
     Without it, a group of a sharded model whose inputs need no gradient reduces its gradients before accelcore can add
     those of unused parameters.
@@ -132,7 +132,7 @@ def after_backward(call: Callable[[], None]) -> None:
 def reset_sharded_model(model: Any) -> None:
     """Make a model that `fully_shard` divided forget a forward or backward pass that raised.
 
-    Without it, the next pass goes on in the middle of the last one.
+    Without it, the next pass continues in the middle of the last one.
     """
     if RESET_ITER_STATE.present:
         model.reset_iter_state()

@@ -45,7 +45,7 @@ _WARM_UP = 3  # the first part in so many of a trial is not timed
 
 @dataclass
 class Row:
-    """A variant's results beside those of the reference."""
+    """Results of a variant, and their differences from the reference."""
 
     variant: Variant
     outcomes: list[Outcome] = field(default_factory=list)  # one for each round
@@ -92,7 +92,7 @@ def advise(
 ) -> Advice:
     """Try a script and recommend a variant by the rule above.
 
-    The options are those of the command. `run` runs a trial. Before it, `show` is called with its name, its number from
+    The options are the command's. `run` runs a trial. Before it, `show` is called with its name, its number from
     1 on, and the largest number of trials, 0 before the first one has told what the device declares.
     """
     for name in presets:

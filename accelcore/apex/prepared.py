@@ -247,7 +247,7 @@ class Prepared:
         self._add(wanted)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
-        """Drop all gradients, also of earlier passes; or set them to zero, where None stays None."""
+        """Drop all gradients, also of earlier passes; or set all but None to zero."""
         self._before, self._scaled_by = [], None
         if set_to_none:
             self._clear()

@@ -43,7 +43,7 @@ class Ended:
 
     @property
     def fate(self) -> str:
-        """How it ended, as the verb of a sentence; of a crash with the Python line, if `faulthandler` wrote it."""
+        """Verb of a sentence that tells its end; after a crash with the Python line, if `faulthandler` wrote it."""
         if self.status is None:
             return f"did not end within {self.limit:g} seconds, and was killed"
         if not self.signal:

@@ -54,7 +54,7 @@ _PLACES = {
 
 
 class Commands(click.Group):
-    """Group of accelcore's commands and of those that other distributions bring."""
+    """Group of accelcore's commands, and of commands of other distributions."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_OFFERED, *(entry.name for entry in declared(COMMANDS))})

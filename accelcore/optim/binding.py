@@ -46,7 +46,7 @@ class RunBinding:
         self._place_runs = as_engine(implementation).place_runs
         self._sizes = [len(group["params"]) for group in groups]
         self.on_leaves = any(run.value.requires_grad for run in runs)  # updates then need `torch.no_grad()`
-        self.is_due = True  # whether `step` may be called now; a trainer sets it, and what updates by itself
+        self.is_due = True  # whether `step` may be called now; a trainer sets this and `updated_by`
         self.updated_by = ""  # the trainer's last call, if that updates
         self.load_state(entries)
 

@@ -1,13 +1,14 @@
 """torch's own optimizers as routes: fused kernels, foreach, the plain loop.
 
-torch's `step` works longer around a fused kernel than the kernel itself takes for a small update. `FusedKernel` calls
-the kernel alone. Options and state are as in torch's classes, with three differences:
+For a small update, torch's `step` takes longer around a fused kernel than in it. `FusedKernel` calls the kernel alone.
+Options and state are as in torch's classes, with three differences:
 
-- SGD's momentum starts as zeros. torch initializes it in the first step of the whole optimizer. A later first gradient
-  is then a TypeError, and a skipped first step leaves memory that was never written. The updates are the same.
+- SGD's momentum starts as zeros, and the updates are the same. torch initializes it in the first step of the optimizer:
+  a parameter without a gradient in that step raises a TypeError later, and a skipped first step leaves memory that was
+  never written.
 - A gradient whose strides differ from its parameter's is copied first: the kernels read both in order of memory.
-- A step increments the version of the parameters, which torch's kernels leave: backward through values of before the
-  step is then an error, and no wrong gradient.
+- A step increments the version of the parameters; torch's kernels do not. Backward through values from before the step
+  then raises an error instead of returning a wrong gradient.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
 
 @cache
 def _options_of(kind: Callable[..., Optimizer]) -> Collection[str]:
-    """Return the names of a class's options; to look them up takes longer than all else that makes a backend."""
+    """Return the names of a class's options. The lookup takes longer than everything else that makes a backend."""
     return inspect.signature(kind).parameters.keys()
 
 
@@ -109,7 +110,7 @@ def _increment_versions(made: Optimizer, *_: Any) -> None:
 
 
 class _InitialState(defaultdict[Tensor, Any]):
-    """State of an optimizer whose constructor creates it. It also begins the state of parameters that came later.
+    """State of an optimizer whose constructor creates the state, also of parameters that are added later.
 
     Adagrad is the only one. Before torch 2.13 its `step` fails if a parameter has no state.
     """
@@ -274,11 +275,11 @@ FUSED: dict[str, type[Optimizer]] = {
 
 
 class FusedStep:
-    """Step of a `torch.optim` optimizer made with `fused=True`, without what its own `step` does around the kernel.
+    """Step of a `torch.optim` optimizer made with `fused=True`: it calls the kernel alone.
 
-    That takes longer than the kernel if the parameters are small. The optimizer's own `step` is called if it may do
-    more: if there are hooks, a profiler records, `step` was replaced, or a scheduler still waits for its first call.
-    Nothing of the optimizer is changed except its parameters and state. `serves` must be true of it.
+    For small parameters, the rest of torch's `step` takes longer than the kernel. The optimizer's own `step` is called
+    if it may do more: if there are hooks, a profiler records, `step` was replaced, or a scheduler still waits for its
+    first call. Only the optimizer's parameters and state are changed. `serves` must be true of the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

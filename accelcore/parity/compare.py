@@ -68,8 +68,8 @@ class Result:
         ratio: the size of the difference in units of the expected rounding; infinite for whole numbers, which are not
             rounded.
         next: what to look at next, in a sentence.
-        settings: settings that differ. Differences of how the training is computed are no fault: of the device, of
-            versions, of precision, strategy or kernels.
+        settings: settings that differ. Another device, version, precision, strategy or kernel is not an error: it
+            changes how the training is computed, not what is trained.
         notes: what else to know, such as from which step on rounding hides differences.
     """
 

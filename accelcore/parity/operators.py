@@ -52,9 +52,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         pause: a context in which operators are not reported.
-        checked: each operator that was computed on the host: its step, operator, module, whether it is of the backward
-            pass, the ratio of its largest error and the expected rounding, whether that is larger than a right
-            kernel's, and whether it is so large, and the operator such, that nothing else explains it.
+        checked: a dict for each operator that was computed on the host. `ratio` is its largest error in units of the
+            expected rounding. `is_wrong`: a right kernel has a smaller one. `is_certain`: nothing else explains it.
     """
 
     def __init__(self, report: Callable[[str, str, bool, list[Tensor]], None], *, checks: bool) -> None:

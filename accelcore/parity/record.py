@@ -53,8 +53,8 @@ class Record(Observer):
 
     If neither model nor optimizer is given, torch's hooks on all modules and optimizers of the process find them. A
     *step* ends with `optimizer.step()`; steps are counted from 1. A forward pass under `no_grad` is not recorded, and
-    the modules of a compiled model are not seen. The recorded steps have the same bits as unrecorded ones. An
-    evaluation need not: torch's fused kernel for `nn.TransformerEncoderLayer` does not run if a module has hooks.
+    the modules of a compiled model are not seen. Recording changes no bit of a step. It may change an evaluation:
+    torch's fused kernel for `nn.TransformerEncoderLayer` does not run if a module has hooks.
     `save(keep=)` does not delete the checkpoint from which a recorded trainer has resumed: a replay begins there.
 
     Args:

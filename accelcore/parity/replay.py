@@ -58,8 +58,8 @@ class Replay(Record):
             Targets that are not arguments of the model are the script's own.
         batch: do not replay; run the first batch whole, and again with so many rows at a time. The result names the
             first module that computes something else for a row in a smaller batch.
-        operators: steps in which operators are compared, and computed on the host in float64 with the same inputs, too,
-            which tells a wrong operator from one that carries a difference on; None for the recorded ones.
+        operators: steps in which operators are compared. Each is also computed on the host, in float64 and from the
+            same inputs. This tells a wrong operator from one that only passes a difference on. None: those recorded.
         steps: how many steps to compare; None for all that were recorded.
 
     Attributes:

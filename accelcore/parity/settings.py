@@ -127,7 +127,7 @@ def arithmetic(found: Sequence[Difference]) -> tuple[str, ...]:
 def of_training(found: Sequence[Difference]) -> tuple[str, ...]:
     """Return the names of differing settings by which the two runs are two trainings, whatever their numbers are.
 
-    Another class of optimizer or module is none: it may compute the same, and may not have the same settings.
+    Another class of optimizer or module does not count: it may compute the same, by other settings.
     """
     return tuple(each.name for each in found if _is_of_training(each))
 
@@ -141,7 +141,7 @@ def _is_of_training(each: Difference) -> bool:
 
 
 def _is_same(name: str, one: str, other: str) -> bool:
-    """Return whether two texts are the same; those of a training, up to rounding: a tensor holds a rate in fp32."""
+    """Return whether two values are the same. Numbers of what is trained may be rounded: a tensor holds fp32."""
     if one == other or not _OF_TRAINING.fullmatch(name) or _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
         return one == other
     numbers = (map(float, _NUMBER.findall(text)) for text in (one, other))

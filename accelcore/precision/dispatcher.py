@@ -76,7 +76,7 @@ overrides = Overrides()
 
 
 def replace_kernels(name: str, kernels: Mapping[OpOverload, Kernel], dispatch_key: str) -> None:
-    """Replace torch's kernels of a device, below autograd and autocast; do nothing if that is done.
+    """Replace torch's kernels of a device, below autograd and autocast; do nothing if they are replaced already.
 
     The new kernels compute the same, faster. Everything in this process that calls the operators gets them, compiled
     code included. A kernel gets torch's own, and then the arguments of its operator. Only with `GET_KERNEL`.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Repeated:
-    """Context that can be entered again while it is entered, also in another thread: each entry has one of its own."""
+    """Context that can be entered several times at once, also by several threads: each entry makes a new context."""
 
     def __init__(self, create: Callable[[], Context]) -> None:
         self._create, self._entered = create, local()
@@ -52,8 +52,8 @@ class _Repeated:
 class Autocast(_Repeated):
     """Context of a backend's autocast. As a decorator, it makes each call of a function run in a context of its own.
 
-    It can be entered again while it is entered, also in another thread. Calls may be recursive or run in several
-    threads. Generators and coroutines are refused: what runs between their parts would be cast, too.
+    It can be entered several times at once: calls may be recursive, or run in several threads. Generators and
+    coroutines are refused, because code that runs between their parts would be cast, too.
     """
 
     def __call__(self, function: F) -> F:

@@ -153,7 +153,7 @@ class LossScaler(Suggests, ABC):
 
     @property
     def overflowed(self) -> Tensor | None:
-        """1.0 if a gradient of this step overflowed, from `unscale_` or `step` to `update`; None if not known."""
+        """1.0 if a gradient of this step overflowed, else 0.0; None before `unscale_` or `step`, and after `update`."""
         return None
 
     @final

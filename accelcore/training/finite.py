@@ -24,9 +24,9 @@ _SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
 class FiniteCheck:
     """Look for NaN and inf in the parameters or masters: often in the first windows, later in every 64th.
 
-    A loss that is not finite may leave them finite, and train nothing. That is logged once.
+    A loss that is NaN or inf may leave them finite, and train nothing. This is logged once.
 
-    What is found on the device is read one window later, so that the device does not become idle meanwhile.
+    The host reads the result of a look one window later, so that the device never waits for the host.
     """
 
     losses: deque[tuple[int, Tensor, int]]  # window, loss and the loss's version, for each of the last micro-batches
@@ -89,7 +89,7 @@ class FiniteCheck:
             )
 
     def _kept_losses(self) -> list[tuple[int, float]]:
-        """Return steps and losses of the last micro-batches, but those that the script has changed in place."""
+        """Return steps and losses of the last micro-batches, except losses that the script has changed in place."""
         return [(step, float(loss)) for step, loss, version in self.losses if loss._version == version]
 
     def _warn_of_losses(self) -> None:

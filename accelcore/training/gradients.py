@@ -1,4 +1,4 @@
-"""The gradients of the trained parameters, as tensors of their own or in flat memory.
+"""Gradients of the trained parameters, each in a tensor of its own or all in flat memory.
 
 Backward leaves gradients on the parameters, as torch does. At the end of a window `collect` finds them, and may
 copy them into flat memory. Then ranks reduce them, and fp32 masters receive them. Unscaling, checking and clipping walk
@@ -44,7 +44,7 @@ class Gradients(ABC):
         self.held: list[Tensor] = []  # keep their memory when they are cleared, because captured graphs add to it
 
     def refresh(self, *, thorough: bool = False) -> None:  # noqa: B027  # most have nothing to do
-        """Take over what others wrote to the parameters; if `thorough`, compare all values: `.data` leaves no trace."""
+        """Take over what others wrote to parameters; if `thorough`, compare all values: `.data` leaves no trace."""
 
     @abstractmethod
     def collect(self) -> None:
@@ -183,7 +183,7 @@ class Flat(Gradients):
 
 
 class ShardedGradients(PerTensor):
-    """Gradients of DTensors, which backward leaves reduced over all ranks.
+    """Gradients of DTensors. After backward, they are reduced over all ranks.
 
     An optimizer of accelcore updates this rank's shards as plain tensors, in the same memory; another optimizer has the
     DTensors in its groups.

@@ -20,7 +20,7 @@ _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 class ModelSnapshot:
     """The model's parameters and the optimizer's groups, as they were when the trainer was prepared.
 
-    `rest` frees what the strategy has gathered, so that the model has the parameters that are trained.
+    `rest` frees parameters that the strategy has gathered; the model then has the trained parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
@@ -104,9 +104,9 @@ class ModelSnapshot:
 
 
 class ScriptCalls:
-    """What the script calls for each batch: to detect updates without the trainer, and epochs that train nothing.
+    """Calls of the script for each batch, to detect updates without the trainer, and epochs that train nothing.
 
-    An optimizer by name is told, too, whether a call of its `step` is the trainer's.
+    It also sets whether an optimizer by name accepts a call of `step`, which is right only while the trainer updates.
 
     Attributes:
         last: "trainer(batch)" or "trainer.update()" if that was the trainer's last call, else "".

@@ -56,7 +56,7 @@ class Observer:
         """Receive 1.0 if a window's gradients overflowed and its update was skipped, else 0.0. Needs a loss scale."""
 
     def learning_rate(self, lr: float | Tensor) -> None:
-        """Receive the learning rate of the first group that a window was trained at. The optimizer has the next one."""
+        """Receive the learning rate of the first group in this window. The optimizer already has the next one."""
 
     def step(self, steps: int) -> None:
         """Receive the number of windows closed so far, after each window."""

@@ -253,8 +253,8 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
 def unwrapped(model: nn.Module, options: TrainerOptions, *, warns: bool) -> nn.Module:
     """Return the module in a model that is compiled or wrapped in DDP, and set the options to do this again.
 
-    The names of its parameters are then the module's own. DDP's hooks on the parameters do nothing unless the wrapper's
-    own `forward` ran before; torch then raises an error, because two wrappers reduce the same gradients.
+    The names of its parameters are then the module's own. The hooks of the first DDP stay on the parameters. They do
+    nothing, unless the script calls that DDP: torch then raises an error, because two wrappers reduce one gradient.
     """
     inner, said = uncompiled(model), ""
     if inner is not model and options["compile"] is False:
@@ -308,7 +308,7 @@ def check_values(options: TrainerOptions) -> None:
 
 
 def check_arguments(model: Any, optimizer: Any) -> None:
-    """Raise ConfigurationError if model or optimizer is something else."""
+    """Raise ConfigurationError unless `model` is an nn.Module, and `optimizer` an optimizer."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"the model is {_shown(model)}, not an nn.Module",

@@ -155,9 +155,9 @@ class SharedParameters:
     The loss of one trainer may run through the model of another, as a GAN's generator loss runs through the critic.
     The gradients of another trainer's open window are set aside meanwhile. Otherwise this costs one comparison.
 
-    Gradients of `loss.backward()` would be added to those of an open window, so they are refused there. Hooks find
-    them: the version of a gradient also changes if the script writes to it, which is allowed. `leaves` returns the
-    tensors that autograd computes the gradients of parameters for.
+    A `loss.backward()` of the script would add to the gradients of an open window, so it is refused there. Hooks detect
+    it. Versions would not do: they also change if the script writes to a gradient, which is allowed. `leaves` returns
+    the tensors for which autograd computes the gradients of the parameters.
     """
 
     own_backward = _OwnBackward()
@@ -232,7 +232,7 @@ class SharedParameters:
         self.left = next(((each, grad, grad._version) for each, grad in held if grad is not None), None)
 
     def check_left(self) -> None:
-        """Raise TrainingError if the noted gradient was cleared since. Waits for the device only if it was written.
+        """Raise TrainingError if the noted gradient was cleared. Waits for the device only if it was written to.
 
         DistributedDataParallel may move a gradient into the memory of a bucket.
         """

@@ -27,7 +27,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Formula(Engine, torch.optim.Optimizer):
-    """An optimizer as its formula says: the reference of every route, and the fallback on every device.
+    """Optimizer that computes its formula as written: the reference of every route, and the fallback on every device.
 
     A subclass has the options, names the state, and computes the update of one tensor. A route with a kernel can
     subclass that, and replace `update`.

@@ -271,7 +271,7 @@ def _kernel_before(operator: OpOverload, dispatch_key: str, known: frozenset[str
 
 
 def _kernel_as_torch(operator: OpOverload, known: frozenset[str], device_type: str) -> Kernel:
-    """Return a kernel that treats an operator as torch's autocast does, in place of one that torch cannot return."""
+    """Return a kernel that does what torch's autocast does, for a torch that cannot return its own kernel."""
     treated = _treated(operator, torch_treatment(operator._opname, known), device_type)
 
     def kernel(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:

@@ -179,7 +179,7 @@ class DataStream:
     def warn_if_unused(self) -> None:
         """Warn once if no trainer has read batches here, or had its epoch set: in a job's first step, and at a `save`.
 
-        A script that divides its data itself is right to do so in a job, and cannot be told from one that forgot to.
+        In a job a script may divide its data itself. It looks the same as a script that forgot to.
         """
         if self._keeps_epoch or any(stream.epoch or stream.taken for stream in _all):
             return

@@ -29,8 +29,8 @@ class DDP(Strategy):
 
     torch exchanges a bucket when all gradients in it are there. A parameter without one therefore stops all ranks.
     `find_unused_parameters=True` prevents that, and walks the graph in every step. Here a small second backward pass at
-    the end of a window gives such parameters a gradient of zero. An additional parameter carries which parameters
-    received a gradient, so that None stays None if no rank had one.
+    the end of a window gives such parameters a gradient of zero. The gradient of one more parameter tells all ranks
+    which parameters received a gradient, so that None stays None if no rank had one.
     """
 
     layout = "tensors"
@@ -140,7 +140,7 @@ def _device_ids(device: torch.device) -> list[int] | None:
 
 
 class _WithReceived(nn.Module):
-    """The model, and a parameter whose gradient flags which of the model's parameters received one."""
+    """The model, and one more parameter; its gradient tells which parameters of the model received a gradient."""
 
     def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()

@@ -290,10 +290,10 @@ def _gather_dtype(model: nn.Module, policy: Policy) -> torch.dtype | None:
 class UnusedShards:
     """Hooks that give unused parameters of sharded modules zeros, right before the gradients of a group are reduced.
 
-    Ranks reduce the gradients of a group together. If one of them leaves a parameter out, the others wait for it, or
-    add up what does not belong together. Newer versions of torch fill in zeros themselves (`UNUSED_SHARDS`). torch
-    reduces a group when the gradients of its inputs are known. It reduces the other groups when the backward pass
-    ends. A group that no rank has run stays without gradients.
+    Ranks reduce the gradients of a group together. If a rank leaves a parameter out, the others wait for it, or add
+    gradients of different parameters. Newer versions of torch fill in zeros themselves (`UNUSED_SHARDS`). torch reduces
+    a group when the gradients of its inputs are known, and the other groups when the backward pass ends. A group that
+    no rank has run stays without gradients.
     """
 
     def __init__(self, groups: Sequence[nn.Module], hooks: Hooks) -> None:

@@ -219,7 +219,7 @@ def broadcast_masters(strategy: Strategy, gradients: Gradients) -> None:
 
 @torch.no_grad()
 def broadcast_tensors(collectives: Collectives, tensors: list[Tensor], *, src: int = 0) -> None:
-    """Give all ranks these tensors of rank `src`, in one message of bytes for each dtype: groups do not take all."""
+    """Give all ranks these tensors of rank `src`: one message of bytes for each dtype, as groups do not take all."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

@@ -274,7 +274,7 @@ def kind(value: Any) -> str:
 
 
 def _rehearse(load: Callable[[dict[str, Any]], object], state: dict[str, Any], before: dict[str, Any]) -> None:
-    """Load a state and then the one from before, so that a state that does not load is refused in time."""
+    """Load a state, and then the earlier one: a state that does not load raises before anything is restored."""
     try:
         load(state)
     finally:
