@@ -128,7 +128,7 @@ def compare_batch_sizes(model: nn.Module, given: tuple[Any, Any], size: int) -> 
     if count <= size:
         raise ConfigurationError(
             f"a batch of {count} rows cannot be divided into batches of {size}",
-            remedy="give fewer rows, or the script a larger batch",
+            remedy="give a smaller number of rows, or run the script with larger batches",
         )
     divided = [
         with_tensors(

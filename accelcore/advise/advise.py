@@ -154,7 +154,7 @@ def _shortened(script: Script, first: Outcome, notes: list[str]) -> Script:
     done = len(first.losses)
     if done < _FEWEST or first.memory or not first.failure.startswith("it ended"):
         raise TrainingError(
-            "the script cannot be tried: in fp32 it does not do its steps",
+            "the script cannot be tried: in fp32 it ends before its last step",
             why=first.failure,
             remedy=f"the script has to make accel.trainer(...) and to train for {_FEWEST} steps or more; see whether "
             "`accelcore run` runs it",

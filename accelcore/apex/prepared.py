@@ -102,7 +102,7 @@ class Prepared:
         if self._scaled_by is not None:
             if self._scaled_by != (scaler, scaler.passes):
                 raise AmpError(
-                    "gradients that delay_unscale=True left scaled would be unscaled by another scale",
+                    "gradients of a pass with delay_unscale=True would be divided by another loss scale than its own",
                     why="the pass after it has another loss_id, or the scale has moved between them",
                     remedy="give both the same loss_id and optimizers, or remove delay_unscale",
                 )

@@ -129,11 +129,11 @@ def replay(
     folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
     if Path(reference).is_file():
         raise ConfigurationError(
-            f"{reference} is a file, and no recording",
+            f"{reference} is a file, not a recording",
             remedy=f"the recording comes first: accelcore replay {script} {reference}",
         )
     if batch and report:
-        raise ConfigurationError("--batch has no page", remedy="remove --report; --json prints the result")
+        raise ConfigurationError("--batch writes no page", remedy="remove --report; --json prints the result")
     # No checkpoint is saved, so that each run begins where the one before began.
     recorded: dict[str, Any] = {"steps": steps or None, "batches": take_batches, "saves": False}
     if itself:

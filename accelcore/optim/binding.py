@@ -84,7 +84,7 @@ class RunBinding:
     def _refresh_options(self, groups: Groups) -> None:
         if [len(group["params"]) for group in groups] != self._sizes:
             raise TrainingError(
-                "parameters were added to the optimizer after a trainer had bound it", remedy="let that trainer step it"
+                "parameters were added to the optimizer after a trainer had bound it", remedy="call trainer.refresh()"
             )
         for group, own_group in zip(groups, self._implementation.param_groups, strict=True):
             values = own_group["params"]

@@ -197,7 +197,7 @@ class Optimizers:
                 )
         empty = [str(number) for number, group in enumerate(groups) if not group["params"]]
         if empty:
-            logger.warning("parameter group %s is empty: see how its parameters are chosen", " and ".join(empty))
+            logger.warning("parameter group %s is empty: check how its parameters are chosen", " and ".join(empty))
         # Named parameters are pairs, as from model.named_parameters(). The optimizer refuses what is no tensor.
         members = [each[1] if isinstance(each, tuple) else each for group in groups for each in group["params"]]
         parameters = tuple(member for member in members if isinstance(member, torch.Tensor))
@@ -214,14 +214,16 @@ class Optimizers:
             return optimizer
         name = name_of(type(optimizer))
         if name is None or name not in self._routes:
-            logger.warning("%s is used as it is: no other route to it is known here", type(optimizer).__name__)
+            logger.warning(
+                "fastest(...) returns this %s as it is: no other route to it is known here", type(optimizer).__name__
+            )
             return optimizer
         groups, options = _request_of(optimizer)
         made = self.create(name, groups, **options)
         if "step" in vars(optimizer):  # a scheduler wraps it
             logger.warning(
-                "a scheduler of the optimizer that fastest(...) was given does not change the one that it returns: "
-                "make the scheduler for that one"
+                "the optimizer that fastest(...) was given has a scheduler, which does not change the one that it "
+                "returns: make the scheduler for the returned one"
             )
         if optimizer.state:
             made.load_state_dict(optimizer.state_dict())

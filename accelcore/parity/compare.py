@@ -188,7 +188,7 @@ class _Comparison:
         recorded, replayed = (len(reader.steps) for reader in self._readers)
         if not recorded or not replayed:
             raise RecordingError(
-                "the two recordings have no step in common", remedy="let the replay run one step at least"
+                "the two recordings have no step in common", remedy="let the replay run at least one step"
             )
         steps = min(recorded, replayed)
         found = None

@@ -76,8 +76,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if step is not None and not end_dispatch_mode(self) and not quietly:
             raise ConfigurationError(
                 f"a mode of torch's dispatcher began or ended within step {step}, whose operators are recorded",
-                why="recording operators is a mode, too, from the first forward pass of the step to its update, and "
-                "modes must end in the reverse order",
+                why="operators are recorded by a mode, too. It lasts from the first forward pass of the step to its "
+                "update, and modes must end in the reverse order",
                 remedy="open your mode around the whole step, with its update, or remove operators=",
             )
 

@@ -191,9 +191,7 @@ def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | 
         raise ConfigurationError(
             f"{dtype!r} is not a dtype",
             available=f'torch.bfloat16, "bfloat16", "bf16", and so on; "{_BEST}"',
-            remedy=did_you_mean(
-                str(dtype), (*_FLOATS, *_DTYPES), "give nothing for the device's own dtype: it need not be named"
-            ),
+            remedy=did_you_mean(str(dtype), (*_FLOATS, *_DTYPES), "leave it out for the device's own dtype"),
         )
     return None if found == torch.float32 else found
 

@@ -163,7 +163,7 @@ def check_replicas(plan: Plan) -> None:
     texts = {name: f"{value:.5g}" for name, value in zip(names, own.tolist(), strict=True)}
     odd, why = differences(gather_objects(job, texts))
     raise DistributedError(
-        f"{odd} of this job no longer trains what the others train",
+        f"the training on {odd} of this job differs from that on the other ranks",
         why=why,
         remedy="change learning rates and weights on all ranks alike: step ReduceLROnPlateau by "
         "trainer.evaluate(loader).mean(...) or job.mean(loss), and load weights before accel.trainer(...), or on all",

@@ -77,7 +77,7 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
         if not _is_scalar(returned[0]) and _is_scalar(returned[1]):
             raise TrainingError(
                 "the second of the two values that were returned is a scalar, and the first is not",
-                why="the trainer takes a pair for (loss, outputs)",
+                why="the trainer reads a pair as (loss, outputs)",
                 remedy="return the loss first: (loss, outputs)",
             )
         return returned[0], returned[1]
@@ -176,8 +176,8 @@ def no_gradient() -> TrainingError:
     """Return the error for a window in which no parameter received a gradient."""
     return TrainingError(
         "no parameter received a gradient in this window",
-        remedy="look for frozen parameters, or a loss of another model: the function loss= must use the model that it "
-        "is given, a loop of your own trainer.forward",
+        remedy="look for frozen parameters, or for a loss of another model: loss(model, batch) must call the model "
+        "that it gets; a loop of your own must call trainer.forward",
     )
 
 

@@ -288,8 +288,9 @@ def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
         )
     if by != "window":
         raise ConfigurationError(
-            f"schedule_by={by!r} needs a scheduler that is made, and the trainer would make this one for its updates",
-            remedy='make it yourself, or leave schedule_by="window"',
+            f"schedule_by={by!r} needs a scheduler, not a name or a function",
+            why="of those, the trainer makes a scheduler for the number of its updates",
+            remedy='make the scheduler yourself, or leave schedule_by="window"',
         )
     return lambda optimizer, updates: _make(make, optimizer, updates, warmup)
 

@@ -64,8 +64,8 @@ class Window:
         if self._counted == self.micro:
             raise TrainingError(
                 "backward was called with a weight for a second loss of one micro-batch",
-                remedy="add its losses up before; between two micro-batches, call trainer.update(), with accumulate= "
-                "their number",
+                remedy="add up the losses of a micro-batch first. If these are two micro-batches, call "
+                "trainer.update() between them, and set accumulate= to the number of a window",
             )
         weight = self._checked(weight)
         if self._unit is None:  # shares near 1 leave the loss scale as it is
@@ -202,10 +202,9 @@ class SharedParameters:
             if slot.parameter.grad is not None:
                 self._warned = True
                 logger.warning(
-                    "loss.backward() was called before a window of the trainer, which begins without gradients: that of"
-                    " the parameter %r was dropped. Add the losses up before trainer.backward(loss), or call it for "
-                    "each; for gradients that are to train nothing, call torch.autograd.grad, or model.zero_grad() "
-                    "afterwards",
+                    "loss.backward() was called before a window of the trainer. A window begins without gradients: "
+                    "that of the parameter %r was dropped. Add the losses up before trainer.backward(loss), or call it "
+                    "for each. If the gradients train nothing, call torch.autograd.grad, or then model.zero_grad()",
                     slot.name,
                 )
         self.begin(opened=True)

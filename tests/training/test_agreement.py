@@ -63,7 +63,7 @@ def test_every_rank_is_told_which_is_odd_and_in_what(found, case, odd, says):
 def test_ranks_that_drift_apart_are_told_within_some_steps_and_in_save(found, case, says, steps):
     for rank in found:
         what, why, done = rank[case]
-        assert what == "rank 1 of this job no longer trains what the others train"
+        assert what == "the training on rank 1 of this job differs from that on the other ranks"
         assert says in why
         assert done <= steps
 

@@ -151,7 +151,7 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
             why="it has a custom sampler or is a custom class",
             available="DataLoaders made with shuffle=True or False, and any with a DistributedSampler",
             remedy="make it with sampler=DistributedSampler(data, num_replicas=job.world_size, rank=job.rank); if it "
-            "already yields this rank's share, say trainer.batches(loader, shard=False)",
+            "already yields this rank's share, write trainer.batches(loader, shard=False)",
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,

@@ -162,7 +162,7 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} has more than tensors and plain values, and reading it would run code",
+            f"{path} holds more than tensors and plain values, and reading it would run code",
             why=first_line(str(error).rpartition("WeightsUnpickler error: ")[2]).partition(". Please")[0],
             remedy="if you trust it, allow its classes by torch.serialization.add_safe_globals; or save only the "
             "state_dicts again",

@@ -147,7 +147,7 @@ class WindowPart(Part):
             )
         if micro and window["sharded"] != self._is_sharded():
             raise CheckpointError(
-                "the checkpoint was saved within a window, and only it or only this model is sharded",
+                "the checkpoint was saved within a window, and one of the checkpoint and this model is sharded",
                 remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
             )
         gradients, buffers = as_dict(window["gradients"], "gradients"), as_dict(window["buffers"], "buffers")
@@ -249,7 +249,9 @@ class ExtraPart(Part):
 
 def malformed(problem: str) -> CheckpointError:
     """Return the error for a state that no part has saved."""
-    return CheckpointError(problem, remedy="resume from another checkpoint: this one was changed, or written otherwise")
+    return CheckpointError(
+        problem, remedy="resume from another checkpoint: it was changed, or another program wrote it"
+    )
 
 
 def as_dict(tree: Any, what: str, *keys: str) -> dict[str, Any]:

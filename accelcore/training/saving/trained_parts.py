@@ -279,7 +279,7 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any], saved: Saved)
     }
     if any(problems.values()):
         raise CheckpointError(
-            f"{saved.source} is of another model",
+            f"{saved.source} belongs to another model",
             why="\n       ".join(
                 f"{len(names)} {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
                 for what, names in problems.items()
@@ -287,7 +287,7 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any], saved: Saved)
             ),
             remedy="build the model as it was when it was saved, or save and resume in another folder"
             if saved.weights
-            else "give the file of a model with these names and shapes, or build the model that it is of",
+            else "give the file of a model with these names and shapes, or build the model that it belongs to",
         )
 
 
@@ -305,11 +305,11 @@ def _report_learning_rate(own: list[dict[str, Any]], restored: list[dict[str, An
 
 def _another(saved: Saved, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{saved.source} is of another optimizer",
+        f"{saved.source} belongs to another optimizer",
         why=why,
         remedy=f"build the optimizer as it was when it was saved; for the weights only: {saved.weights}"
         if saved.weights
-        else "create the optimizer that it is of, or save a file without the optimizer's state",
+        else "create the optimizer that it belongs to, or save a file without the optimizer's state",
     )
 
 

@@ -130,8 +130,8 @@ class Cast(Stage):
         scales_fp16 = is_fp16 and policy.loss_scale is not None and not policy.masters
         if scales_fp16 and not create_scaler(plan.backend.scaler, policy).takes_fp16:
             raise ConfigurationError(
-                "the gradients are fp16, and are to be divided by a loss scale",
-                why="that would lose small values",
+                "fp16 gradients would be divided by the loss scale",
+                why="small values would be lost",
                 remedy='leave loss_scale= and on_nonfinite="skip" out, or train fp32 masters: precision="O2"',
             )
 

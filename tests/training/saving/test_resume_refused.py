@@ -89,7 +89,10 @@ def test_a_missing_checkpoint_asked_for_by_name_is_an_error(accel, tmp_path, bui
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda: nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 1)), r"step-\d+ is of another model"),
+        (
+            lambda: nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 1)),
+            r"step-\d+ belongs to another model",
+        ),
         (lambda: nn.Sequential(nn.Linear(5, 9)), r"2 of another shape or dtype: 0.weight \(\(9, 5\) .* in the model, "),
     ],
 )
@@ -120,7 +123,7 @@ def test_another_optimizer_scheduler_scaler_or_window_is_refused(accel, tmp_path
 
     (newest,) = tmp_path.iterdir()
     refused(
-        rf"{re.escape(str(newest))} is of another optimizer(.|\n)*trainer\.load\(\"{re.escape(str(newest))}",
+        rf"{re.escape(str(newest))} belongs to another optimizer(.|\n)*trainer\.load\(\"{re.escape(str(newest))}",
         optimizer="sgd",
         accumulate=2,
     )

@@ -155,7 +155,7 @@ def test_where_one_does_not_fit_the_others_are_left_as_they_were(accel, tmp_path
     mixed = {"first": pair(accel)["first"], "second": pair(accel, width=5)["second"]}
     train(mixed, BATCHES)
     before = {key: value.clone() for key, value in mixed["first"].model.state_dict().items()}
-    with pytest.raises(accelcore.CheckpointError, match="of another model"):
+    with pytest.raises(accelcore.CheckpointError, match="to another model"):
         accelcore.Together(**mixed).resume(tmp_path)
     assert mixed["first"].steps == 3
     assert all(torch.equal(value, before[key]) for key, value in mixed["first"].model.state_dict().items())
