@@ -166,7 +166,7 @@ def test_a_delayed_pass_leaves_gradients_scaled_for_the_next_to_unscale(level, c
 def test_scaled_gradients_are_not_unscaled_by_another_scale():
     model, optimizer = made(num_losses=2)
     backward(model(X).sum(), optimizer, delay_unscale=True)
-    with pytest.raises(accelcore.AmpError, match="another scale"):
+    with pytest.raises(accelcore.AmpError, match="another loss scale"):
         backward(model(X).sum(), optimizer, loss_id=1)
     optimizer.zero_grad()
     backward(model(X).sum(), optimizer, delay_unscale=True)

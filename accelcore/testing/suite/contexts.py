@@ -295,7 +295,7 @@ class ContextTests:
 
     @_of_tables
     def test_dtypes_that_are_given(self, accel: Backend, table: str) -> None:
-        """Products of any other dtype are cast to the region's; an operator that is told a dtype returns that one."""
+        """Products of any other dtype are cast to the region's; an operator that is given a dtype returns it."""
         with _declared(accel, table):
             low, _, rows = _of(accel)
             known = accel.capabilities

@@ -186,7 +186,7 @@ class DrawnTests:
                 assert bool((drawn * 2**26 % 1 != 0).any()), f"{name} in float64 has the digits of fp32"
 
     def test_few_numbers(self, accel: Backend) -> None:
-        """Draws of few numbers go on from each other, and short permutations are even."""
+        """Draws of few numbers continue one sequence, and short permutations are even."""
         accel.runtime.seed(25)
         for draw in (torch.rand, torch.randn):
             for count in (1, 3):

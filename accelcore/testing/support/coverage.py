@@ -149,7 +149,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _pairs_of(pool: list[Any]) -> Iterator[Any]:
-    """Yield arguments with two options that no others have together, of those that others have on the same shapes."""
+    """Yield arguments with two options of the same shapes that no other arguments have together."""
     alike: dict[str, dict[str, Any]] = {}
     for given, named in pool:
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else _kind(each) for each in given]

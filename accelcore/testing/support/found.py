@@ -1,4 +1,4 @@
-"""Findings of an operator, words for the samples in them, and errors that are none."""
+"""Findings of an operator, words for the samples in them, and errors that do not count."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def parameters(device: torch.device, dtype: torch.dtype = torch.float32) -> list
 
 @cache
 def gradients(number: int) -> list[Tensor]:
-    """Return the gradients of the `number`-th step, on the CPU, which nobody may change: the first are the largest."""
+    """Return the gradients of the `number`-th step, on the CPU, not to be changed: the first are the largest."""
     generator = torch.Generator().manual_seed(100 + number)
     size = 3.0 if number == 0 else 0.5
     return [size * torch.randn(tensor.shape, generator=generator) for tensor in parameters(torch.device("cpu"))]

@@ -33,8 +33,8 @@ RULE = Rule(
     code="ACC112",
     name="backend-settings",
     about="`torch.backends.cuda.matmul.allow_tf32 = True` and relatives. They change numbers on one vendor's device. "
-    "On others the same script is exact where it was not, and nothing says so. Settings that only choose quick or "
-    "reproducible kernels, such as `torch.backends.cudnn.benchmark`, are no findings: other devices ignore them.",
+    "On others the same script is exact where it was not, without a message. Settings that only choose quick or "
+    "reproducible kernels, such as `torch.backends.cudnn.benchmark`, are not reported: other devices ignore them.",
     check=_check,
     found="import torch\ntorch.backends.cuda.matmul.allow_tf32 = True",
     clean='import torch\ntorch.set_float32_matmul_precision("high")',

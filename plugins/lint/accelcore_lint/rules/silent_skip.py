@@ -121,7 +121,7 @@ RULE = Rule(
     about='A guard such as `device.type == "cuda"`, `tensor.is_cuda` or `torch.cuda.is_available()` stands around '
     "mixed precision, a GradScaler, pinned memory, non-blocking copies, compilation, seeds, or memory calls. On "
     "every other accelerator the script runs without them: slower, in another precision, or with other random "
-    "numbers, and nothing says so. A guard whose other branch raises, warns, prints, or does the same by other "
+    "numbers, without a message. A guard whose other branch raises, warns, prints, or does the same by other "
     "means is not found.",
     check=_check,
     found="""
