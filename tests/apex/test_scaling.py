@@ -173,7 +173,7 @@ def test_scaled_gradients_are_not_unscaled_by_another_scale():
     other_model = nn.Linear(2, 1)
     other = KINDS["ours"](other_model.parameters())
     other_model, other = amp.initialize(other_model, other, verbosity=0)
-    with pytest.raises(accelcore.AmpError, match="another scale"):
+    with pytest.raises(accelcore.AmpError, match="another loss scale"):
         backward(model(X).sum(), optimizer)
 
 
