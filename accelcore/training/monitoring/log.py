@@ -18,7 +18,7 @@ from torch import Tensor
 from accelcore.checkpoint.store import as_path
 from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.training.monitoring.progress import Meter
-from accelcore.training.monitoring.records import FILE, check_matplotlib, draw, line_of, read_records
+from accelcore.training.monitoring.records import FILE, draw, line_of, read_records
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole, kind_of, replace_file
@@ -48,7 +48,7 @@ class Log(Meter):
         every: steps between two lines.
         gradient_norm: whether the norm is computed for the log, which reads all gradients once a step. With
             `clip_norm=` it is computed anyway, and logged. With `graph=True` it is never logged.
-        plot: False for no plot. None: a plot if matplotlib is installed; otherwise a warning at the end.
+        plot: False for no plot. None: a plot if matplotlib is installed.
         tensorboard: whether the figures also go to TensorBoard, with files in `folder`.
         wandb: whether they also go to Weights & Biases; or the arguments of `wandb.init`. A resumed run continues the
             run of this folder there.
@@ -71,13 +71,12 @@ class Log(Meter):
     ) -> None:
         if not is_whole(every, 1):
             raise ConfigurationError(f"every={every!r} is not a number of steps", remedy="give 1 or more")
-        if plot:
-            check_matplotlib()
-        for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
-            if wanted and find_spec(package) is None:
-                raise ConfigurationError(
-                    f"{package}= needs {package}, which is not installed", remedy=f"pip install {package}"
-                )
+        needs = {"matplotlib": bool(plot), "tensorboard": bool(tensorboard), "wandb": wandb is not False}
+        missing = [package for package, wanted in needs.items() if wanted and find_spec(package) is None]
+        if missing:
+            raise ConfigurationError(
+                f"the log needs what is not installed: {', '.join(missing)}", remedy=f"pip install {' '.join(missing)}"
+            )
         self.measures_norm = gradient_norm
         self._folder, self._every, self._plot = as_path(folder).absolute(), every, plot
         self._tensorboard, self._wandb = tensorboard, wandb
@@ -164,7 +163,7 @@ class Log(Meter):
         self._report()
         self._flush()
         self._close_files()
-        if self._plot is False:
+        if self._plot is False or (self._plot is None and find_spec("matplotlib") is None):
             return
         try:
             draw({self._folder.name: read_records(self._folder)}, self._folder / "plot.png", self._folder / "plot.html")

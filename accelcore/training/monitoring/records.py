@@ -56,14 +56,6 @@ def line_of(record: Record) -> str:
     return json.dumps(values) + "\n"
 
 
-def check_matplotlib() -> None:
-    """Raise ConfigurationError if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "a plot needs matplotlib, which is not installed", remedy="pip install '.[plot]' in a clone of accelcore"
-        )
-
-
 def file_for(folders: Sequence[Path]) -> Path:
     """Return the file for a plot of these logs: beside the log of one run; of several, a new one here."""
     if len(folders) == 1:
@@ -78,7 +70,10 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
 
     `paths` end in .png, .svg, .pdf, or .html: a page that loads nothing from elsewhere.
     """
-    check_matplotlib()
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "a plot needs matplotlib, which is not installed", remedy="pip install '.[plot]' in a clone of accelcore"
+        )
     from matplotlib.figure import Figure
 
     for path in paths:
