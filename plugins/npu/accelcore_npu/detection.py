@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from accelcore.devices.hookspecs import Probe
-from accelcore.devices.plugins import autoload_enabled, autoloads
+from accelcore.devices.plugins import autoload_enabled, autoloads, how_to_install
 from accelcore.util.text import shown
 from accelcore_npu import compatibility, libraries
 
@@ -78,14 +78,14 @@ def _wants_emulation() -> bool:
 
 def _detect_emulated(found: list[tuple[str, str]]) -> Probe:
     devices = emulated_devices()
+    visible, fault = _visible(devices or 0)
     if not devices:
         found = [_emulated_fault(devices)]
-    visible, fault = _visible(devices or 0)
-    if fault is not None:
+    elif fault is not None:
         found = [*found, fault]
     if found:
-        reason, remedy = found[0]
-        return _probe(f"EMULATED: {reason}", remedy)
+        reasons, remedies = zip(*found, strict=True)
+        return _probe(f"EMULATED: {'; '.join(reasons)}", "; ".join(remedies))
     return _probe("; ".join([f"EMULATED: {_count(visible)} imitated on the host", *_transfer()]), count=visible)
 
 
@@ -94,7 +94,10 @@ def _emulated_fault(devices: int | None) -> tuple[str, str]:
     if devices is not None:
         return "an environment variable ACCEL_EMULATED_... has an invalid value", f"{start} and names the invalid one"
     if installed_version(_EMULATOR) is None:
-        return f"ACCEL_EMULATE=npu is set, and {_EMULATOR} is not installed", f"pip install {_EMULATOR}, and {start}"
+        return (
+            f"ACCEL_EMULATE=npu is set, and {_EMULATOR} is not installed",
+            f"{how_to_install(_EMULATOR)}; and {start}",
+        )
     return "ACCEL_EMULATE=npu is set, and the emulated CANN is not in LD_LIBRARY_PATH", start
 
 

@@ -219,7 +219,7 @@ def test_without_an_emulated_cann_it_says_what_to_install_or_how_to_start(bare_m
     monkeypatch.setattr(detection, "emulated_devices", lambda: None)
     reason, remedy = refused()
     assert reason == "EMULATED: ACCEL_EMULATE=npu is set, and accelcore-npu-emulator is not installed"
-    assert remedy.startswith("pip install accelcore-npu-emulator")
+    assert "pip install ./plugins/npu_emulator in a clone" in remedy
     bare_machine.packages["accelcore-npu-emulator"] = "0.1.0"
     reason, remedy = refused()
     assert "not in LD_LIBRARY_PATH" in reason
@@ -235,6 +235,10 @@ def test_an_emulated_npu_needs_a_torch_npu_that_fits(bare_machine, monkeypatch):
     reason, remedy = refused()
     assert reason == "EMULATED: torch-npu 2.12.0 is built for torch 2.12.0, and torch 2.11.0 is installed"
     assert "pip install" in remedy
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "7")
+    both = refused()
+    assert both[0].startswith(f"{reason}; ASCEND_RT_VISIBLE_DEVICES='7' names device 7")
+    assert both[1].startswith(f"{remedy}; unset it")
 
 
 def test_an_empty_wish_to_emulate_is_none(machine, monkeypatch):
