@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
@@ -97,6 +98,7 @@ def run(
       accelcore run --emulate npu --device npu train.py
       accelcore run --apex train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    _warn_of_late_options(script, arguments, module=module)
     given = ((name, options[name[2:].replace("-", "_")]) for name in _SEVERAL_MACHINES)
     machines = {name: value for name, value in given if value is not None}
     environ = dict(os.environ)
@@ -141,6 +143,22 @@ def run(
     sys.stderr.flush()
     # No child process: signals, exit code, terminal and process id are the script's own.
     os.execve(sys.executable, command, environ)  # noqa: S606
+
+
+def _warn_of_late_options(script: str, arguments: Sequence[str], *, module: bool) -> None:
+    """Warn of words after the script that are options of `accelcore run`; the script may have options of that name."""
+    context, names, moved = click.get_current_context(), list[str](), list[str]()
+    options = (it for it in context.command.params if isinstance(it, click.Option) and it.expose_value)
+    own = {name: option for option in options for name in option.opts if name.startswith("--")}
+    for place, word in enumerate(arguments):
+        name, equals, _ = word.partition("=")
+        if name in own:
+            names.append(name)
+            moved += arguments[place : place + (1 if equals or own[name].is_flag else 2)]
+    if names:
+        command = shlex.join([*context.command_path.split(), *moved, *(["-m"] if module else []), script])
+        late = ", ".join(names)
+        sys.stderr.write(f"accelcore: the script gets {late}, after its name; for accelcore, write: {command}\n")
 
 
 def _number_of_ranks(nproc: int, device: str | None, *, emulated: bool) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -71,6 +72,32 @@ def test_a_wrong_call_is_one_message_with_the_usage_and_what_to_do(capsys, comma
 def test_an_option_after_the_script_belongs_to_the_script(capsys):
     assert main(["record", "train.py", "--out", "ref"]) == 64
     assert "write --out before the script" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["it.py", "--nproc", "2", "--lr", "1"], "accelcore run --nproc 2 it.py"),
+        (["-m", "json", "--apex", "--device=cpu"], "accelcore run --apex --device=cpu -m json"),
+        (
+            ["it.py", "--help", "--debug", "--nproc-per-node", "2", "--", "nproc"],
+            None,
+        ),  # such options many scripts have
+        (["--nproc", "1", "it.py"], None),
+    ],
+)
+def test_an_option_of_run_after_the_script_gets_a_line_and_goes_to_the_script(
+    capsys, monkeypatch, tmp_path, arguments, command
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "it.py").touch()
+    started = []
+    monkeypatch.setattr(os, "execve", lambda file, words, environ: started.append(words))
+    assert main(["run", *arguments]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("write: ")[2] for line in said] == ([command] if command else [])
+    if command:
+        assert started[0][-2:] == arguments[-2:]
 
 
 def test_verify_shows_that_a_backend_follows_the_word_backend(capsys):
