@@ -68,6 +68,8 @@ class Step:
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
+        if self._captured:  # its parameters keep gradients between windows
+            self.shared.watch()
         self.calls = ScriptCalls(plan.optimizer, plan.gradients.slots, self._job, window.accumulate)
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -313,7 +315,9 @@ class Step:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.begin(opened=opened)
         self.calls.begin(opened=opened)
-        if not opened:
+        if opened:
+            self.shared.watch()
+        else:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
 

@@ -156,26 +156,20 @@ class SharedParameters:
     The gradients of another trainer's open window are set aside meanwhile. Otherwise this costs one comparison.
 
     A `loss.backward()` of the script would add to the gradients of an open window, so it is refused there. Hooks detect
-    it. Versions would not do: they also change if the script writes to a gradient, which is allowed. `leaves` returns
-    the tensors for which autograd computes the gradients of the parameters.
+    it. Versions would not do: they also change if the script writes to a gradient, which is allowed. The hooks take 2 %
+    of a tiny step. A single trainer needs none while each of its windows is one call. `leaves` returns the tensors for
+    which autograd computes the gradients of the parameters.
     """
 
     own_backward = _OwnBackward()
 
     def __init__(self, slots: Sequence[Slot], leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+        self._slots, self._leaves = slots, leaves
         self._parameters = [slot.parameter for slot in slots]
-        of_autograd = leaves(self._parameters)
-        self._slots = {id(leaf): slot for leaf, slot in zip(of_autograd, slots, strict=True)}
         self._foreign: list[Tensor] = []  # the first leaf with a gradient of a foreign backward pass
-        self._hooks, self._warned = Hooks(), False
-        foreign = self._foreign
-
-        def note(leaf: Tensor) -> None:  # a hook lives as long as its leaf: it holds no reference to this object
-            if not (_of_trainers or foreign):
-                foreign.append(leaf)
-
-        for leaf in of_autograd:
-            self._hooks.add(leaf.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+        self._hooks: Hooks | None = None
+        self._slot_of: dict[int, Slot] = {}  # of each leaf with a hook
+        self._warned = self._first_foreign() is not None  # from before the trainer, which drops it
         self._aside: list[Tensor | None] | None = None
         self.is_open = False  # whether the gradients must outlast the use by other trainers
         self.left: tuple[Tensor, Tensor, int] | None = None  # a parameter, its gradient, and the gradient's version
@@ -185,6 +179,9 @@ class SharedParameters:
         holder: SharedParameters | None = getattr(_thread, "holder", lambda: None)()
         if holder is self:
             return
+        if holder is not None:
+            holder.watch()
+            self.watch()
         if holder is not None and holder.is_open:
             holder._aside = [parameter.grad for parameter in holder._parameters]
             for parameter in holder._parameters:
@@ -197,9 +194,9 @@ class SharedParameters:
 
     def open(self, *, warns: bool) -> None:
         """Open a window; if `warns`, warn once if a foreign backward pass has left a gradient before it."""
-        if self._foreign and warns and not self._warned:
-            slot = self._slots[id(self._foreign[0])]
-            if slot.parameter.grad is not None:
+        if warns and not self._warned:
+            slot = self._first_foreign()
+            if slot is not None:
                 self._warned = True
                 logger.warning(
                     "loss.backward() was called before a window of the trainer. A window begins without gradients: "
@@ -208,6 +205,23 @@ class SharedParameters:
                     slot.name,
                 )
         self.begin(opened=True)
+
+    def watch(self) -> None:
+        """Find foreign backward passes by hooks from now on."""
+        if self._hooks is not None:
+            return
+        leaves = self._leaves(self._parameters)
+        if not all(leaf.requires_grad for leaf in leaves):  # some are frozen now: the next call finds them trained
+            return
+        self._hooks, foreign = Hooks(), self._foreign
+
+        def note(leaf: Tensor) -> None:  # a hook lives as long as its leaf: it holds no reference to this object
+            if not (_of_trainers or foreign):
+                foreign.append(leaf)
+
+        for slot, leaf in zip(self._slots, leaves, strict=True):
+            self._slot_of[id(leaf)] = slot
+            self._hooks.add(leaf.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
 
     def begin(self, *, opened: bool) -> None:
         """Forget the last window and foreign backward passes; `opened`: a window is open now."""
@@ -219,14 +233,15 @@ class SharedParameters:
         if self._foreign and self.is_open:
             raise TrainingError(
                 "loss.backward() within a window has added to the gradient of the parameter "
-                f"{self._slots[id(self._foreign[0])].name!r}",
+                f"{self._slot_of[id(self._foreign[0])].name!r}",
                 why=UNTREATED,
                 remedy="add the losses up before trainer.backward(loss), or call it for each. If gradients shall train "
                 "nothing, call torch.autograd.grad",
             )
 
     def note_left(self) -> None:
-        """Note a gradient of the window as the last backward pass has left it."""
+        """Note a gradient of the window, which outlasts this call, as the last backward pass has left it."""
+        self.watch()
         held = ((parameter, parameter.grad) for parameter in self._parameters)
         self.left = next(((each, grad, grad._version) for each, grad in held if grad is not None), None)
 
@@ -246,3 +261,9 @@ class SharedParameters:
                 why="zero_grad() was called, and the trainer adds gradients up until the window's update",
                 remedy="remove optimizer.zero_grad() and model.zero_grad(): each window begins without gradients",
             )
+
+    def _first_foreign(self) -> Slot | None:
+        """Return the first parameter that has a gradient of a foreign backward pass, if there is one."""
+        # Without hooks there is no other trainer, which could have left a gradient.
+        searched = self._slots if self._hooks is None else [self._slot_of[id(leaf)] for leaf in self._foreign]
+        return next((slot for slot in searched if slot.parameter.grad is not None), None)

@@ -125,3 +125,37 @@ def test_a_trainer_takes_another_ones_backward_pass_for_no_foreign_one(accel, ca
     generator.backward(loss_of(critic.model, generator.forward(torch.ones(4, 6))))
     critic(torch.ones(4, 6))
     assert [name in caplog.text for name in ("'weight'", "'bias'", "'1.bias'")].count(True) == 2
+
+
+def test_a_pass_between_two_windows_of_one_call_each_is_dropped_with_one_warning(accel, caplog):
+    trainer = make(accel)
+    for _ in range(3):
+        trainer(torch.ones(4, 6))
+        assert not caplog.records
+    for _ in range(2):
+        beside(trainer)
+        trainer(torch.ones(4, 6))
+    assert ["'1.weight'" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_pass_before_a_window_is_reported_by_a_trainer_that_shares_its_process(accel, caplog):
+    trainer, other = make(accel), make(accel)
+    for number in range(2):
+        for each in (trainer, other):
+            backward(each, number)
+            each.update()
+    loss_of(trainer.model, torch.ones(4, 6)).backward()
+    backward(other, 2)
+    other.update()
+    assert not caplog.records
+    backward(trainer, 2)
+    assert "was dropped" in caplog.text
+
+
+def test_a_gradient_from_before_the_trainer_is_no_mistake(accel, caplog):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    loss_of(model, torch.ones(4, 6)).backward()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters(), lr=0.1))
+    trainer.backward(loss_of(model, torch.ones(4, 6)))
+    trainer.update()
+    assert not caplog.records
