@@ -91,7 +91,7 @@ def test_a_window_that_reaches_no_parameter_is_refused_with_and_without_a_scale(
             loss=lambda m, z: generator(z).sum(),
         )  # fmt: skip
         state = trainer.scaler.state_dict()
-        with pytest.raises(accelcore.TrainingError, match=r"no parameter received a(.|\n)*loss= must use the model"):
+        with pytest.raises(accelcore.TrainingError, match=r"no parameter received a(.|\n)*must call the model"):
             trainer(noise(1)[0][0])
         assert trainer.steps == 0
         assert trainer.scaler.state_dict() == state
