@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accelcore.optim.formulas.adam import Adam, AdamW
 from accelcore.optim.formulas.adamp import AdamP
 from accelcore.optim.formulas.bertadam import BertAdam
 from accelcore.optim.formulas.formula import FlatFormula, Formula, FusibleFormula
 from accelcore.optim.formulas.lamb import Lamb
 from accelcore.optim.formulas.rmsprop import Adadelta, RMSprop, RMSpropTF
-from accelcore.optim.formulas.sgd import SGD
+from accelcore.optim.formulas.sgd_and_adam import SGD, Adam, AdamW
 
 __all__ = ["FLAT_FORMULAS", "FORMULAS", "Formula"]
 
