@@ -14,7 +14,7 @@ from accelcore.scaling.dynamic import Scalers
 from accelcore.util.text import first_line
 from accelcore_cpu.fork import make_fork_safe
 from accelcore_cpu.kernels.library import unavailable
-from accelcore_cpu.kernels.store import folder
+from accelcore_cpu.kernels.store import check_named_folder
 from accelcore_cpu.optimizers import FUSED, NATIVE, create_optimizers
 from accelcore_cpu.precision import CpuPrecision
 from accelcore_cpu.processor import fast_format
@@ -37,7 +37,7 @@ def declare(*, compiler: bool) -> Capabilities:
 def create() -> Backend:
     """Compose the CPU backend, and make this process safe to fork while it trains."""
     make_fork_safe()
-    folder()  # refuse an invalid ACCEL_KERNEL_CACHE now, not when the first optimizer is made
+    check_named_folder()  # now, not when the first optimizer is made
     device = torch.device("cpu")
     capabilities = declare(compiler=unavailable(build=False) is None)
     return Backend(

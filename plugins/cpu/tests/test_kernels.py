@@ -139,16 +139,28 @@ def test_a_library_takes_the_place_of_one_that_was_damaged(tmp_path):
     assert library.read_bytes() == b"second"
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path):
-    tmp_path.chmod(0o777)
+@pytest.mark.parametrize("fault", ["others can write to", "cannot be written to", "Not a directory"])
+def test_a_folder_that_the_user_named_and_that_cannot_be_used_is_refused_at_once(monkeypatch, tmp_path, fault):
+    if fault == "others can write to":
+        tmp_path.chmod(0o777)
+    elif fault == "cannot be written to":
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    else:
+        (tmp_path / "file").touch()
+        tmp_path /= "file/kernels"
     monkeypatch.setenv("ACCEL_KERNEL_CACHE", str(tmp_path))
-    with pytest.raises(PermissionError, match="others can write to"):
-        store.open_folder()
+    with pytest.raises(ConfigurationError, match=rf"ACCEL_KERNEL_CACHE=.*cannot be used.*{fault}"):
+        accelcore.select("cpu")
 
 
-def test_a_folder_that_cannot_be_used_costs_a_build_and_no_more(run, tmp_path, quick):
+def test_a_named_folder_with_kernels_may_be_read_only(run, folder, quick):
+    read_only = "import os; os.access = lambda path, mode: not mode & os.W_OK\n"  # root may write anywhere
+    assert run(folder, read_only + STEP, CXX=quick) == (ANSWER, "")
+
+
+def test_a_cache_that_cannot_be_used_costs_a_build_and_no_more(run, tmp_path, quick):
     (tmp_path / "file").touch()
-    out, err = run(tmp_path / "file" / "kernels", CXX=quick)
+    out, err = run("", CXX=quick, XDG_CACHE_HOME=str(tmp_path / "file"))
     assert out == ANSWER
     assert "cannot be kept" in err
 

@@ -17,6 +17,7 @@ from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
 _VARIABLE = "ACCEL_KERNEL_CACHE"
+_REMEDY = "set it to a folder that only you can write to (it is created if needed), or unset it"
 
 
 def folder() -> Path:
@@ -26,20 +27,31 @@ def folder() -> Path:
         return Path(user_cache_dir("accelcore")) / "kernels"
     path = Path(named)
     if not path.is_absolute() or (path.exists() and not path.is_dir()):
-        raise ConfigurationError(
-            f"{_VARIABLE}={shown(named)} is not the absolute path of a folder",
-            remedy="set it to a folder that only you can write to (it is created if needed), or unset it",
-        )
+        raise ConfigurationError(f"{_VARIABLE}={shown(named)} is not the absolute path of a folder", remedy=_REMEDY)
     return path
 
 
-def open_folder() -> Path:
-    """Create the folder if needed, and return it; an OSError has the reason why it cannot be used."""
+def check_named_folder() -> None:
+    """Refuse an ACCEL_KERNEL_CACHE that cannot be used; one with built kernels may be read-only."""
+    if os.environ.get(_VARIABLE):
+        open_folder(built=True)
+
+
+def open_folder(*, built: bool = False) -> Path:
+    """Create the folder if needed, and return it; one with kernels need not be writable if `built`.
+
+    An OSError has the reason why it cannot be used; a ConfigurationError, if the user named it.
+    """
     path = folder()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check(path.stat(), path)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise OSError(f"{path} cannot be written to")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check(path.stat(), path)
+        if not os.access(path, os.W_OK | os.X_OK) and not (built and any(path.glob("*.so"))):
+            raise OSError(f"{path} cannot be written to")
+    except OSError as error:
+        if named := os.environ.get(_VARIABLE):
+            raise ConfigurationError(f"{_VARIABLE}={shown(named)} cannot be used: {error}", remedy=_REMEDY) from error
+        raise
     return path
 
 
