@@ -26,6 +26,7 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
         self._training, self._warned = model.training, False
+        self._trains_in = model.training  # the mode in which the model is to be trained
         self._members = [list(group["params"]) for group in optimizer.param_groups]  # alive, so that ids stay theirs
         self._groups = self._groups_now()
         self._by_name = dict(model.named_parameters())
@@ -65,6 +66,20 @@ class ModelSnapshot:
         # A frozen parameter, too, has to be moved to the device, and to be the same on all ranks.
         if any(name not in self._by_name for name, _ in self._model.named_parameters()):
             raise self._changed()
+
+    def check_trains(self) -> None:
+        """Raise TrainingError if the script evaluates where it reads batches to train on."""
+        evaluates = "model.eval() was called" if self._trains_in and not self._model.training else ""
+        if not torch.is_grad_enabled():
+            evaluates = "gradients are switched off, as by torch.no_grad()"
+        if evaluates:
+            raise TrainingError(
+                f"trainer.batches(loader) is read in evaluation: {evaluates}",
+                why="it gives batches to train on: each loop counts as an epoch, and in a job some rows come twice",
+                remedy="to evaluate, loop over trainer.evaluate(loader); to train, call model.train() after an "
+                "evaluation of your own. If this model is trained in evaluation mode, call model.eval() before "
+                "accel.trainer(...)",
+            )
 
     def check_refreshable(self) -> None:
         """Raise TrainingError for changes that `Trainer.refresh` cannot follow: replaced or unknown parameters."""

@@ -339,10 +339,12 @@ class Step:
                 self.discard("the model or the optimizer has changed")
             raise
 
-    def check_model(self) -> None:
-        """Do what `check` does, and raise TrainingError if the model or the optimizer has changed."""
+    def check_model(self, *, trains: bool = False) -> None:
+        """Do what `check` does; raise TrainingError if model or optimizer have changed, or do not train but should."""
         self.check()
         self._snapshot.check_model()
+        if trains:
+            self._snapshot.check_trains()
 
     def check_refreshable(self) -> None:
         """Raise TrainingError if a window is open, or if `Trainer.refresh` cannot follow the change."""

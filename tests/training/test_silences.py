@@ -281,6 +281,22 @@ def test_an_evaluation_of_ones_own_that_leaves_the_model_in_evaluation_mode_is_r
     assert caplog.text.count(says) == 1
 
 
+def test_an_evaluation_over_the_batches_to_train_on_is_refused_before_it_counts_as_an_epoch(accel):
+    trainer = make(accel, scheduler="linear")
+    frozen = make(accel, net().eval())
+    for epoch in trainer.epochs(1):
+        for begin in (trainer.model.eval, torch.no_grad):
+            with begin() if begin is torch.no_grad else nullcontext(begin()):
+                with pytest.raises(accelcore.TrainingError, match=r"eval\(\)|no_grad(.|\n)*trainer\.evaluate"):
+                    next(trainer.batches(data(5)))
+                trainer.model.train()
+        assert trainer.epoch == epoch
+        for batch in trainer.batches(data(3)):
+            trainer(batch)
+    assert trainer.total_steps == trainer.steps == 3
+    assert len(list(frozen.batches(data(3)))) == 3
+
+
 def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off(accel):
     trainer = make(accel)
     batches = list(data(3))

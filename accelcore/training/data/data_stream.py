@@ -90,7 +90,8 @@ class DataStream:
                     raise TrainingError(
                         "this loop over batches has lost its position",
                         why="inside it a checkpoint was resumed, the epoch was set, or another loop began",
-                        remedy="start a new loop after trainer.resume(...); read two loaders as one: zip(one, other)",
+                        remedy="start a new loop after trainer.resume(...); evaluate by trainer.evaluate(loader); read "
+                        "two loaders as one: zip(one, other)",
                     )
             if not self.taken:
                 if isinstance(loader, Iterator):
@@ -238,8 +239,10 @@ class DataStream:
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):
             raise ConfigurationError(f"epoch={epoch!r} is not an epoch", remedy="give a whole number >= 0")
-        self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed})
-        self._resuming, self._keeps_epoch = False, True
+        self._keeps_epoch = True
+        if self.taken or epoch != self.epoch:  # else a loop over `epochs` would never end
+            self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed})
+            self._resuming = False
 
     def length(self, loader: Iterable[Any], *, shard: bool) -> int:
         return len(self._source_of(loader, shard))  # type: ignore[arg-type]

@@ -75,6 +75,16 @@ def test_an_epoch_that_is_set_is_the_next_and_is_saved(accel, tmp_path):
         again.epoch = -1
 
 
+def test_a_loop_over_epochs_in_which_each_sets_its_own_epoch_ends(accel):
+    trainer, seen = make(accel), []
+    for epoch in trainer.epochs(2):
+        trainer.epoch = epoch
+        trainer(torch.ones(2, 4))
+        seen.append(epoch)
+        assert len(seen) < 3, "this loop would never end"
+    assert seen == [0, 1]
+
+
 def test_a_loop_inside_which_the_epoch_is_set_is_over(accel):
     trainer = make(accel)
     batches = trainer.batches(loader())
