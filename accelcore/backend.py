@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from accelcore.devices.hookspecs import Probe
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.util.text import Suggests, is_number
+from accelcore.util.text import Suggests, checks_names, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,6 +197,7 @@ class Backend(Suggests):
 
         return replicate(self, module, **options)
 
+    @checks_names
     def distributed(
         self,
         *,

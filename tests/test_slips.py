@@ -146,3 +146,37 @@ def test_what_has_no_mean_is_refused(accel, returned):
     trainer = accel.trainer(model, torch.optim.SGD(model.parameters()))
     with pytest.raises(accelcore.TrainingError, match="not a tensor"):
         trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: returned)
+
+
+@pytest.mark.parametrize("function", ["loss", torch.nn.MSELoss(), lambda model, batch: batch])
+def test_what_is_no_function_of_a_batch_is_refused_before_any_is_read(accel, function):
+    model = torch.nn.Linear(2, 1)
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ConfigurationError, match="lambda batch"):
+        trainer.evaluate(1 / 0 for _ in range(1)).mean(function)
+
+
+def test_the_registry_of_optimizers_says_how_one_is_made(accel):
+    with pytest.raises(ConfigurationError, match=r"optimizers\.create\("):
+        accel.optimizers("adamw", torch.nn.Linear(2, 1).parameters())
+    for name in ("adamw", "AdamW"):
+        with pytest.raises(AttributeError, match=r'optimizers\.create\("adamw"'):
+            getattr(accel.optimizers, name)
+
+
+def test_a_trainer_without_a_backend_says_how_one_is_made(accel):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for arguments in ((model, optimizer), (model, optimizer, "loss"), ()):
+        with pytest.raises(ConfigurationError, match=r"accel\.trainer\(model, optimizer"):
+            accelcore.Trainer(*arguments)
+    assert accelcore.Trainer(accel, model, optimizer).model is model
+    assert accelcore.Trainer(backend=accel, model=model, optimizer=optimizer).model is model
+
+
+def test_an_argument_of_a_job_that_is_unknown_or_has_no_name_is_refused(accel):
+    for call in (accel.join, accel.distributed):
+        with pytest.raises(ConfigurationError, match=r"'backend'(?s:.*)world_size"):
+            call(backend="nccl")
+    with pytest.raises(ConfigurationError, match=r"takes nothing(?s:.*)timeout="):
+        accel.distributed("nccl")

@@ -36,7 +36,7 @@ from accelcore.training.window import Window
 from accelcore.util.text import Suggests
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 _numbers = count()
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
@@ -79,6 +79,12 @@ class Trainer(Suggests, Checkpoints):
         UnsupportedError: the backend does not declare what is asked for. Model and optimizer are unchanged.
     """
 
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        if not isinstance(next(iter(arguments), named.get("backend")), Backend):
+            remedy = "accel = accelcore.select(), and trainer = accel.trainer(model, optimizer, ...)"
+            raise ConfigurationError("accelcore.Trainer(...) needs a backend first", remedy=f"write {remedy}")
+        return super().__new__(cls)
+
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
@@ -113,13 +119,9 @@ class Trainer(Suggests, Checkpoints):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FIXED:
-            raise ConfigurationError(
-                f"trainer.{name} cannot be set",
-                why="a trainer keeps what it was made with",
-                remedy=f"make another trainer: accel.trainer(model, optimizer, {name}=...)"
-                if name in TrainerOptions.__annotations__
-                else "make another trainer by accel.trainer(...)",
-            )
+            option = f"model, optimizer, {name}=..." if name in TrainerOptions.__annotations__ else "..."
+            remedy = f"make another trainer, which keeps what it was made with: accel.trainer({option})"
+            raise ConfigurationError(f"trainer.{name} cannot be set", remedy=remedy)
         if name in INSTEAD:
             raise ConfigurationError(f"trainer.{name} cannot be set", remedy=f"write {INSTEAD[name]}")
         super().__setattr__(name, value)

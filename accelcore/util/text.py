@@ -138,11 +138,13 @@ def checks_names(method: Callable[P, Returned]) -> Callable[P, Returned]:
     unnamed = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     named = [f"{each.name}=..." for each in parameters if each.kind is each.KEYWORD_ONLY]
 
+    takes = f"only {unnamed[-1]}" if unnamed[1:] else "nothing"  # the first is self
+
     @wraps(method)
     def call(*arguments: P.args, **given: P.kwargs) -> Returned:
         if len(arguments) > len(unnamed):
             raise ConfigurationError(
-                f"{method.__name__}() takes only {unnamed[-1]} without a name, and got {kind_of(arguments[-1])}, too",
+                f"{method.__name__}() takes {takes} without a name, and got {kind_of(arguments[-1])}, too",
                 available=", ".join(named),
                 remedy="give it by name",
             )
