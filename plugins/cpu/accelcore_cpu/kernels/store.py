@@ -17,7 +17,7 @@ from accelcore.errors import ConfigurationError
 from accelcore.util.text import shown
 
 _VARIABLE = "ACCEL_KERNEL_CACHE"
-_REMEDY = "set it to a folder that only you can write to (it is created if needed), or unset it"
+_REMEDY = f"set {_VARIABLE} to a folder that only you can write to (it is created if needed), or unset it"
 
 
 def folder() -> Path:
