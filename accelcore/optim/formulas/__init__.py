@@ -11,7 +11,7 @@ from accelcore.optim.formulas.lamb import Lamb
 from accelcore.optim.formulas.rmsprop import Adadelta, RMSprop, RMSpropTF
 from accelcore.optim.formulas.sgd_and_adam import SGD, Adam, AdamW
 
-__all__ = ["FLAT_FORMULAS", "FORMULAS", "Formula"]
+__all__ = ["FORMULAS", "Formula"]
 
 FORMULAS: dict[str, type[Formula]] = {
     "adadelta": Adadelta,
