@@ -100,5 +100,5 @@ def check_module(name: str) -> None:
     raise ConfigurationError(
         f"there is no module {shown(name, 200)}",
         why=f"{shown(first, 200)} is not installed, and not in {Path.cwd()}",
-        remedy="correct the name; the path of a script goes without -m",
+        remedy="correct the name; write the path of a script without -m",
     )

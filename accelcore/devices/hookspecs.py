@@ -47,7 +47,7 @@ hookimpl = pluggy.HookimplMarker("accelcore")
 
 @dataclass(frozen=True)
 class Probe:
-    """A plugin's answer whether its backend can work here.
+    """Answer of a plugin: whether its backend can work here.
 
     A probe imports no vendor library and initialises no device, so it is quick, and `fork` stays safe.
 
@@ -94,7 +94,7 @@ class Probe:
 
     @property
     def ranks(self) -> int:
-        """How many ranks of a job fit on this host: one for each device, or one if all ranks share a device."""
+        """Number of ranks of a job that fit on this host: one for each device, or one if all ranks share a device."""
         return self.count if self.exclusive else 1
 
     def __post_init__(self) -> None:

@@ -115,7 +115,7 @@ def check_installed(text: str, source: str) -> None:
 def decide(
     text: str, source: str, make: Callable[[Found], T], *, local_rank: int | None = None
 ) -> tuple[T, tuple[Probe, ...]]:
-    """Return what `make` returns for the first available device of a request, and those before it, which do not work.
+    """Return the result of `make` for the first device of a request that works, and the probes of those before it.
 
     If `make` raises an AccelError, a list or `auto` continues with the next device. A `local_rank` of None is that of
     the launcher.

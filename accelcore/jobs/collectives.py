@@ -50,7 +50,7 @@ class Collectives(ABC):
         steps: step and micro-batch of each trainer of this process, from 1, for messages about a missing rank. Trainers
             write to it.
         calls: how many calls this process has begun that all ranks must make, and the name of the last one.
-        ahead: returns as text where the ranks are that have gone further than this one, or "". The job sets it.
+        ahead: returns the places of the ranks that have gone further than this one, or "". The job sets it.
         waits_for_lost_ranks: whether collectives on the device wait for a lost rank without an error. If a rank fails,
             the others then abort their collectives and raise an error.
     """

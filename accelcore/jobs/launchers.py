@@ -179,7 +179,7 @@ class _Reader:
         if local_size is not None and local_size > world_size:
             raise ConfigurationError(
                 f"{launcher.local_world_size}={local_size} is more than {launcher.world_size}={world_size}",
-                remedy="set the number of ranks on this host and that of all ranks as they are",
+                remedy="set both as they are: the number of ranks on this host, and that of all ranks",
             )
         bound = (world_size if local_size is None else local_size, "the ranks on this host")
         local_rank = self._optional(launcher.local_rank, below=bound)

@@ -74,7 +74,7 @@ class MissingRanks:
         self._thread.start()
 
     def leave(self) -> None:
-        """Wait until all ranks are done; raise if one has failed, is late, or is where this rank never came."""
+        """Wait until all ranks are done; raise if one has failed, is late, or has gone further than this rank."""
         store, keys = self._store, {rank: f"done {rank}" for rank in range(self._world_size)}
         self._done = True
         self._write()
@@ -105,13 +105,13 @@ class MissingRanks:
                 raise DistributedError(
                     f"{ranks(late)} of this job did not come to its end",
                     why=_places(late, notes),
-                    remedy=f"let all ranks end together, or take `with accel.distributed(timeout=...)`; {_ALONE}",
+                    remedy=f"let all ranks end together, or wait longer, by accel.distributed(timeout=...); {_ALONE}",
                 )
             interval = min(2 * interval, 60.0)
             look = time.monotonic() + interval
 
     def ahead(self) -> str:
-        """Return as text where the ranks are that will not come to this one's call, and this one; "" if none is.
+        """Return the places of the ranks that will not come to this rank's call, and of this rank; "" if all may come.
 
         Raises:
             DistributedError: a rank has failed.

@@ -147,7 +147,7 @@ def overrides(observer: Observer, event: str) -> bool:
 
 
 def misspelt(observers: Sequence[Observer]) -> Iterator[tuple[Observer, str, str]]:
-    """Yield the methods whose names are almost those of events, as in other libraries: `on_loss`, `epoch_ends`."""
+    """Yield the methods that are almost named as events, as in other libraries: `on_loss`, `epoch_ends`."""
     for observer in observers:
         for name in sorted({name for kind in type(observer).__mro__[:-1] for name in vars(kind)} - {*dir(Observer)}):
             word = name.removeprefix("on_")

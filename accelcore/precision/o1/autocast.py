@@ -225,8 +225,8 @@ def with_casts(
 ) -> Any:
     """Call a function with the arguments that autocast may cast in low precision, in fp32, or in their widest dtype.
 
-    Call it with autocast off. Autograd records the casts: a gradient has the dtype of its tensor. `tensors` are those
-    that the widest dtype is of; None means the arguments on this device.
+    Call it with autocast off. Autograd records the casts: a gradient has the dtype of its tensor. The widest
+    dtype is that of `tensors`; None means the arguments on this device.
     """
     to: Callable[[Tensor], Tensor] = Tensor.float
     if treatment is Treatment.LOW:

@@ -168,7 +168,7 @@ class Checkpoints(ABC):
 
         Args:
             folder: the folder that `save` was given, or one of its checkpoints.
-            best: take the checkpoint with the best metric, of those that `save(folder, best=metric)` has saved.
+            best: take the checkpoint with the best metric: `save(folder, best=metric)` saves a metric.
             must_exist: whether a folder without a checkpoint is an error. Otherwise the log reports it.
 
         Returns:

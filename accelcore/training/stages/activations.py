@@ -116,8 +116,8 @@ class Offload:
     """Copies saved tensors to pinned memory of the host on a stream of its own, and back before backward needs them.
 
     The copies run beside other work; torch's `save_on_cpu` copies each tensor while the host and the device wait. When
-    backward reaches a module, its tensors and those of the module that ran before it are on their way back. The device
-    then holds the tensors of two modules.
+    backward reaches a module, the tensors of this module and of the module that ran before it are being copied back.
+    The device then holds the tensors of two modules.
     """
 
     def __init__(self, device: torch.device) -> None:
