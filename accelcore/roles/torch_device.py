@@ -104,7 +104,7 @@ def _usable(module: Any, device: str, index: int) -> torch.device:
     try:
         if _is_accelerator(device):
             torch.accelerator.set_device_index(index)
-        total = float(torch.ones(3, device=place).sum())
+        torch.ones(3, device=place).sum().item()
     except Exception as error:
         raise BackendUnavailableError(
             f"torch cannot compute on {place}",
@@ -112,12 +112,6 @@ def _usable(module: Any, device: str, index: int) -> torch.device:
             available=_what_torch_has(),
             remedy="see whether torch.ones(3, device=...) works in this environment",
         ) from error
-    if total != 3:
-        raise BackendUnavailableError(
-            f"torch computes wrongly on {place}",
-            why=f"the sum of three ones is {total}",
-            remedy="repair the driver, or the vendor's package",
-        )
     return place
 
 

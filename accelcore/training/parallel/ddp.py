@@ -119,8 +119,6 @@ def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
         raise ConfigurationError(
             f"{kind_of(module)} cannot be replicated", remedy="give the module: net = accel.replicate(model)"
         )
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigurationError("the model has no parameter to train", remedy="look for requires_grad_(False)")
     collectives = backend.collectives
     if collectives.world_size == 1:
         check_no_launcher("call job = accel.join() before, or replicate inside `with accel.distributed():`")
