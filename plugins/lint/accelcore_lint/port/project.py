@@ -29,9 +29,6 @@ OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\b
 """Words for accelerators beside those that a port starts from."""
 
 _HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
-_FLAGS = re.compile(r"(?m)^[ \t]*if\b(.*):[ \t]*\n[ \t]*os\.environ\[[\"'](?:CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=")
-"""Conditions under which a file hides devices, as `if args.use_gpu:`."""
-
 _CHOOSES = re.compile(
     r"\b(set_device|set_device_index)\(|(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"'](\] *=[^=]| *,)"
     r"|^[ \t]*(?:import|from)[ \t]+(deepspeed|horovod|byteps|colossalai|accelerate|pytorch_lightning|lightning)\b"
@@ -60,7 +57,6 @@ _REST = "{} gives a function for the CPU all tensors that are not CUDA's, also t
 _FLAGGED = "{} chooses the device by {}, which may be off: choose it by that flag here, too"
 _CLASS = re.compile(r"(?m)^class ")
 _WORD = re.compile(r"\w+")
-_MEMBER = re.compile(r"\.(\w+)")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _TESTS = re.compile(r"(?m)^(?:async )?def test_|^class Test\w*:|^class \w+\((?:\w+\.)*TestCase\)")
 """Tests in a file that is called as one. A script such as `test_net.py` has none."""
@@ -190,9 +186,7 @@ def read_project(paths: Iterable[Path]) -> Project:
         modules=frozenset(modules),
         replaced=frozenset(name for text in texts.values() for name in _replaced(text)),
         hiders=frozenset(name for text in texts.values() for name in uses.functions_with(_HIDES, text)),
-        hiding=frozenset(
-            name for text in texts.values() for test in _FLAGS.findall(text) for name in _MEMBER.findall(test)
-        ),
+        hiding=frozenset(name for text in texts.values() for name in uses.flags_that_hide(text)),
         typed=typed_defaults(texts.values()),
         uses=frozenset(word for text in texts.values() for word in uses.uses_in(text))
         | ({"apex"} if any(uses.drives_apex(text, modules) for text in texts.values()) else set()),

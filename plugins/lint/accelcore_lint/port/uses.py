@@ -130,6 +130,10 @@ _BY_MPI = re.compile(
 TAKES_REST = re.compile(r"\bnot [\w.]+\.is_cuda\b[^\n]*:\s*\n[^\n]*_cpu\w*[.(]")
 """Conditions by which a compiled function for the CPU gets each tensor that is not CUDA's."""
 
+_HIDING = re.compile(
+    r"(?m)^[ \t]*if\b(.*):[ \t]*\n[ \t]*os\.environ\[[\"'](?:CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *="
+)
+_MEMBER = re.compile(r"\.(\w+)")
 _BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*rank")
 
 _GROUPS = re.compile(
@@ -187,6 +191,11 @@ def kept_questions(text: str) -> str:
     if engine is not None and ("lightning" in engine[0] or engine[0] == "composer"):
         return f"{engine[0]} trains this program and chooses its devices, CUDA's and not those of every vendor"
     return ""
+
+
+def flags_that_hide(text: str) -> set[str]:
+    """Return the attributes under which a file hides devices, as `if args.use_gpu:` above such a line."""
+    return {name for test in _HIDING.findall(text) for name in _MEMBER.findall(test)}
 
 
 def flags_of_loads(text: str) -> set[str]:

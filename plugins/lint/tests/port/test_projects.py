@@ -206,14 +206,18 @@ def test_a_file_that_hides_devices_when_it_is_run_has_no_function_that_does(tmp_
     assert (len(port_source(train, Level.ROLES, read_project(paths).known(paths[0])).left) == 1) is is_hider
 
 
+@pytest.mark.parametrize("own", ["", "os.environ['CUDA_VISIBLE_DEVICES'] = args.devices\n"])
 @pytest.mark.parametrize(("flag", "kept"), [("use_gpu", True), ("verbose", False)])
-def test_a_flag_under_which_another_file_hides_devices_is_for_one_vendors(tmp_path, flag, kept):
+def test_a_flag_under_which_another_file_hides_devices_is_for_one_vendors(tmp_path, flag, kept, own):
     base = (
         f"import os\nimport torch\n\n\ndef pick(args):\n    if args.{flag}:\n"
         "        os.environ['CUDA_VISIBLE_DEVICES'] = args.gpu\n        return torch.device(f'cuda:{args.gpu}')\n"
         "    return torch.device('cpu')\n"
     )
-    run = "import base\nimport torch\nargs.use_gpu = args.use_gpu and torch.cuda.is_available()\nbase.pick(args)\n"
+    run = (
+        "import os\nimport base\nimport torch\nargs.use_gpu = args.use_gpu and torch.cuda.is_available()\n"
+        f"{own}base.pick(args)\n"
+    )
     paths = written(tmp_path, {"run.py": run, "base.py": base})
     ported = port_source(run, Level.ROLES, read_project(paths).known(paths[0])).source
     assert ("and torch.cuda.is_available()" in ported) is kept

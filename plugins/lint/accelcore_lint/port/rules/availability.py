@@ -14,7 +14,7 @@ from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
 from accelcore_lint.port.syntax import key_of, text_of
-from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads
+from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_that_hide
 from accelcore_lint.port.vendors import DEVICES
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
@@ -130,7 +130,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(_FLAG, node.children)
     if flag in facts.known.asked:
         return Left(facts.known.asked[flag], node.children)
-    if flag in facts.known.hiding and "_VISIBLE_DEVICES" not in facts.code:
+    if flag in facts.known.hiding - flags_that_hide(facts.code):
         return Left(_HIDES, node.children)
     if _is_given_away(whole_test, facts):
         return Left(_GIVEN, node.children)
