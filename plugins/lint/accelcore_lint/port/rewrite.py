@@ -34,7 +34,7 @@ _UNKNOWN = "a word for one vendor's devices that no rule knows: see what other d
 _SETTING = "one vendor's device in a file without torch: let torch.accelerator choose it"
 _WORD = re.compile(r"\w+")
 _IMPORT = re.compile(r"[ \t]*(from|import)\b")
-_IGNORED = re.compile(r"[ \t]*torch\.backends\.(cudnn|cuda)\.[\w.]+[ \t]*=[^=]")
+_IGNORED = re.compile(r"[ \t]*\w+\.backends\.(cudnn|cuda)\.[\w.]+[ \t]*=[^=]")
 
 
 class UnfaithfulError(Exception):

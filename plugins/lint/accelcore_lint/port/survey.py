@@ -131,7 +131,7 @@ class Survey(cst.CSTVisitor):
             elif moved is not None and not index_of(moved)[0] and not isinstance(moved, (cst.Call, cst.SimpleString)):
                 self.moved_to.append(moved)
         self._add_index(node)
-        if name == "torch.manual_seed":
+        if name in ("torch.manual_seed", "torch.random.manual_seed"):
             self.seeds.append(node)
         is_setting = text_of(node.func).endswith("environ.setdefault")
         if name.endswith(_HIDING) or (is_setting and any(each in text_of(node) for each in _HIDE)):

@@ -165,6 +165,12 @@ def test_settings_of_cudnn_keep_their_meaning_and_their_import_goes_with_its_las
     assert port_source(ported.source, Level.ROLES).source == ported.source
 
 
+def test_a_setting_of_cudnn_is_harmless_whatever_name_the_file_gives_torch():
+    outcome = port_source("import torch as th\nfrom torch.backends import cudnn\ncudnn.benchmark = True\n", Level.ROLES)
+    assert outcome.source == "import torch as th\nth.backends.cudnn.benchmark = True\n"
+    assert (outcome.left, outcome.ignored) == ([], 1)
+
+
 @pytest.mark.parametrize("line", ["import torch.backends.cudnn as cudnn", "from torch.backends import cudnn"])
 def test_an_import_of_cudnn_that_nothing_uses_goes(line):
     assert "cudnn" not in port_source(f"{line}\nimport torch\nx = torch.ones(2).cuda()\n", Level.TORCH).source

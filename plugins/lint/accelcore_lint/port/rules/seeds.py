@@ -43,8 +43,7 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     function = facts.function_of(node)
     fixed = "(" not in seed.removeprefix("int(")  # another call may return another seed
     if fixed and any(
-        facts.name(other.func) == "torch.manual_seed"
-        and other.args
+        other.args
         and text_of(other.args[0].value) == seed
         and facts.function_of(other) is function
         and _runs_with(facts, other, node)
@@ -112,6 +111,11 @@ SEEDS = Rule(
     _decide,
     (
         Example(Level.TORCH, "torch.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)", "torch.manual_seed(seed)"),
+        Example(
+            Level.TORCH,
+            "torch.random.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)",
+            "torch.random.manual_seed(seed)",
+        ),
         Example(
             Level.ROLES,
             "torch.cuda.manual_seed(config.seed)",
