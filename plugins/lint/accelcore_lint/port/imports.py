@@ -49,6 +49,7 @@ _EXTENSION = re.compile(rf"(^|_)({'|'.join(DEVICES)})(_|$)")
 
 _VENDORS_ONLY = ("bitsandbytes", "cupy", "flash_attn", "nvidia", "pycuda", "pynvml", "tensorrt", "triton")
 _CUDNN = "torch.backends.cudnn"
+_ANSWER = re.compile(r"(\w+) *=(?!=)|\breturn\b")
 
 
 def is_known_apex(name: str) -> bool:
@@ -62,6 +63,32 @@ def imports_torch(tree: Tree, node: cst.CSTNode) -> bool:
     around = {outer for outer in tree.parents(node) if isinstance(outer, cst.FunctionDef) or is_guard(outer)}
     lines = [made for made in tree.imports if text_of(made) == tree.torch_import and tree.line(made) < tree.line(node)]
     return any(not around.isdisjoint(tree.parents(made)) for made in lines)
+
+
+def may_lack_torch(tree: Tree) -> bool:
+    """Return whether a file goes on without torch.
+
+    It only imports torch in a `try`, and a handler returns, or assigns what a condition of the file asks.
+    """
+    made = [node for node in tree.imports if _brings_torch(node)]
+    return bool(made) and all(any(_goes_on(each, tree.code) for each in _tries(tree, node)) for node in made)
+
+
+def _brings_torch(node: cst.CSTNode) -> bool:
+    if isinstance(node, cst.ImportFrom):
+        return not node.relative and node.module is not None and dotted(node.module).split(".")[0] == "torch"
+    return isinstance(node, cst.Import) and any(dotted(each.name).split(".")[0] == "torch" for each in node.names)
+
+
+def _tries(tree: Tree, node: cst.CSTNode) -> list[cst.Try]:
+    """Return the `try` statements in whose body a node is."""
+    around = list(tree.parents(node))
+    return [outer for outer in around if isinstance(outer, cst.Try) and outer.body in around]
+
+
+def _goes_on(block: cst.Try, code: str) -> bool:
+    names = [name for handler in block.handlers for name in _ANSWER.findall(text_of(handler.body))]
+    return any(not name or re.search(rf"\b(if|elif|and|or|not) +{name}\b", code) for name in names)
 
 
 def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> frozenset[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from accelcore_lint.port.imports import imports_torch
+from accelcore_lint.port.imports import imports_torch, may_lack_torch
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import common_guard, is_guard, run_on_import, text_of
 from accelcore_lint.port.tree import Tree
@@ -28,6 +28,9 @@ _ASKS = re.compile(r"is_available\(|autocast\(|device_count\(|current_device\(|\
 """Words of lines that ask CUDA which devices there are."""
 
 _SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
+
+
+_OPTIONAL = "the file goes on where torch is missing: choose the device where it is there"
 
 
 class UnplacedError(Exception):
@@ -58,6 +61,7 @@ class Place:
     def __init__(self, tree: Tree, *, by_hand: bool, contexts: Sequence[cst.CSTNode]) -> None:
         self._tree = tree
         self._contexts = contexts
+        self._may_lack_torch = may_lack_torch(tree)
         self.by_hand = by_hand
         taken, made = tree.identifiers, tree.helpers
         self._torch_level = tree.level is Level.TORCH
@@ -90,6 +94,8 @@ class Place:
             raise UnplacedError("a function that torch.jit compiles, which asks for no device")
         if self._in_context(site):
             raise UnplacedError("the device of the context around this line, which is one vendor's")
+        if self._may_lack_torch:
+            raise UnplacedError(_OPTIONAL)
         if self._tree.is_library and not self._tree.imports_torch:
             raise UnplacedError("the file imports torch in functions only: choose the device there")
         is_default = (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site)
@@ -103,7 +109,8 @@ class Place:
             return self._unchecked
         function, hidden = self._scope(site), self._hides(site)
         forks = (call for call in self._tree.forking if self._tree.line(call) > self._tree.line(site))
-        if function in (self._scope(call) for call in forks) and not self._asks(site):
+        below = function in (self._scope(call) for call in forks) and not self._asks(site)
+        if below or self._tree.names_before_fork([site, *self._tree.parents(site)], function):
             self._asking.append(site)  # A process that is forked below cannot use CUDA if its parent asked for it.
             return self._unchecked
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
@@ -204,6 +211,8 @@ class Place:
         return isinstance(top, (cst.FunctionDef, cst.ClassDef)) and top.name.value not in tree.reached(words)[0]
 
     def _obstacle(self, site: cst.CSTNode) -> str:
+        if self._may_lack_torch:
+            return _OPTIONAL
         function = self._scope(site)
         is_apart = not self._torch_level and self.is_apart(site)
         if not self._is_placed(site) or (not is_apart and self._is_repeated(function) and self._hides(site)):

@@ -42,6 +42,20 @@ def dotted(node: cst.CSTNode) -> str:
     return get_full_name_for_node(node) or ""
 
 
+def returns_name(around: Iterable[cst.CSTNode]) -> bool:
+    """Return whether a function returns a device as by `torch.device("cuda")`: no call gets it that may use it.
+
+    Args:
+        around: the node of the device, and those around it, the inner first.
+    """
+    for node in around:
+        if isinstance(node, cst.BaseStatement | cst.BaseSmallStatement):
+            return isinstance(node, cst.Return)
+        if isinstance(node, cst.Call) and dotted(node.func).split(".")[-1] not in ("device", "format", "str"):
+            return False
+    return False
+
+
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
     """Return the value of an argument by its keyword, or by its position; None if it is not given."""
     for arg in call.args:

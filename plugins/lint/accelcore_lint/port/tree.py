@@ -13,7 +13,7 @@ from libcst import matchers, metadata
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.survey import Survey
-from accelcore_lint.port.syntax import argument, dotted, is_guard, text_of
+from accelcore_lint.port.syntax import argument, dotted, is_guard, returns_name, text_of
 from accelcore_lint.port.uses import FORKS
 from accelcore_lint.port.vendors import STAR_IMPORT
 
@@ -31,6 +31,9 @@ _OF_POOL = re.compile(r".*\.(map|apply|submit)")
 _OF_LOADER = ("collate_fn", "worker_init_fn")
 _IN_LOADER = re.compile(r"\bdef (__getitem__|__iter__)\b")
 _USES_DEVICE = re.compile(r"cuda|npu|device|\bmodel|\bnet\b")
+_ASKS_OR_USES = re.compile(
+    r"is_available\(|device_count\(|current_device\(|\.(cuda|npu|to)\(|set_device|init_process_group"
+)
 _RANK = re.compile(
     r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
 )
@@ -211,7 +214,7 @@ class Tree(Survey):
     def forks(self) -> bool:
         """Return whether the script starts processes that may be forks, in which CUDA fails once its parent used it."""
         named = FORKS.search(self.code) is not None or self.submits
-        return bool(self.forking) or named or _USES_DEVICE.search(self.reached(self._started)[1]) is not None
+        return bool(self.forking) or named or _USES_DEVICE.search(self.reached(self.started)[1]) is not None
 
     @cached_property
     def forking(self) -> list[cst.Call]:
@@ -224,8 +227,20 @@ class Tree(Survey):
             or (others and FORKS.search(text_of(call)))
         ]
 
+    def names_before_fork(self, around: list[cst.CSTNode], function: cst.FunctionDef | None) -> bool:
+        """Return whether a device is only named where the process may fork afterwards.
+
+        A function that returns its name may run before. So may what a lambda of the module needs above it, though the
+        lambda itself does not.
+        """
+        if not self.forks or (function is not None and _ASKS_OR_USES.search(text_of(function))):
+            return False
+        if function is None:
+            return self.level is Level.TORCH and any(isinstance(each, cst.Lambda) for each in around)
+        return function.name.value not in self.reached(self.started)[0] and returns_name(around)
+
     @cached_property
-    def _started(self) -> list[str]:
+    def started(self) -> list[str]:
         """Return the module's functions that it passes to something that runs them in another process."""
         has_pool = _POOL.search(self.code)
         return [
@@ -251,7 +266,7 @@ class Tree(Survey):
             if arg.keyword and arg.keyword.value in _OF_LOADER
         ]
         data = [name for name, made in self._defined.items() if _IN_LOADER.search(text_of(made))]
-        return self.reached([*self._started, *given, *data])[0]
+        return self.reached([*self.started, *given, *data])[0]
 
     def others(self, names: Collection[str]) -> list[cst.CSTNode]:
         """Return the calls of functions and methods of other files that have one of these names."""

@@ -1,6 +1,8 @@
 """What a port leaves to a vendor's other tools: probes for its packages, its extensions, processes that are forked."""
 
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -142,6 +144,60 @@ def test_the_number_of_devices_and_the_backend_are_asked_without_a_check_that_a_
     parent = ported.partition("def options")[2]
     words = ("nccl", "cuda", "is_available", "check_available", "accel.")
     assert [word for word in words if word in parent] == []
+
+
+def test_a_rank_that_joins_a_job_asks_which_devices_are_there():
+    source = FORKS.format(choice="None") + "\n\ndef train():\n    torch.distributed.init_process_group('nccl')\n"
+    ported = port_source(source, Level.ROLES, Known(imported=True)).source
+    assert "check_available=True" in ported.partition("def train")[2]
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_function_that_returns_a_device_asks_without_a_check_where_processes_are_forked(level):
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\n\nmove = lambda x, gpu: x.cuda(gpu)\n\n\n"
+        "def of(gpu):\n    return torch.device('cpu') if gpu < 0 else torch.device('cuda:' + str(gpu))\n\n\n"
+        "def work(x):\n    print(x.cuda())\n\n\n"
+        "def start(x):\n    mp.Process(target=work, args=(x,)).start()\n"
+    )
+    ported = port_source(source, level, Known(imported=True)).source
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")) as asked:
+        module = imported(ported)
+        assert not asked.called
+        assert module.of(0) == torch.device("meta", 0)
+    assert [call.args or call.kwargs for call in asked.mock_calls] == [{}]
+    assert "check_available" in ported.partition("def work")[2]
+
+
+FLAG = """try:
+    import torch
+    found = True
+except ImportError:
+    found = False
+
+there = torch.cuda.is_available() if found else "N/A"
+x = torch.ones(1).to("cuda") if found else None
+"""
+LATE = """def report():
+    try:
+        import torch
+    except Exception as error:
+        return str(error)
+    return torch.ones(1).to("cuda") if torch.cuda.is_available() else 0
+
+
+if __name__ == "__main__":
+    print(report())
+"""
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("source", [FLAG, LATE])
+def test_a_file_that_goes_on_without_torch_still_does(source, level):
+    outcome = port_source(source, level)
+    assert any("is missing" in note.text for note in outcome.left)
+    with mock.patch.dict(sys.modules, {"torch": None, "accelcore": None}):
+        exec(compile(outcome.source, "ported", "exec"), {"__name__": "__main__"})
 
 
 def test_torch_is_not_imported_at_the_top_for_a_function_that_imports_it_itself():

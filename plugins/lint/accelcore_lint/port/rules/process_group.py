@@ -72,7 +72,7 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
         name = facts.name(call.func) or ""
         first = call.args[0] is parent and keyword is None
         if (name in _INIT and first) or (name.startswith("torch.distributed.") and keyword == "backend"):
-            return _default(facts, node)
+            return _default(facts, node, joins=True)
         options = [text_of(other.value).strip("\"'") for other in call.args if not other.keyword]
         is_option = isinstance(call.func, cst.Attribute) and call.func.attr.value == "add_argument"
         if is_option and keyword == "default" and any("backend" in option for option in options):
@@ -100,15 +100,15 @@ def _decide_question(node: cst.Call, facts: Facts) -> Rewrite | None:
     )
 
 
-def _default(facts: Facts, node: cst.SimpleString) -> Rewrite:
-    return Rewrite(whole(node, _default_name(facts, node)).build, (), facts.needs_torch)
+def _default(facts: Facts, node: cst.SimpleString, *, joins: bool = False) -> Rewrite:
+    return Rewrite(whole(node, _default_name(facts, node, joins=joins)).build, (), facts.needs_torch)
 
 
-def _default_name(facts: Facts, node: cst.CSTNode) -> str:
-    """Return the source of torch's default backend for the device."""
+def _default_name(facts: Facts, node: cst.CSTNode, *, joins: bool = False) -> str:
+    """Return the source of torch's default backend for the device, for the process that `joins` or for another one."""
     # The kind of device is the same in all processes. Without a check, no process uses a device by this question.
     device = f'{facts.torch}.accelerator.current_accelerator() or "cpu"'
-    if not ((facts.forking or "fork" in facts.uses_of) and facts.place.is_apart(node)):
+    if joins or not ((facts.forking or "fork" in facts.uses_of) and facts.place.is_apart(node)):
         with suppress(UnplacedError):
             device = facts.place.device(node)
     return f"{facts.torch}.distributed.get_default_backend_for_device({device})"
