@@ -31,7 +31,10 @@ def with_type(device: cst.Call, kind: str, index: str) -> str:
     """
     if len(device.args) > 1:
         return f"{kind}, {index}"
-    return f'f"{{{kind}}}:{{{index}}}"' if '"' not in index else f"{kind} + ':' + str({index})"
+    if '"' in index:
+        return f"{kind} + ':' + str({index})"
+    kind = kind.replace('"', "'")  # Python before 3.12 needs other quotes in an f-string
+    return f'f"{{{kind}}}:{{{index}}}"'
 
 
 def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:

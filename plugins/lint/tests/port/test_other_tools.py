@@ -1,6 +1,7 @@
 """What a port leaves to a vendor's other tools: probes for its packages, its extensions, processes that are forked."""
 
 import sys
+from argparse import Namespace
 from typing import Any
 from unittest import mock
 
@@ -157,6 +158,7 @@ def test_a_function_that_returns_a_device_asks_without_a_check_where_processes_a
     source = (
         "import torch\nimport torch.multiprocessing as mp\n\nmove = lambda x, gpu: x.cuda(gpu)\n\n\n"
         "def of(gpu):\n    return torch.device('cpu') if gpu < 0 else torch.device('cuda:' + str(gpu))\n\n\n"
+        "def first(args):\n    return torch.device('cuda:' + str(args.gpus[0]))\n\n\n"
         "def work(x):\n    print(x.cuda())\n\n\n"
         "def start(x):\n    mp.Process(target=work, args=(x,)).start()\n"
     )
@@ -165,7 +167,8 @@ def test_a_function_that_returns_a_device_asks_without_a_check_where_processes_a
         module = imported(ported)
         assert not asked.called
         assert module.of(0) == torch.device("meta", 0)
-    assert [call.args or call.kwargs for call in asked.mock_calls] == [{}]
+        assert module.first(Namespace(gpus=[1])) == torch.device("meta", 1)
+    assert [call.args or call.kwargs for call in asked.mock_calls] == [{}, {}]
     assert "check_available" in ported.partition("def work")[2]
 
 
