@@ -150,3 +150,16 @@ def test_a_scaler_is_off_on_the_cpu_where_gradients_are_read_as_it_scales_them(b
     made = "accel.scaler.create()"
     made = made if at_roles else f'{made} if accel.device.type != "cpu" else accel.scaler.none()'
     assert f"scaler = {made}\n" in ported
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("line", "kept"), [("data = [d.to(dev) for d in data] if dev.type == 'cuda' else data", True), ("pass", False)]
+)
+def test_a_type_of_tensor_stays_that_the_same_question_chooses(tmp_path, level, line, kept):
+    choice = "Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.Tensor\n"
+    nets = f"import torch\n\n{choice}\n\ndef noise(x):\n    return Tensor(x.size()).normal_()\n"
+    step = f"import torch\nfrom nets import noise\n\n\ndef step(data, dev):\n    {line}\n    return noise(data[0])\n"
+    made = program(tmp_path, {"nets.py": nets, "step.py": step}, level)
+    assert (choice in made["nets.py"].source) is kept
+    assert ("Tensor(x.size()).normal_()" in made["nets.py"].source) is kept

@@ -177,7 +177,7 @@ def _of_name(name: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:
     if known != facts.uses[name.value] or name.value in facts.known.taken:
         return None
     if _asks(condition, facts):
-        return kind, ""
+        return None if facts.keeps_questions else (kind, "")
     plain = isinstance(condition, (cst.Name, cst.Attribute)) and facts.name(condition) is None
     return (kind, text_of(condition)) if plain and "is_cuda" not in text_of(condition) else None
 
