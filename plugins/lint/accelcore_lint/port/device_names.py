@@ -37,6 +37,17 @@ def with_type(device: cst.Call, kind: str, index: str) -> str:
     return f'f"{{{kind}}}:{{{index}}}"'
 
 
+def index_source(index: cst.BaseExpression) -> str:
+    """Return the source of an index, with the number of devices and the current one as torch counts them for all."""
+    text = re.sub(r"\btorch\.(cuda|npu)\.device_count\b", "torch.accelerator.device_count", text_of(index))
+    return re.sub(r"\btorch\.(cuda|npu)\.current_device\(\)", "torch.accelerator.current_device_index()", text)
+
+
+def with_index(torch: str, device: str, index: str) -> str:
+    """Return the source of torch's current device with an index, and of the CPU without: tensors there have none."""
+    return f'({torch}.device({device}.type, {index}) if {device}.type != "cpu" else {device})'
+
+
 def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
     """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
     if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):

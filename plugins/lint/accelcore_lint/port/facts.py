@@ -14,7 +14,7 @@ from accelcore_lint.port.imports import extensions_in, is_known_apex
 from accelcore_lint.port.place import Place
 from accelcore_lint.port.project import OTHERS, Known
 from accelcore_lint.port.rule import Level
-from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.syntax import argument, is_kept, text_of
 from accelcore_lint.port.uses import drives_apex, kept_questions, scaler_loads, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 
@@ -23,6 +23,7 @@ _TEXT = re.compile(
     r"\bstr\((\w+\.)*device\)(?! *[=!]=)|\{(\w+\.)*device\}|\.format\([^()]*\bdevice\b|\bdevice\.index\b"
 )
 _SHOWS = re.compile(r"print|log|info|warn|debug|error|raise|assert|write|echo|desc", re.IGNORECASE)
+_COMPARES = re.compile(r"\.device *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]= *[\w.]+\.device\b(?![.(])")
 _LOOPS = re.compile(r"\bfor ([^\n]*?) in\b")
 _OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
@@ -115,6 +116,10 @@ class Facts(DeviceNumbers):
     def keeps_questions(self) -> str:
         """Return the reason why questions for a device stay in this file; "" if there is none."""
         return self.known.keeps_questions or kept_questions(self.code)
+
+    def compares(self, site: cst.CSTNode) -> bool:
+        """Return whether a site gives a device a name in a file that compares devices: a tensor's has an index."""
+        return _COMPARES.search(self.code) is not None and is_kept([site, *self.parents(site)])
 
     @cached_property
     def hides_all(self) -> bool:

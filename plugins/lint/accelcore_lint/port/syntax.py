@@ -48,9 +48,14 @@ def returns_name(around: Iterable[cst.CSTNode]) -> bool:
     Args:
         around: the node of the device, and those around it, the inner first.
     """
+    return is_kept(around, cst.Return)
+
+
+def is_kept(around: Iterable[cst.CSTNode], *kinds: type[cst.CSTNode]) -> bool:
+    """Return whether a device is only named in a statement of these kinds, or in one that returns or assigns it."""
     for node in around:
         if isinstance(node, cst.BaseStatement | cst.BaseSmallStatement):
-            return isinstance(node, cst.Return)
+            return isinstance(node, kinds or (cst.Return, cst.Assign, cst.AnnAssign))
         if isinstance(node, cst.Call) and dotted(node.func).split(".")[-1] not in ("device", "format", "str"):
             return False
     return False

@@ -1,7 +1,12 @@
 """Scripts that choose a device by a number: an option, a rank, or the number of a device in a loop."""
 
+from unittest import mock
+
 import pytest
+import torch
 from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
+from port_sources import imported
 
 
 @pytest.mark.parametrize("other", ["", "setup(3)\n", "start = setup\n"])
@@ -272,3 +277,18 @@ def test_a_rank_loses_its_number_only_if_something_sets_its_device(sets):
     assert outcome.after == 0
     assert ('f"{current_device.type}:{local_rank}" if' in outcome.source) is not bool(sets)
     assert ("y = torch.ones(1).to(torch.device(current_device.type, local_rank))" in outcome.source) is not bool(sets)
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(("test", "index"), [("x.device != here()", 3), ("x.device.type == 'cpu'", None)])
+@pytest.mark.parametrize("name", ['"cuda", torch.cuda.current_device()', 'f"cuda:{torch.cuda.current_device()}"'])
+def test_a_device_keeps_its_index_in_a_file_that_compares_it_with_that_of_a_tensor(level, test, index, name):
+    source = f"import torch\n\n\ndef here():\n    return torch.device({name})\n\n\ndef check(x):\n    return {test}\n"
+    module = imported(port_source(source, level, Known(imported=True)).source)
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
+    ):
+        assert module.here() == torch.device("meta", index)
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=None):
+        assert module.here() == torch.ones(1).device

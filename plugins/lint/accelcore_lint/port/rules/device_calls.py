@@ -6,11 +6,11 @@ import re
 
 import libcst as cst
 
-from accelcore_lint.port.device_names import index_of
+from accelcore_lint.port.device_names import index_of, index_source
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.removed import removed
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import index_source, whole
+from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from accelcore_lint.port.device_names import index_of, is_device_name, with_type
+from accelcore_lint.port.device_names import index_of, index_source, is_device_name, with_index, with_type
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
@@ -64,12 +64,6 @@ def _refused(index: cst.BaseExpression) -> Left:
     )
 
 
-def index_source(index: cst.BaseExpression) -> str:
-    """Return the source of an index, with the number of devices and the current one as torch counts them for all."""
-    text = re.sub(r"\btorch\.(cuda|npu)\.device_count\b", "torch.accelerator.device_count", text_of(index))
-    return re.sub(r"\btorch\.(cuda|npu)\.current_device\(\)", "torch.accelerator.current_device_index()", text)
-
-
 def _needs_index(facts: Facts, site: cst.CSTNode) -> bool:
     """Return whether a device is one that the script then makes current, or that a process group gets."""
     bound = [argument(call, "device_id") for call in facts.calls]
@@ -86,7 +80,10 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     named = index is not None and facts.level is not Level.TORCH and facts.place.by_hand and _needs_index(facts, site)
     is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
     if facts.is_own(index) and is_own and not named:
-        return facts.device(site) if index is None else facts.place.device(site)
+        device = facts.device(site) if index is None else facts.place.device(site)
+        if index is None or device.endswith(".device") or not facts.compares(site):
+            return device
+        return with_index(facts.torch, device, index_source(index))
     assert index is not None, "the device without an index is the process's own"
     if not _has_indexes(facts, site, index):
         return _refused(index)
@@ -226,7 +223,7 @@ def _inline(facts: Facts, node: cst.CSTNode, index: cst.BaseExpression | None) -
     """Return the source of the accelerator's device, or of the CPU's; at level TORCH as the script's own choice."""
     if facts.level is not Level.TORCH or index is not None:
         source = device_source(facts, node, index)
-        if isinstance(source, str) and source.endswith(")"):  # torch.load refuses "cpu:0", which the script never has
+        if isinstance(source, str) and source.endswith(")") and " if " not in source:  # torch.load refuses "cpu:0"
             device = facts.place.device(node)
             source = f'({source} if {device}.type != "cpu" else {device})'
         return source
