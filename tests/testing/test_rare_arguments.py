@@ -30,6 +30,12 @@ def _inside(func, grad, x, padding):
     return grad[..., top : grad.shape[-2] - bottom, left : grad.shape[-1] - right].clone()
 
 
+def _nothing_is_nan(func, weight, rows, begins, *args):
+    found = func(weight, rows, begins, *args)
+    found[0][:-1][begins.diff()[: len(found[0]) - 1] == 0] = torch.nan
+    return found
+
+
 def _of_bias(func, *args):
     found = func(*args)
     return (*found[:2], found[2] * 0) if args[-1] == [False, False, True] else found
@@ -214,6 +220,10 @@ WRONG = {
             0, torch.tensor([x.numel() - 1]), 0.0).reshape(x.shape)}),
     "low precision": ("logaddexp", "float16, as it is, of other options: result", {
         "logaddexp": lambda func, x, y, **out: func(x, y, **out) * (1.1 if x.dtype == torch.float16 else 1)}),
+    "an empty part": ("nn.functional.embedding_bag", "float32, as it is, of other options: result 0", {
+        "_embedding_bag": _nothing_is_nan}),
+    "degrees of NaN": ("special.chebyshev_polynomial_t", "float32, as it is, with NaN: result 0", {
+        "special_chebyshev_polynomial_t": lambda func, x, n, **out: func(x.nan_to_num(0), n, **out)}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
 }  # fmt: skip
@@ -321,6 +331,8 @@ def _without_the_last_tile(func, one, other):
     ("cumsum", "of rows of 1025: result", {"cumsum": _again_in_pieces}),
     ("sum", "bfloat16, as it is, of columns of 4099: result", {"sum.dim_IntList": _in_low_precision}),
     ("gradient of linear over rows", "of columns of 4099: the gradient 1", {"sum.dim_IntList": _in_low_precision}),
+    ("softmax", "softmax of rows of 4099, .* with large numbers: result", {
+        "_softmax": lambda func, x, *args: func(x, *args) if x.shape[-1] < 2048 else x.exp() / x.exp().sum(-1, True)}),
     ("order, stable", "order, stable of rows of 129, .* with equal numbers: result 1", {"sort": _last_of_equal}),
 ])  # fmt: skip
 def test_rows_of_more_than_a_block_are_compared(name, says, kernels):

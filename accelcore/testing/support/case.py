@@ -156,7 +156,8 @@ class Case:
         if self.info.supports_out and self.name not in IGNORES_OUT:
             usual = self.dtype == torch.float32 and self.name in SAMPLED and not self.what
             usual &= self.name not in DENSE_OUT
-            for layout in ("strided", "transposed", _EMPTY) if self.writes else (self.out, *_TO_RESIZE[: 2 * usual]):
+            more = ("transposed", *_TO_RESIZE) if usual else ()
+            for layout in ("strided", "transposed", _EMPTY) if self.writes else {self.out: 0, **dict.fromkeys(more)}:
                 self._check_out("with out=", values, exact, layout=layout)
             if usual:  # what torch refuses is refused, or right
                 self._check_refused("with out= of whole numbers", values, exact, dtype=torch.int64)

@@ -6,17 +6,19 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator
-from itertools import combinations, permutations, product
+from functools import partial
+from itertools import combinations, islice, permutations, product
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelcore.testing.support.layouts import tensors
+from accelcore.testing.support.layouts import WHOLE, mapped, tensors
 from accelcore.testing.support.samples import samples
 from accelcore.testing.support.values import repeated
 
+_NO_CLASS = 255
 _MOST_PAIRS = 16  # of an operator
 _REDUCTIONS = ("none", "sum", "mean")
 _UNDEFINED = (("topk", 4),)  # a switch without which results are in any order
@@ -73,13 +75,19 @@ def _not_differentiable(info: Any, dtype: torch.dtype) -> list[Any]:
     return found
 
 
-def with_indices_that_occur(options: list[Any]) -> Iterator[Any]:
-    """Yield arguments with indices that come again, and with one of them as `padding_idx` or a similar option."""
+def with_indices_that_occur(options: list[Any], most: int) -> Iterator[Any]:
+    """Yield arguments with indices that come again, and with one of them as `padding_idx` or a similar option.
+
+    Then with an option beyond all sizes that every second index is: what is to be ignored may be no class. There are at
+    most `most` of each.
+    """
     keys = {key for _, named in options for key, value in named.items() if _is_index(key) and isinstance(value, int)}
-    for arguments in options if keys else ():
-        if (changed := repeated(arguments)) is not None:
-            whole = next(each for each in tensors(changed) if each.dtype in (torch.int64, torch.int32))
-            yield changed[0], {**changed[1], **dict.fromkeys(keys, int(whole.reshape(-1)[:2][-1]))}
+    again = (each for each in map(repeated, options if keys else ()) if each is not None)
+    for given, named in islice(again, most):
+        whole = next(each for each in tensors((given, named)) if each.dtype in WHOLE)
+        yield given, {**named, **dict.fromkeys(keys, int(whole.reshape(-1)[:2][-1]))}
+    for given, named in options[:most] if keys else ():
+        yield mapped(partial(_every_second, _NO_CLASS), (given, {**named, **dict.fromkeys(keys, _NO_CLASS)}))
 
 
 def convolutions(name: str, dtype: torch.dtype) -> Iterator[Any]:
@@ -102,6 +110,14 @@ def convolutions(name: str, dtype: torch.dtype) -> Iterator[Any]:
         shapes = ((1, 33, *(19, 17, 3)[:count]), (33, 33 // groups, *[size] * min(count, 2), *[1] * (count - 2)), (33,))
         given = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
         yield tuple(given), {"stride": stride, "padding": (size // 2, size // 2, 0)[:count], "groups": groups}
+
+
+def _every_second(number: int, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in WHOLE:
+        return value
+    flat = value.reshape(-1).clone()
+    flat[1::2] = number
+    return flat.reshape(value.shape)
 
 
 def _is_index(key: str) -> bool:

@@ -114,12 +114,27 @@ def _replaced(arguments: Any, place: Any, value: Any) -> Any:
     return (first, *given[:place], value, *given[place + 1 :]), named
 
 
-def _runs(info: Any, arguments: Any) -> bool:
-    given, options = placed(arguments, torch.device("cpu"), "")
+def is_documented(name: str) -> bool:
+    """Return whether torch documents a function or method: kernels of others need not check their arguments."""
+    found = False
+    for owner in (torch, torch.Tensor):
+        with suppress(AttributeError):
+            found |= bool(attrgetter(name)(owner).__doc__)
+    return found
+
+
+def results_of(info: Any, arguments: Any) -> list[torch.Size]:
+    """Return the shapes of an operator's results; none if it does not take the arguments, or returns nothing."""
     try:
-        return sum(each.numel() for each in tensors(info.op(*given, **options))) < _MOST_ELEMENTS
+        given, options = placed(arguments, torch.device("cpu"), "")
+        return [each.shape for each in tensors(info.op(*given, **options))]
     except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
-        return False
+        return []
+
+
+def _runs(info: Any, arguments: Any) -> bool:
+    shapes = results_of(info, arguments)
+    return bool(shapes) and sum(map(math.prod, shapes)) < _MOST_ELEMENTS
 
 
 def _without_each(arguments: Any) -> Iterator[tuple[Any, Any]]:

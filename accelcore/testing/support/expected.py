@@ -12,6 +12,7 @@ from torch import Tensor
 
 _EXACT = 8  # times the rounding errors of inputs and result
 _EXACT_IN_LOW = 2  # times those of bf16 and fp16, in which kernels round their results, and hardly anything before
+_SYSTEMATIC = 2  # rounding errors of constants, such as the reciprocal of a mean's count
 
 
 class _Limits(NamedTuple):
@@ -124,12 +125,36 @@ class Expected:
         else:
             wrong = (found != right) & compared
         if not bool(wrong.any()):
-            return ""
+            return self._off_by_a_factor(found, right, others, compared)
         first = tuple(wrong.nonzero()[0].tolist())
         return (
             f"is wrong in {int(wrong.sum())} of {wrong.numel()} elements: {found[first].item():.6g} instead of "
             f"{right[first].item():.6g} at {list(first)}"
         )
+
+    def _off_by_a_factor(self, found: Tensor, right: Tensor, others: list[Tensor], compared: Tensor) -> str:
+        """Return in words that a result in low precision is too large or too small as a whole; empty if it is not.
+
+        Rounding errors of many elements cancel out, so that a smaller error shows than in each element.
+        """
+        in_low = self.dtype in (torch.bfloat16, torch.float16) and right.dtype.is_floating_point
+        if not in_low or self.factor > 1:
+            return ""
+        compared = compared & found.isfinite()
+        right, limits = right[compared], torch.finfo(self.dtype)
+        power = float(right.square().sum())
+        if not power > 0:
+            return ""
+
+        def excess(tensor: Tensor) -> float:
+            values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            return float((values.double()[compared] * right).nan_to_num(0.0).sum()) / power - 1
+
+        count = power**2 / float(right.pow(4).sum())  # of elements that matter
+        allowed = (_SYSTEMATIC + 3 / count**0.5) * limits.eps + limits.tiny * (len(right) / power) ** 0.5
+        allowed += max((abs(excess(each)) for each in others), default=0.0)
+        off = excess(found)
+        return f"is {1 + off:.3f} times what it should be" if abs(off) > allowed else ""
 
     def _limits(self, others: list[Tensor]) -> _Limits | None:
         """Return what is compared; None if nothing can be."""

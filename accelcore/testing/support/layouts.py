@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
-from itertools import chain, repeat
+from functools import lru_cache, partial
+from itertools import chain, product, repeat
 from typing import Any
 
 import torch
@@ -128,6 +128,38 @@ def emptied(arguments: Any) -> Any:
     return changed_tensors(
         arguments, lambda value, rows: value[:0] if value.dim() and value.shape[0] == rows else value
     )
+
+
+def without_size(arguments: Any) -> Iterator[Any]:
+    """Yield the arguments with each dimension of the first tensor empty, and one, or none, of that size of each other.
+
+    Not all of them fit together.
+    """
+    first, *others = tensors(arguments)
+    for dimension in range(first.dim()):
+        size = first.shape[dimension]
+        ways = [[None, *(n for n, count in enumerate(each.shape) if count == size)] for each in others]
+        for chosen in product([dimension], *ways):
+            places = dict(zip(map(id, [first, *others]), chosen, strict=True))
+            yield mapped(partial(_shortened, places, 0), arguments)
+
+
+def with_one_row(arguments: Any) -> Iterator[Any]:
+    """Yield the arguments with one row, and with one column, of each tensor that has the shape of another one."""
+    given = [each for each in tensors(arguments) if each.layout == torch.strided]
+    shapes = [each.shape for each in given]
+    for value in given:
+        if value.dim() > 1 and min(value.shape) > 1 and shapes.count(value.shape) > 1:
+            for dimension in (0, -1):
+                yield mapped(partial(_shortened, {id(value): dimension}, 1), arguments)
+
+
+def _shortened(dimensions: dict[int, int | None], length: int, value: Any) -> Any:
+    """Return a tensor with the first elements of the dimension that is noted by its identity; all else as it is."""
+    dimension = dimensions.get(id(value))
+    if dimension is None:
+        return value
+    return value.detach().narrow(dimension, 0, length).clone().requires_grad_(value.requires_grad)
 
 
 def scalars(arguments: Any) -> Any:

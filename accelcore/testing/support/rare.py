@@ -18,22 +18,33 @@ from accelcore.testing.support.coverage import (
     with_indices_that_occur,
 )
 from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
-from accelcore.testing.support.effects import beyond_sizes, from_behind, with_effect
+from accelcore.testing.support.effects import beyond_sizes, from_behind, is_documented, results_of, with_effect
 from accelcore.testing.support.found import ALIKE, COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
-from accelcore.testing.support.layouts import LAYOUTS, MIXED, cropped, mapped, tensors
+from accelcore.testing.support.layouts import (
+    LAYOUTS,
+    MIXED,
+    cropped,
+    mapped,
+    tensors,
+    with_one_row,
+    without_size,
+)
 from accelcore.testing.support.samples import (
     CONVERTS,
     DECIDED,
     NOT_UNIQUE,
     READS_MEMORY,
     ROUGH,
+    SAMPLED,
     defines_infinities,
+    defines_nan,
     needs_lapack,
     samples,
 )
 from accelcore.testing.support.values import (
     all_alike,
     multiplied,
+    with_empty_parts,
     with_ends,
     with_equal_numbers,
     with_infinity,
@@ -47,6 +58,7 @@ from accelcore.testing.support.values import (
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
+_MOST_EMPTIED = 3
 _MOST_WRITTEN = 2  # samples of an operator that are also run in place and with `out=`
 _MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
@@ -95,10 +107,14 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *_of_other_shapes(name, options),
         *islice(chain.from_iterable(map(with_masks_of_members, options)), _MOST_MASKED),
         *from_behind(info, dtype, options),
-        *islice(with_indices_that_occur(options + pairs), _MOST_INDICES),
+        *(_broadcast(info, pool) if is_documented(info.name) and name not in ROUGH else ()),
+        *islice(filter(None, map(with_empty_parts, options + pairs)), _MOST_INDICES),
+        *with_indices_that_occur(options + pairs, _MOST_INDICES),
         *(islice(filter(None, map(with_negative_indices, pool)), _MOST_SHAPES) if name in _FROM_BEHIND else ()),
     ]:
         yield Rare(info, dtype, arguments, OTHERWISE, writes=any(arguments is each for each in written))
+    if name in SAMPLED and "attention" not in name:  # others may crash, and attention divides by the root of a size
+        yield from (Rare(info, dtype, arguments, "of no elements") for arguments in _without_sizes(info, options))
     for arguments, layout in zip(convolutions(name, dtype), cycle(LAYOUTS), strict=False):
         yield Rare(info, dtype, arguments, OTHERWISE, layout)
     for choose, layout in _IN_LAYOUTS if every and name not in READS_MEMORY else ():
@@ -119,11 +135,11 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     yield from _with_frozen_inputs(info, dtype, every)
     if dtype == torch.float32 and defines_infinities(name) and not any(each in name for each in _COUNTS_UP):
         yield from _of_numbers(info, every)
-    if dtype == torch.float32 and defines_infinities(name) and not (chosen or needs_lapack(info)):
+    if dtype == torch.float32 and defines_nan(name) and not (chosen or needs_lapack(info)):
         given = arguments_of(max(every, key=_elements))
         for changed in with_nans(info.op, sorted(options, key=_most_options, reverse=True)):
             yield Rare(info, dtype, changed, "with NaN")
-        for what, each in INFINITE.items():
+        for what, each in INFINITE.items() if defines_infinities(name) else ():
             if (changed := with_infinity(given, each)) is not None:
                 yield Rare(info, dtype, changed, what)
     known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE else ()
@@ -160,6 +176,22 @@ def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:
     """Yield arguments of images of other sizes."""
     if any(each in name for each in _OF_IMAGES):
         yield from islice(filter(None, map(cropped, options)), _MOST_SHAPES)
+
+
+def _without_sizes(info: Any, options: list[Any]) -> Iterator[Any]:
+    """Yield arguments with an empty dimension of which the result has elements: sums of nothing."""
+    by_dimensions = {_dimensions(given): given for given in options if tensors(given)}
+    for given in islice(by_dimensions.values(), _MOST_EMPTIED):
+        if all(each.layout == torch.strided for each in tensors(given)):
+            found = (each for each in without_size(given) if 0 < sum(map(math.prod, results_of(info, each))) < 2**10)
+            yield from islice(found, _MOST_EMPTIED)
+
+
+def _broadcast(info: Any, pool: list[Any]) -> Iterator[Any]:
+    """Yield arguments of which one tensor is as wide as the others only if its row or column comes again."""
+    given = max(pool, key=_matrices_alike, default=None)
+    shapes = results_of(info, given)
+    yield from (each for each in with_one_row(given) if shapes and results_of(info, each) == shapes)
 
 
 def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:
@@ -209,6 +241,11 @@ def _most_options(arguments: Any) -> int:
 def _matrices(arguments: Any) -> int:
     shapes = [each.shape for each in tensors(arguments) if each.dim() > 1 and min(each.shape[-2:]) > 1]
     return 2 * len(shapes) - len({*shapes})
+
+
+def _matrices_alike(arguments: Any) -> int:
+    shapes = [each.shape for each in tensors(arguments) if each.dim() > 1 and min(each.shape) > 1]
+    return max(map(shapes.count, shapes), default=0)
 
 
 def _elements(sample: Any) -> int:

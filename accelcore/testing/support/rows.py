@@ -11,11 +11,13 @@ from torch.nn import functional
 
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support.case import Case
-from accelcore.testing.support.found import EQUAL, Found
+from accelcore.testing.support.found import EQUAL, LARGE, Found
 
 _LENGTHS = (9, 17, 33, 129, 768, 1025, 4099)
 _OF_LOW = 33, 4099  # lengths that are tried in every dtype: of the longer rows a sum in low precision stands still
 _DIMENSIONS = {"rows": -1, "columns": 0, "planes": 1}  # where the elements of a row are neighbours, or not
+
+_EXPONENT_OVERFLOWS = 64.0  # times numbers around 1: a kernel that does not subtract the largest first has no result
 
 _MOST_ATTENDED = 257  # keys of as many queries
 _MOST_SQUARE = 129  # rows of a matrix that is decomposed
@@ -109,6 +111,7 @@ _OF_WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # whose gradient
     "batch_norm": lambda x, weight: functional.batch_norm(x, None, None, weight, weight, training=True),
     "expand": lambda x, weight: weight.expand_as(x),
 }
+_OF_LARGE = (*_OF_ROWS.keys() - {"cholesky", "inverse", "solution", "determinant"}, *_ALONG.keys() - {"prod"})
 
 ROWS = (*_OF_ROWS, *_ALONG, *_ORDERED, *(f"gradient of {name} over rows" for name in _OF_WEIGHTS))
 """Names of operators, of three rows."""
@@ -157,11 +160,14 @@ def compare_rows(
         for dtype in dtypes if length in _OF_LOW else (torch.float32,):
             rows = numbers.abs() if length == _OF_LOW[-1] and dtype != torch.float32 else numbers
             rows = ((2 * rows).round() if name in _ORDERED else rows).to(dtype)
-            for form, op, given in _forms(name, rows):
-                # Of equal numbers a gradient is a sum, which a device may add up in the low precision.
-                differentiable = name not in _ORDERED or dtype == torch.float32
-                leaves = tuple(each.clone().requires_grad_(differentiable) for each in given)
-                where = f"of {form} of {length}"
-                called, what = (f"{name} {where}", EQUAL) if name in _ORDERED else (name, where)
-                Case(found, device, called, _OfRows(op), dtype, (leaves, {}), what, False).run()
+            large = length == _OF_LOW[-1] and name in _OF_LARGE
+            for factor in (1.0, *[_EXPONENT_OVERFLOWS] * large):
+                for form, op, given in _forms(name, factor * rows):
+                    # Of equal numbers a gradient is a sum, which a device may add up in the low precision.
+                    differentiable = name not in _ORDERED or dtype == torch.float32
+                    leaves = tuple(each.clone().requires_grad_(differentiable) for each in given)
+                    where = f"of {form} of {length}"
+                    what = LARGE if factor > 1 else EQUAL if name in _ORDERED else where
+                    called = name if what == where else f"{name} {where}"
+                    Case(found, device, called, _OfRows(op), dtype, (leaves, {}), what, False).run()
     return found

@@ -73,7 +73,8 @@ ORDERED = (*("sort", "topk", "argsort", "argmax", "max.reduction_with_dim", "med
 TIED = {"argsort": "result 0", **dict.fromkeys(("sort", "topk", "median", "nanmedian", "kthvalue", "mode"), "result 1")}
 """Which result is the index of any of the numbers that are equal, unless `stable=True`, by operator."""
 
-_OPEN = ("fft.", "polynomial", "unpool", "rms_norm", "cdist", "masked.median")
+_OPEN_NAN = ("fft.", "unpool", "rms_norm", "cdist")
+_OPEN = (*_OPEN_NAN, "polynomial", "masked.median")
 _WHOLE = ("byte", "char", "short", "int", "long")
 
 DECIDED = ("searchsorted", "bucketize", "cummax", "cummin", "isin", "heaviside", "unique", "unique_consecutive")
@@ -200,6 +201,11 @@ def is_comparable(name: str, dtype: torch.dtype, arguments: Any) -> bool:
 def defines_infinities(name: str) -> bool:
     """Return whether it is defined what an operator makes of infinities, NaN, and numbers beyond whole numbers."""
     return name not in _WHOLE and not any(each in name for each in _OPEN)
+
+
+def defines_nan(name: str) -> bool:
+    """Return whether it is defined what an operator makes of NaN."""
+    return name not in _WHOLE and not any(each in name for each in _OPEN_NAN)
 
 
 def needs_lapack(info: Any) -> bool:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support.case import Case
-from accelcore.testing.support.coverage import arguments_of, convolutions, of_other_options
+from accelcore.testing.support.coverage import (
+    arguments_of,
+    convolutions,
+    joined,
+    of_other_options,
+    with_indices_that_occur,
+)
 from accelcore.testing.support.found import INFINITE, LARGE, OF_GRADIENT, OTHERWISE, SMALL, Found, is_refusal
 from accelcore.testing.support.layouts import (
     BEHIND,
@@ -55,7 +61,7 @@ from accelcore.testing.support.values import (
 )
 from accelcore.testing.support.wrapped import Between, Gradient, Twice
 
-_MOST_WRONG = 4
+_MOST_WRONG, _MOST_INDICES = 4, 8
 _MOST_RESULTS = 10  # of an enlarged sample
 _OF_MANY_RESULTS = ("unbind_copy",)
 _MOST_ENLARGED = 8  # samples, of an operator that scripts use less
@@ -120,10 +126,14 @@ def compare(
                 return found
         if dtype.is_floating_point and name in SAMPLED and name not in ROUGH:
             if dtype in (torch.bfloat16, torch.float16):  # each of them half of the options
+                half = dtype == torch.float16
                 options = [*of_other_options(info, dtype, every, chosen), *convolutions(name, dtype)]
-                for number, given in enumerate(options, dtype == torch.float16):
+                for number, given in enumerate(options, half):
                     what, changed = (LARGE, multiplied(given, 8.0)) if number % 2 else (OTHERWISE, given)
                     Case(found, device, name, info, dtype, changed or given, what, elementwise).run()
+                pairs = list(joined(info, dtype, every))
+                for given in [*pairs, *with_indices_that_occur(options + pairs, _MOST_INDICES)][half::2]:
+                    Case(found, device, name, info, dtype, given, OTHERWISE, elementwise).run()
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
             small = dtype == torch.float32 and "norm" not in name  # small rows are normalized by eps, and noise
             for what, times in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -13,15 +13,19 @@ from torch import Tensor
 from accelcore.testing.support.layouts import WHOLE, changed_tensors, mapped, placed, tensors, wide
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, *WHOLE)
+_MOST_PARTS = 64  # numbers that may be offsets
 _MOST_TRIED = 8  # arguments of an operator, until a NaN shows in its results
 
 
-def _with_nan(arguments: Any) -> Any:
-    """Return the arguments without gradients, and with NaN as the second element of the first; None if it has none."""
+def _with_nan(arguments: Any, *, period: int = 2**31) -> Any:
+    """Return the arguments without gradients, and with NaN as the second element of each period of the first tensor.
+
+    None if it has no second element.
+    """
     first = arguments[0][0]
     if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() < 2:
         return None
-    where = torch.arange(first.numel()).reshape(first.shape) == 1
+    where = torch.arange(first.numel()).reshape(first.shape) % period == 1
 
     def spoil(value: Tensor, _: int) -> Tensor:
         return value.masked_fill(where, float("nan")) if value.data_ptr() == first.data_ptr() else value
@@ -33,12 +37,14 @@ def _with_nan(arguments: Any) -> Any:
 def with_nans(operator: Callable[..., Any], every: Iterable[Any]) -> list[Any]:
     """Return the first of several arguments with NaN, and the first ones of which the operator passes it on, if others.
 
-    A window with gaps may leave the element out.
+    A window with gaps may leave the element out, and a power of 0 has no use for it: every second one is NaN then.
     """
-    first, *others = [each for each in map(_with_nan, islice(every, _MOST_TRIED)) if each is not None] or [None]
+    given = list(islice(every, _MOST_TRIED))
+    first, *others = [each for each in map(_with_nan, given) if each is not None] or [None]
     if first is None or _passes_on(operator, first):
         return [] if first is None else [first]
-    return [first, *islice((each for each in others if _passes_on(operator, each)), 1)]
+    many = filter(None, (_with_nan(each, period=2) for each in given))
+    return [first, *islice((each for each in chain(others, many) if _passes_on(operator, each)), 1)]
 
 
 def _passes_on(operator: Callable[..., Any], arguments: Any) -> bool:
@@ -227,6 +233,23 @@ def with_short_indices(arguments: Any) -> Any:
     if not any(leaf.dtype == torch.int64 and leaf.numel() for leaf in tensors(arguments)):
         return None
     return changed_tensors(arguments, lambda value, _: value.int() if value.dtype == torch.int64 else value)
+
+
+def with_empty_parts(arguments: Any) -> Any:
+    """Return the arguments with the first of ascending whole numbers twice, as offsets of an empty part are.
+
+    None if there are none.
+    """
+    whole = [each for each in tensors(arguments)[1:] if each.dtype in WHOLE and each.dim() == 1]
+    several = [each for each in whole if 1 < len(each) <= _MOST_PARTS and bool(each[0] < each[-1])]
+    ascending = [each for each in several if bool((each.diff() >= 0).all())]
+    if not ascending:
+        return None
+
+    def change(value: Any) -> Any:
+        return torch.cat([value[:1], value]) if any(value is each for each in ascending) else value
+
+    return mapped(change, arguments)
 
 
 def with_equal_numbers(arguments: Any) -> Any:

@@ -73,6 +73,26 @@ def _short_ones_overwrite(func, grad, indices, count, padding, scale):
     return found
 
 
+def _of_one_column(func, x, other, weight):
+    if weight.shape[1:] == (1,) and x.shape == other.shape:
+        weight = weight.flatten().repeat(x.numel())[: x.numel()].reshape(x.shape)
+    return func(x, other, weight)
+
+
+def _mean_of_all(func, x, classes, weight, reduction, ignored):
+    loss, count = func(x, classes, weight, reduction, ignored)
+    if reduction != 1 or ignored < x.shape[1] or weight is not None:
+        return loss, count
+    return loss * count / classes.numel(), count
+
+
+def _in_rows(func, one, other, *, out):
+    if out.is_contiguous() or not out.t().is_contiguous():
+        return func(one, other, out=out)
+    out.t().reshape(-1).copy_((one @ other).flatten())
+    return out
+
+
 def _again_elsewhere(function, count, **named):
     found = function(count, **named)
     generator = torch.Generator().manual_seed(2)
@@ -106,6 +126,17 @@ known("largest_that_is_no_nan", "norms of NaN", {
 known("largest_with_its_sign", "norms of lists", {
       "_foreach_norm": lambda func, lists, order=2, *args: [each.max() for each in lists]
       if order == math.inf else func(lists, order, *args)})  # fmt: skip
+swept("products_of_nothing", "bmm", "of no elements: result 0 is wrong", {
+      "bmm": lambda func, one, other, **out: func(one, other, **out) + (one.shape[2] == 0)})  # fmt: skip
+swept("weights_by_their_place", "lerp", "of other options: result 0 is wrong", {"lerp.Tensor": _of_one_column})
+swept("padding_that_learns_in_low_precision", "nn.functional.embedding", "bfloat16, as it is, of other options: the gr",
+      {"embedding_dense_backward": lambda func, grad, rows, count, padding, scale: func(
+          grad, rows, count, -1, scale)}, dtype=torch.bfloat16)  # fmt: skip
+swept("mean_over_what_is_ignored", "nn.functional.nll_loss", "of other options: result 0 is wrong", {
+      "nll_loss2d_forward": _mean_of_all})  # fmt: skip
+swept("transposed_out_in_order_of_memory", "mm", "with out=: result 0 is wrong", {"mm.out": _in_rows})
+swept("sine_that_is_too_large", "sin", "1.05", {"sin": lambda func, x, **out: func(x, **out) * 1.05},
+      dtype=torch.bfloat16)  # fmt: skip
 swept("gradient_of_short_indices_that_drops_repeats", "nn.functional.embedding", "of short indices: the gradient",
       {"embedding_dense_backward": _short_ones_overwrite})  # fmt: skip
 swept("low_precision_that_sorts_one_way", "sort", "of other options: result", {"sort": _ascending})
