@@ -280,7 +280,10 @@ class Checkpoint:
         self.path = path
         if not path.is_dir():
             siblings = ", ".join(sibling.name for sibling in checkpoints(path.parent)[-3:])
-            raise CheckpointError(f"there is no checkpoint {path}", available=siblings or "no other one beside it")
+            remedy = (
+                "" if siblings else "give the folder of an earlier save; a replay needs what the recorded run resumed"
+            )
+            raise CheckpointError(f"there is no checkpoint {path}", available=siblings, remedy=remedy)
         try:
             self.manifest = verify(path, share)
         except UNREADABLE as error:

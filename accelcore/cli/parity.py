@@ -26,6 +26,7 @@ from accelcore.cli.options import (
 )
 from accelcore.devices.plugins import AUTOLOAD
 from accelcore.errors import ConfigurationError
+from accelcore.util.text import beside
 
 if TYPE_CHECKING:
     from accelcore.parity.compare import Result
@@ -126,7 +127,7 @@ def replay(
       accelcore replay --self new train.py
       accelcore replay -m ref mypackage.train
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    folder = Path(out) if out else Path(reference).with_name(f"{Path(reference).name}-replay")
+    folder = Path(out) if out else beside(Path(reference), "-replay")
     if Path(reference).is_file():
         raise ConfigurationError(
             f"{reference} is a file, not a recording",

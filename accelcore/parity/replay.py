@@ -21,7 +21,7 @@ from accelcore.parity.recording import Reader, ranks_of
 from accelcore.roles.runtime import set_host_rng_state
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import tensors, with_tensors
-from accelcore.util.text import is_whole
+from accelcore.util.text import beside, is_whole
 
 _OTHER_BATCHES = (
     "from step {} on the script's own batches or random numbers are others, and the recorded ones were taken; targets "
@@ -95,7 +95,7 @@ class Replay(Record):
             raise ConfigurationError(f"out={str(out)!r} is the recording itself", remedy="give another folder")
         last = max(self._recorded.steps, default=1) if steps is None else steps
         super().__init__(
-            self._reference.with_name(f"{self._reference.name}-replay") if out is None else out,
+            beside(self._reference, "-replay") if out is None else out,
             model=model,
             optimizer=optimizer,
             operators=[step for step in facts["operators"] if step <= last] if operators is None else operators,

@@ -173,6 +173,12 @@ def remedy_of_writing(error: Exception) -> str:
     return _REMEDIES_OF_WRITING.get(number or 0, "check the disk, or name another folder")
 
 
+def beside(folder: Path, ending: str) -> Path:
+    """Return the path beside `folder` with its name and this ending; "." and ".." have the names of their folders."""
+    named = folder if folder.name.strip(".") else folder.resolve()
+    return named.with_name(f"{named.name}{ending}")
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file at once: a kill leaves an older one or the new one."""
     beside = path.with_name(f".{path.name}.incomplete")

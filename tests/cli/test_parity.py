@@ -44,14 +44,16 @@ def test_record_replaces_nothing(tmp_path, capsys):
     assert "exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("reference", ["../ref", "."])
 @pytest.mark.usefixtures("forked")
-def test_a_damaged_recording_is_an_invalid_request(tmp_path, capfd):
+def test_a_damaged_recording_is_an_invalid_request(tmp_path, capfd, monkeypatch, reference):
     rank = tmp_path / "ref" / "rank-00000"
     rank.mkdir(parents=True)
     (rank / "recording.json").write_text(json.dumps({"format": 1}))
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)")
-    assert main(["replay", str(tmp_path / "ref"), str(script)]) == 64
+    monkeypatch.chdir(tmp_path / "ref")
+    assert main(["replay", reference, str(script)]) == 64
     assert "damaged" in capfd.readouterr().err
 
 
