@@ -89,8 +89,8 @@ class Step:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self.shared.acquire()
         if not self.shared.is_open:
-            self.shared.open(warns=self._warns)
-            self._gradients.clear()
+            if self.shared.open(warns=self._warns):
+                self._gradients.clear()
             self.calls.window_opened()
             return
         self.shared.check_left()

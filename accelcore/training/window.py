@@ -192,19 +192,19 @@ class SharedParameters:
             self._aside = None
         _thread.holder = ref(self)
 
-    def open(self, *, warns: bool) -> None:
-        """Open a window; if `warns`, warn once if a foreign backward pass has left a gradient before it."""
-        if warns and not self._warned:
-            slot = self._first_foreign()
-            if slot is not None:
-                self._warned = True
-                logger.warning(
-                    "loss.backward() was called before a window of the trainer. A window begins without gradients: "
-                    "that of the parameter %r was dropped. Add the losses up before trainer.backward(loss), or call it "
-                    "for each. If the gradients train nothing, call torch.autograd.grad, or then model.zero_grad()",
-                    slot.name,
-                )
+    def open(self, *, warns: bool) -> bool:
+        """Open a window; return whether gradients may be left. If `warns`, report a foreign backward pass once."""
+        slot = self._first_foreign()
+        if slot is not None and warns and not self._warned:
+            self._warned = True
+            logger.warning(
+                "loss.backward() was called before a window of the trainer. A window begins without gradients: "
+                "that of the parameter %r was dropped. Add the losses up before trainer.backward(loss), or call it "
+                "for each. If the gradients train nothing, call torch.autograd.grad, or then model.zero_grad()",
+                slot.name,
+            )
         self.begin(opened=True)
+        return slot is not None or self._hooks is not None
 
     def watch(self) -> None:
         """Find foreign backward passes by hooks from now on."""
