@@ -19,6 +19,7 @@ from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.gradients import Gradients
+from accelcore.training.model_changes import ResumedParameters
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
@@ -61,6 +62,34 @@ class Part(ABC):
         Raises:
             CheckpointError: the saved state is malformed, or does not fit.
         """
+
+
+@dataclass(frozen=True)
+class TrainedPart(Part):
+    """Names of the trained parameters. The first step after a resume compares them."""
+
+    resumed: ResumedParameters
+    gradients: Gradients
+    name = "trained"
+
+    def shared_state(self) -> Any:
+        return [slot.name for slot in self.gradients.slots]
+
+    def prepare(self, saved: Saved) -> Callable[[], object]:
+        names = saved.shared.get(self.name)
+        if names is None:  # a checkpoint of this format from before it had them
+            return lambda: None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
+        differing = self.resumed.differences(names)
+        if differing and as_dict(saved.own.get("window"), "window", "micro")["micro"]:
+            raise CheckpointError(
+                self.resumed.describe(differing),
+                why="the checkpoint was saved within a window, whose gradients belong to the parameters trained then",
+                remedy="before the resume, freeze or unfreeze as that run had, and call trainer.refresh(); or resume "
+                "from a checkpoint saved between two windows",
+            )
+        return lambda: self.resumed.restored(differing)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from accelcore.training.saving.parts import (
     RandomPart,
     ScalerPart,
     SchedulePart,
+    TrainedPart,
     WindowPart,
     read_saved,
 )
@@ -286,6 +287,7 @@ class Saver:
             MastersPart(model_part, gradients),
             SchedulePart(self._schedule),
             OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
+            TrainedPart(plan.resumed, gradients),
             ScalerPart(self._scaler),
             WindowPart(model, self._window, gradients),
             DataStreamPart(self._stream, runtime),

@@ -1,0 +1,134 @@
+"""A resume of a run that has frozen or unfrozen parameters: the same losses, or an error at the first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+
+DATA = list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0)))
+
+
+class Run:
+    """A training of three layers; `trained` names those that are trained from the start."""
+
+    def __init__(self, accel, trained="c", **options):
+        torch.manual_seed(1)
+        self.model = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+        self.model.forward = self.forward
+        self.set(**{name: name in trained for name in "abc"})
+        optimizer = accel.optimizers.create("adamw", self.model.parameters(), lr=0.1)
+        self.trainer = accel.trainer(self.model, optimizer, loss=lambda model, rows: model(rows).mean(), **options)
+
+    def forward(self, rows):
+        model = self.model
+        return model["c"](torch.tanh(model["b"](torch.tanh(model["a"](rows.to(model["a"].weight.dtype)))))).square()
+
+    def set(self, **layers):
+        for name, trains in layers.items():
+            self.model[name].requires_grad_(trains)
+
+    def change(self, **layers):
+        self.set(**layers)
+        self.trainer.refresh()
+
+    def train(self):
+        return [self.trainer(rows).item() for rows in self.trainer.batches(DATA)]
+
+
+def saved(accel, folder, *changes, **options):
+    """Train an epoch after each change, save before the last one, and return the losses after it."""
+    run = Run(accel, **options)
+    run.train()
+    for number, change in enumerate(changes, start=1):
+        if number == len(changes):
+            run.trainer.save(folder)
+        if change:
+            run.change(**change)
+        losses = run.train()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [({"a": True}, "'a.bias' is frozen now"), ({"c": False, "b": True}, "'b.bias' is frozen now")]
+)
+def test_the_first_step_raises_unless_the_same_parameters_are_trained(accel, tmp_path, change, says):
+    expected = saved(accel, tmp_path, change, {})
+    run = Run(accel)
+    run.trainer.resume(tmp_path)
+    for attempt in (run.train, lambda: run.trainer(DATA[0])):
+        with pytest.raises(accelcore.TrainingError, match=rf"{says}(.|\n)*epoch >= 1(.|\n)*refresh"):
+            attempt()
+    assert run.trainer.steps == 8
+    run.change(**change)
+    assert run.train() == expected
+
+
+def test_parameters_that_the_saved_run_had_frozen_are_named(accel, tmp_path):
+    saved(accel, tmp_path, {"c": False, "b": True}, {})
+    run = Run(accel, "bc")
+    run.trainer.resume(tmp_path)
+    with pytest.raises(accelcore.TrainingError, match=r"'c\.bias' is trained now(.|\n)*2 parameters"):
+        run.train()
+
+
+def test_a_change_in_the_epoch_after_the_resume_is_no_difference(accel, tmp_path):
+    expected = saved(accel, tmp_path, {"b": True})
+    run = Run(accel)
+    run.trainer.resume(tmp_path)
+    run.change(b=True)
+    assert run.train() == expected
+
+
+def test_another_change_does_not_hide_one_that_is_missing(accel, tmp_path):
+    expected = saved(accel, tmp_path, {"b": True}, {"a": True})
+    run = Run(accel)
+    run.trainer.resume(tmp_path)
+    run.change(a=True)
+    with pytest.raises(accelcore.TrainingError, match=r"'b\.bias' is frozen now"):
+        run.train()
+    run.change(b=True)
+    assert run.train() == expected
+
+
+def test_a_refresh_without_a_change_accepts_the_difference(accel, tmp_path):
+    saved(accel, tmp_path, {"b": True}, {})
+    run = Run(accel)
+    run.trainer.resume(tmp_path)
+    run.trainer.refresh()
+    assert len(run.train()) == 4
+    assert not run.model["b"].weight.requires_grad
+
+
+def test_a_second_resume_takes_what_it_finds(accel, tmp_path):
+    saved(accel, tmp_path / "other", {"b": True}, {})
+    expected = saved(accel, tmp_path / "same", {}, {})
+    run = Run(accel)
+    run.trainer.resume(tmp_path / "other")
+    run.trainer.resume(tmp_path / "same")
+    assert run.train() == expected
+
+
+def test_masters_are_exact_if_the_checkpoint_is_resumed_again(accel, tmp_path):
+    options = {"precision": accelcore.Policy(model_dtype=torch.bfloat16)}
+    expected = saved(accel, tmp_path, {"b": True}, {}, **options)
+    run = Run(accel, **options)
+    run.trainer.resume(tmp_path)
+    run.change(b=True)
+    run.trainer.resume(tmp_path)
+    assert run.train() == expected
+
+
+def test_a_checkpoint_within_a_window_is_refused_at_once(accel, tmp_path):
+    run = Run(accel, "bc", accumulate=2)
+    run.trainer(DATA[0])
+    run.trainer.save(tmp_path)
+    expected = run.trainer(DATA[1]).item()
+    again = Run(accel, accumulate=2)
+    with pytest.raises(accelcore.CheckpointError, match=r"'b\.bias' is frozen now(.|\n)*window(.|\n)*refresh"):
+        again.trainer.resume(tmp_path)
+    again.change(b=True)
+    again.trainer.resume(tmp_path)
+    assert again.trainer(DATA[1]).item() == expected
