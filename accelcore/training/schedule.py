@@ -31,6 +31,9 @@ Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an opti
 
 _MEANT = 'schedule_by="window", which ends this warning'
 
+_NONE = "NoneType"
+_TO_BE_MADE = "scheduler that is not made yet"
+
 _METHODS = ("step", "state_dict", "load_state_dict")
 
 _NAMED: dict[str, Make] = {
@@ -151,22 +154,28 @@ class Schedule:
 
     def state(self) -> dict[str, Any]:
         state = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"kind": type(self.scheduler).__name__, "by": self.by, "updates": self.updates, "state": state}
+        return {"kind": self._kind, "by": self.by, "updates": self.updates, "state": state}
 
-    def prepare(self, kind: str, updates: int | None, state: dict[str, Any]) -> Callable[[], object]:
+    @property
+    def _kind(self) -> str:
+        return _TO_BE_MADE if self.is_to_be_made else type(self.scheduler).__name__
+
+    def prepare(self, kind: str, updates: int | None, state: dict[str, Any], weights: str) -> Callable[[], object]:
         """Return the function that restores a scheduler; raise CheckpointError if it is another one than this.
 
         Makes the scheduler, if that was not possible before: it may add options to the optimizer's groups, which are
-        compared next.
+        compared next. `weights` says how to load the checkpoint's model alone.
         """
         if self.is_to_be_made and updates is not None:
             self.make(updates)
-        own = type(self.scheduler).__name__
-        if kind != own:
-            saved, has = (f"a {name}" if name != "NoneType" else "no scheduler" for name in (kind, own))
+        if kind != self._kind:
+            saved, has = ("no scheduler" if name == _NONE else f"a {name}" for name in (kind, self._kind))
+            as_saved = "give the trainer the scheduler= and warmup= of the run that saved it"
+            if kind == _NONE:
+                as_saved = "remove scheduler=, warmup= and schedule_by="
             raise CheckpointError(
                 f"the checkpoint has {saved}, and this trainer has {has}",
-                remedy="give the trainer the scheduler= and warmup= of the run that saved it",
+                remedy=f"{as_saved}; or load the model only, for a run with a new schedule: {weights}",
             )
         if None not in (updates, self.updates) and updates != self.updates:
             raise _another_length(CheckpointError, updates, self.updates)

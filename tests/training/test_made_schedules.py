@@ -176,6 +176,24 @@ def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tm
     assert len(rates.seen) == 8
 
 
+@pytest.mark.parametrize("options", [{}, {"total_steps": 12}, {"warmup": 2}])
+def test_a_schedule_that_is_added_on_resume_is_refused(accel, tmp_path, options):
+    trainer, _ = make(accel, scheduler=None)
+    train(trainer, 4, stop=4, folder=tmp_path)
+    with pytest.raises(accelcore.CheckpointError, match=r"no scheduler(.|\n)*remove scheduler=(.|\n)*trainer\.load"):
+        make(accel, **options)[0].resume(tmp_path)
+
+
+def test_a_scheduler_of_the_script_that_the_saved_run_had_not_is_reported(accel, tmp_path, caplog):
+    trainer, _ = make(accel, scheduler=None)
+    trainer.save(tmp_path)
+    again, _ = make(accel, scheduler=None)
+    StepLR(again.optimizer, 1)
+    again.resume(tmp_path)
+    (record,) = (each for each in caplog.records if each.levelname == "WARNING")
+    assert "scheduler is not restored" in record.getMessage()
+
+
 OF_NAME = {
     "cosine": CosineAnnealingLR,
     "linear": lambda optimizer, updates: LinearLR(optimizer, 1.0, 0.0, updates),

@@ -109,6 +109,7 @@ class SchedulePart(Part):
             schedule["kind"],
             None if updates is None else _number(updates, "updates"),
             {} if state is None else as_dict(state, "schedule"),
+            saved.weights,
         )
         if schedule["by"] != self.schedule.by:
             raise CheckpointError(

@@ -235,7 +235,9 @@ class OptimizerPart(Part):
                     raise malformed(
                         f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
                     )
-            if missing := sorted(set(own) - set(saved_group)):  # options that another version of torch did not have
+            if (missing := sorted(set(own) - set(saved_group))) and _OF_SCHEDULERS.intersection(missing):
+                logger.warning("the saved optimizer had no scheduler, and this one has: the scheduler is not restored")
+            elif missing:  # options that another version of torch did not have
                 logger.warning("the checkpoint's optimizer lacks %s, and this one keeps its own", ", ".join(missing))
             for name in members:
                 numbers[name] = len(numbers)
@@ -298,7 +300,7 @@ def _report_learning_rate(own: list[dict[str, Any]], restored: list[dict[str, An
     if (different := next(((live, new) for live, new in pairs if live != new), None)) is not None:
         logger.warning(
             "the script's learning rate is %g, and the checkpoint's is %g: training continues with the checkpoint's. "
-            "To change it, set it in the optimizer's groups after the resume, or give a new schedule",
+            "To change it, set it in the optimizer's groups after the resume",
             *different,
         )
 
