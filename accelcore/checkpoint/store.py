@@ -64,7 +64,10 @@ def as_path(given: Any) -> Path:
         path = Path(given)
         path.stat()
     except (TypeError, ValueError) as error:  # empty, a NUL in it, or not a path at all
-        raise ConfigurationError(f"{given!r} is not a path", remedy="give a string or a pathlib.Path") from error
+        why = "" if isinstance(error, TypeError) else str(error)
+        raise ConfigurationError(
+            f"{given!r} is not a path", why=why, remedy="give a string or a pathlib.Path"
+        ) from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise ConfigurationError(

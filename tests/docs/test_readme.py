@@ -72,7 +72,7 @@ def test_it_is_killed_and_ends_as_if_it_had_not_been(run):
     again = run()
     assert again.returncode == 0, again.stderr
     assert again.stdout == ""
-    assert "this training is finished: 10 epochs are done, and the script asks for 10" in again.stderr
+    assert "this training is finished (epochs done: 10, asked for: 10)" in again.stderr
     assert folder() == files
 
 

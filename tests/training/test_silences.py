@@ -311,7 +311,11 @@ def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off
 def test_an_epoch_without_batches_is_reported(accel, caplog):
     trainer = make(accel)
     assert list(trainer.batches(DataLoader(torch.ones(3, 6), 4, drop_last=True))) == []
-    assert "no batches" in caplog.text
+    assert "drop_last" in caplog.text
+    caplog.clear()
+    assert list(trainer.batches([])) == []
+    assert "empty" in caplog.text
+    assert "drop_last" not in caplog.text
 
 
 def test_a_second_epoch_of_an_iterator_and_a_training_without_batches_are_errors(accel):

@@ -48,7 +48,8 @@ class DataStream:
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._had_batches = self._was_empty = self._in_epochs = False  # of epochs
+        self._had_batches = self._in_epochs = False  # of epochs
+        self._empty = ""  # why the loader of an epoch had no batches
         self._keeps_epoch = False  # whether the script has set the epoch
         self._said: set[str] = set()
         self.total_epochs: int | None = None
@@ -100,9 +101,10 @@ class DataStream:
                         why="an iterator or a generator gives its batches once, in one epoch",
                         remedy="pass a list or a DataLoader",
                     )
-                self._was_empty = True
+                drops = getattr(loader, "drop_last", False)
+                self._empty = "look for drop_last=True: its data is less than a batch" if drops else "its data is empty"
                 if self._collectives.rank == 0:
-                    logger.warning("the loader has no batches: this epoch trains nothing; look for drop_last=True")
+                    logger.warning("the loader has no batches, and this epoch trains nothing: %s", self._empty)
             return self.taken
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
@@ -118,8 +120,8 @@ class DataStream:
         self.total_epochs = total
         if 0 < total <= self.epoch and self._collectives.rank == 0:
             notice(
-                "this training is finished: %d epochs are done, and the script asks for %d; to continue, ask for "
-                "more; to start over, delete the checkpoints, or save to another folder",
+                "this training is finished (epochs done: %d, asked for: %d); to continue, ask for more; to start over, "
+                "delete the checkpoints, or save to another folder",
                 self.epoch,
                 total,
             )
@@ -142,9 +144,11 @@ class DataStream:
                         "an epoch of trainer.epochs(...) has ended without a batch, and without a step of a trainer: "
                         "write `for batch in trainer.batches(loader): trainer(batch)` in it"
                     )
-        if self._was_empty and not self._had_batches:
+        if self._empty and not self._had_batches:
             raise TrainingError(
-                "the training has ended, and none of its epochs had a batch", remedy="look for drop_last=True"
+                "the training has ended, and none of its epochs had a batch",
+                why=self._empty,
+                remedy="give a loader with at least one batch",
             )
         if self.epoch > first and self._collectives.rank == 0:
             ended()

@@ -33,7 +33,7 @@ def test_those_are_given_that_are_left(accel, tmp_path, caplog):
     again.resume(tmp_path)
     caplog.set_level("INFO")
     assert list(again.epochs(3)) == []
-    assert "finished: 3 epochs are done, and the script asks for 3" in caplog.text
+    assert "finished (epochs done: 3, asked for: 3)" in caplog.text
     assert list(again.epochs(5)) == [3, 4]
 
 
