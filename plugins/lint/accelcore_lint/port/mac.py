@@ -1,4 +1,4 @@
-"""What a project uses and MPS lacks, which `torch.accelerator` takes on a Mac where CUDA's scripts took the CPU."""
+"""What a program uses and MPS lacks, which `torch.accelerator` takes on a Mac where CUDA's scripts took the CPU."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _LACKS = {
     "process groups": re.compile(r"\binit_process_group\("),
     "DataParallel": re.compile(r"(?<!\w)DataParallel\("),
 }
-_COMMENT = re.compile(r"#.*")
+_NOT_CODE = re.compile(r"""(?s:\'\'\'.*?\'\'\'|\"\"\".*?\"\"\")|'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*"|#.*""")
 
 
 def lacks_of_mps(texts: Mapping[Path, str]) -> str:
     """Return the line of the report that names what files use and MPS lacks, each with one place; "" if nothing."""
     found = []
+    codes = {path: _NOT_CODE.sub(lambda match: "\n" * match[0].count("\n"), text) for path, text in texts.items()}
     for what, pattern in _LACKS.items():
-        for path, text in sorted(texts.items()):
-            if match := pattern.search(_COMMENT.sub("", text)):
-                found.append(f"{what} ({path.name}:{_COMMENT.sub('', text).count(chr(10), 0, match.start()) + 1})")
+        for path, code in sorted(codes.items()):
+            if match := pattern.search(code):
+                line = code.count("\n", 0, match.start()) + 1
+                found.append(f"{what} ({path.name}:{line})")
                 break
     if not found:
         return ""

@@ -135,7 +135,7 @@ class Project:
         files: what the project says about each file that is ported.
         all: what is the same for all files.
         programs: for each file that is ported those that it imports, and that import it, also through others.
-        mac: the line of the report that names what the project uses and MPS lacks; "" if nothing.
+        mac: the line of the report that names what they, and the files they import, use and MPS lacks; "" if nothing.
     """
 
     files: Mapping[Path, Known]
@@ -199,7 +199,8 @@ def read_project(paths: Iterable[Path]) -> Project:
             above[path].add(user)
     edges = {path: (_reached(path, below), _reached(path, above)) for path in given}
     programs = {path: frozenset(files | users) for path, (files, users) in edges.items()}
-    return Project(_known_of_each(edges, texts, imports, known, set(own)), known, programs, lacks_of_mps(texts))
+    mac = lacks_of_mps({path: texts[path] for path in reached})
+    return Project(_known_of_each(edges, texts, imports, known, set(own)), known, programs, mac)
 
 
 def _known_of_each(

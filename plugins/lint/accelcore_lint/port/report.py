@@ -81,7 +81,7 @@ def _values(ported: Ported, outcome: Outcome) -> dict[str, Any]:
 def show(files: Sequence[Ported], level: Level, console: Console, mac: str, *, written: bool) -> None:
     """Print the summary: for each file the lines for one vendor, the rewrites by rule, and what is left and why.
 
-    `mac`: the line on what the project uses and MPS lacks.
+    `mac`: the line on what the files use and MPS lacks.
     """
     done = "rewritten" if written else "would be rewritten"
     for ported in files:

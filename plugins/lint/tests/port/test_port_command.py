@@ -221,11 +221,16 @@ def test_a_script_that_another_library_trains_does_not_read_as_done(script):
         ("dist.init_process_group()", "no process groups (other.py:2)"),
         ("net = nn.DataParallel(net)", "no DataParallel (other.py:2)"),
         ("net = DistributedDataParallel(net)  # x.double()", ""),
+        ("print('x.double()')", ""),
+        ('"""\nx.double()\n"""', ""),
+        ('print("\\"#")\ny = x.double()', "no float64 (other.py:3)"),
     ],
 )
-def test_the_report_names_what_the_project_uses_and_a_mac_lacks(script, line, named):
+def test_the_report_names_what_the_program_uses_and_a_mac_lacks(script, line, named):
     (script.parent / "setup.py").touch()
     (script.parent / "other.py").write_text(f"import torch\n{line}\n")
+    assert "on a Mac" not in run(script).output  # a neighbour
+    script.write_text(f"import other\n{SCRIPT}")
     output = run(script).output
     assert ("on a Mac" in output) is bool(named)
     assert named in output
