@@ -50,8 +50,8 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
     if world_size == 1:
         if name != _NONE:
             check_no_launcher(
-                "make and use the trainer inside `with accel.distributed():`; if the processes are meant to be "
-                f'independent, set parallel="{_NONE}"'
+                "call accel.join() first, or make and use the trainer inside `with accel.distributed():`; for "
+                f'independent processes set parallel="{_NONE}"'
             )
         return SingleProcess(backend, options)
     if name is None or name == _NONE:
