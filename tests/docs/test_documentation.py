@@ -64,12 +64,31 @@ def test_a_python_block_runs_as_printed(block, run):
 
 def test_the_moving_average_of_the_recipe_survives_a_resume(run):
     (block,) = (block for block in RECIPES if "AveragedModel" in block)
-    whole = block.replace("accel, ema", "torch.manual_seed(0)\naccel, ema")
-    again = whole.replace("outputs/average", "outputs/again")
+    again = block.replace("outputs/average", "outputs/again")
     half = again.replace("epochs(2)", "epochs(1)")
     shown = "print(ema.average.state_dict())\n"
-    first, second = run(f"{whole}{shown}print('second')\n{half}{again}{shown}").split("second\n")
+    first, second = run(f"{block}{shown}print('second')\n{half}{again}{shown}").split("second\n")
     assert first == second
+
+
+def test_blocks_for_ranks_run_on_two_as_printed(fork_ranks, tmp_path, monkeypatch):
+    """In one job, because ranks take seconds to meet; a block that would leave it is only read."""
+    found = [block for page in PAGES if page not in (LINT, WHY) for block in blocks(page) if "parallel=" in block]
+    for block in found:
+        before, draws, _ = block.partition("torch.rand")
+        assert re.search(r"accel\.(join|distributed)\(\)", before), f"its ranks do not meet:\n{block}"
+        assert not draws or "accel.runtime.seed(" in before, f"each rank draws other data:\n{block}"
+    script = f"{STAND_INS}import os\n"
+    stay = [block for block in found if "accel.join()" in block]
+    for number, block in enumerate(stay):
+        (tmp_path / str(number)).mkdir()  # some save to a folder of the same name
+        script += f"os.chdir({str(tmp_path / str(number))!r})\n{block}print('ran', {number})\n"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blocks.py").write_text(script, encoding="utf-8")
+    for rank in [rank.finish() for rank in fork_ranks(tmp_path / "blocks.py", ACCEL_DEVICE="cpu")]:
+        assert rank.returncode == 0, rank.stderr
+        assert rank.stdout.count("ran") == len(stay) > 10
+        assert "seems to be made for" not in rank.stderr  # a schedule for the updates of one rank
 
 
 @pytest.mark.parametrize("page", MOVING, ids=lambda page: page.stem)
