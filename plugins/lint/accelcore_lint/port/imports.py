@@ -186,6 +186,7 @@ class Imports(cst.CSTTransformer):
         self._module = cst.Module([])
         self._present: Sequence[str] = ()
         self._line = 0
+        self._has_torch = False
         self._probes: set[cst.CSTNode] = set()
 
     def visit_Module(self, node: cst.Module) -> None:
@@ -199,6 +200,9 @@ class Imports(cst.CSTTransformer):
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         self._present = reasons_above(original_node, self._module)
+        body = self._module.body
+        above = body[: body.index(original_node)] if original_node in body else ()
+        self._has_torch = any(text_of(each) == "import torch" for each in above)
         self._line = self.lines.get(text_of(original_node.body[0]), 0)
         return self._replacement(updated_node, probe=original_node in self._probes)
 
@@ -262,6 +266,8 @@ class Imports(cst.CSTTransformer):
             unused = alias.asname is not None and not self._is_needed(alias, vendor=module == _CUDNN)
             return self._gone(statement) if unused else statement
         if module.startswith("torch.") and alias.asname is None:
+            if self._has_torch:
+                return self._gone(statement)
             return self._changed(statement, cst.Import([cst.ImportAlias(cst.Name("torch"))]))
         if not self._is_needed(alias, vendor=True):
             return self._gone(statement)

@@ -149,3 +149,45 @@ def test_a_tensor_that_is_an_array_otherwise_is_on_the_cpu(test, otherwise, open
     )
     assert ('if x.device.type != "cpu":' in _ported(source).source) is opens
     assert (test in _ported(source).source) is not opens
+
+
+@pytest.mark.parametrize(
+    ("before", "count"), [("import torch\n", 1), ("import torch as t\n", 1), ("", 1), ("import torch\nimport os\n", 1)]
+)
+def test_torch_is_imported_once(before, count):
+    ported = _ported(f"{before}import torch.cuda\nx = torch.ones(2).cuda()\n").source
+    assert ported.count("import torch\n") == count
+    assert "import torch.cuda" not in ported
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("test", "calls", "is_left"),
+    [
+        ("torch.cuda.is_available()", "torch.cuda.empty_cache()", False),
+        ("torch.cuda.is_available()", "torch.cuda.synchronize(); torch.cuda.empty_cache()", False),
+        ("torch.cuda.is_available() and step % 10 == 0", "torch.cuda.empty_cache()", False),
+        ("step % 10 == 0", "torch.cuda.empty_cache()", True),
+    ],
+)
+def test_a_cache_is_emptied_on_the_line_of_a_question(level, test, calls, is_left):
+    outcome = _ported(f"import torch\nstep = 3\nif {test}: {calls}\nx = torch.ones(2).cuda()\n", level)
+    assert bool(outcome.left) is is_left
+    assert ("torch.get_device_module().empty_cache()" in outcome.source) is not is_left
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("args.batch_size *= {}", True),
+        ("total = {} * self.bs", True),
+        ("steps = len(data) // (samples_per_gpu * {})", True),
+        ("n //= {}", True),
+        ("n *= {}", False),
+        ("workers = 4 * {}", False),
+    ],
+)
+def test_a_batch_is_not_multiplied_by_no_devices(line, is_one):
+    ported = port_source(f"import torch\n{line.format('torch.cuda.device_count()')}\n", Level.ROLES).source
+    assert (line.format("max(torch.get_device_module().device_count(), 1)") in ported) is is_one
+    assert "torch.cuda" not in ported

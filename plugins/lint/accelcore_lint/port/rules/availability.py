@@ -28,6 +28,9 @@ _CONFIGURED = "a move beside a device that a configuration gives the program, wh
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.join(DEVICES)})\b")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
+_BATCH = re.compile(r"(?i)(?<!\w)(\w*batch_?size\w*|bs|samples_per_(gpu|device))$")
+"""Names of numbers of samples, of which torch refuses 0."""
+
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
 
@@ -64,9 +67,9 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
     if not facts.guards(node) and is_count:
         # As CUDA's own, this may be asked before a fork, unlike is_available, and needs no driver, unlike torch 2.7's.
         test = f"{facts.torch}.accelerator.current_accelerator()"
-        of = "" if _divides(node, facts) else test  # without a name, it is the CPU's module if there is no device
+        of = "" if _needs_one(node, facts) else test  # without a name, it is the CPU's module if there is no device
         source = f"{facts.torch}.get_device_module({of}).device_count()"
-    if is_count and _divides(node, facts):
+    if is_count and _needs_one(node, facts):
         source = f"max({source}, 1)"
     elif not facts.guards(node):
         source = f"({source} if {test} else 0)"
@@ -76,10 +79,17 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
     return Left(_LEFT, node.children, retry=made, some=True) if is_count else made
 
 
-def _divides(node: cst.Call, facts: Facts) -> bool:
-    """Return whether a number of devices divides something, which fails on the CPU."""
+def _needs_one(node: cst.Call, facts: Facts) -> bool:
+    """Return whether a number of devices divides something, or multiplies a batch: 0 fails on the CPU."""
     holder = facts.parent(node)
-    if not isinstance(holder, cst.BinaryOperation) or holder.right is not node:
+    if isinstance(holder, cst.AugAssign):
+        is_batch = isinstance(holder.operator, cst.MultiplyAssign) and _BATCH.search(text_of(holder.target)) is not None
+        return is_batch or isinstance(holder.operator, (cst.DivideAssign, cst.FloorDivideAssign))
+    if not isinstance(holder, cst.BinaryOperation):
+        return False
+    if isinstance(holder.operator, cst.Multiply):
+        return _BATCH.search(text_of(holder.left if holder.right is node else holder.right)) is not None
+    if holder.right is not node:
         return False
     is_text = isinstance(holder.left, (cst.SimpleString, cst.ConcatenatedString))  # `"%d GPUs" % n`
     return isinstance(holder.operator, (cst.Modulo, cst.Divide, cst.FloorDivide)) and not is_text
@@ -219,6 +229,11 @@ AVAILABILITY = Rule(
             "n = torch.cuda.device_count()",
             "n = torch.get_device_module(torch.accelerator.current_accelerator()).device_count() "
             "if torch.accelerator.current_accelerator() else 0",
+        ),
+        Example(
+            Level.ROLES,
+            "batch_size *= torch.cuda.device_count()",
+            "batch_size *= max(torch.get_device_module().device_count(), 1)",
         ),
         Example(
             Level.ROLES,

@@ -17,6 +17,9 @@ from accelcore_lint.port.vendors import DEVICES
 _MODULES = {"torch.cuda", "torch.cuda.memory", "torch.cuda.random"}
 _RESETS = ("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated")
 _VENDORS = re.compile(rf"torch\.({'|'.join(DEVICES)})\b|[\"']({'|'.join(DEVICES)})(:|[\"'])")
+_ONE_LINE = {"synchronize": "accelerator", "empty_cache": "get_device_module()"}
+"""Where torch has the functions that need no argument where there is a device, for all accelerators."""
+
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS)
 
 
@@ -114,6 +117,9 @@ def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     own = device is None or facts.is_local_rank(device) or text_of(device) == "0"
     if facts.level is not Level.TORCH and function == "synchronize" and own and len(node.args) < 2:
         return whole(node, f"{facts.place.backend(node)}.runtime.synchronize()")
+    if function in _ONE_LINE and not node.args and facts.guards(node) and isinstance(facts.parent(node), cst.Expr):
+        facts.place.check_question(node)
+        return whole(node, f"{facts.torch}.{_ONE_LINE[function]}.{function}()", facts.needs_torch)
     return Left(f"{function} in the middle of a line: give it a line of its own", node.children)
 
 
@@ -154,8 +160,15 @@ ALONE = Rule(
 
 WAIT = Rule(
     "wait",
-    "`synchronize`",
+    "`synchronize`, and `empty_cache()` on the line of a question for a device",
     (cst.Call,),
     _decide_wait,
-    (Example(Level.ROLES, "torch.cuda.synchronize()", "accel.runtime.synchronize()"),),
+    (
+        Example(Level.ROLES, "torch.cuda.synchronize()", "accel.runtime.synchronize()"),
+        Example(
+            Level.ROLES,
+            "if torch.cuda.is_available(): torch.cuda.empty_cache()",
+            'if accel.device.type != "cpu": torch.get_device_module().empty_cache()',
+        ),
+    ),
 )
