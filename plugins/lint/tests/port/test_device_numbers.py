@@ -292,3 +292,19 @@ def test_a_device_keeps_its_index_in_a_file_that_compares_it_with_that_of_a_tens
         assert module.here() == torch.device("meta", index)
     with mock.patch.object(torch.accelerator, "current_accelerator", return_value=None):
         assert module.here() == torch.ones(1).device
+
+
+@pytest.mark.parametrize(
+    ("line", "index"),
+    [
+        ("x = torch.ones(1).cuda()", ""),
+        ("x = torch.ones(1).to('cuda:1')", "0"),
+        ("torch.cuda.set_device(args.gpu)", "0"),
+        ("torch.cuda.set_device(local_rank)", "0"),
+        ("def f():\n    return torch.ones(1).cuda()", "0"),
+    ],
+)
+def test_the_memory_of_the_first_device_is_that_of_the_process_if_it_has_no_other(line, index):
+    source = f"import torch\n{line}\nused = torch.cuda.memory_reserved(0)\n"
+    ported = port_source(source, Level.ROLES).source
+    assert f'(torch.get_device_module(), "memory_reserved", lambda{" _" if index else ""}: 0)({index})' in ported

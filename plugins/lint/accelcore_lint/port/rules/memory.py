@@ -22,14 +22,17 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return None
     name = found[1] + found[2].replace("cached", "reserved")
     device = argument(node, "device", 0)
-    own = device is None or facts.is_local_rank(device) or text_of(device) == "0" or facts.sets_device(device, node)
+    first = device is not None and text_of(device) == "0"
+    own = device is None or facts.is_local_rank(device) or facts.sets_device(device, node)
+    own = own or (first and facts.is_own(device))
     named = "" if device is None or own or not is_device_name(text_of(device)) else text_of(device)
+    named = "0" if first and not own else named  # the process may have another one
     if len(node.args) > 1 or not (own or named):
         return Left(f"{name} of a device of its own")
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
     if own and facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
-    module = f"{facts.torch}.get_device_module({f'{facts.torch}.device({named})' if named else ''})"
+    module = f"{facts.torch}.get_device_module({f'{facts.torch}.device({named})' if named not in ('', '0') else ''})"
     none = "lambda _: 0" if named else "lambda: 0"  # the CPU's module has no figures, nor has that of MPS
     return whole(node, f'getattr({module}, "{name}", {none})({named})', facts.needs_torch)
 
