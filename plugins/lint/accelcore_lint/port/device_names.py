@@ -48,6 +48,26 @@ def with_index(torch: str, device: str, index: str) -> str:
     return f'({torch}.device({device}.type, {index}) if {device}.type != "cpu" else {device})'
 
 
+def numbered(kind: str, index: str) -> str:
+    """Return the source of the name of a device of a type, by the sources of the type and of the index."""
+    kind = kind.replace('"', "'")  # Python before 3.12 needs other quotes in an f-string
+    return f'f"{{{kind}}}:{index if index.isdecimal() else f"{{{index}}}"}"'
+
+
+def branches(choice: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Return what a choice chooses between, also through further choices in it."""
+    if isinstance(choice, cst.IfExp):
+        return branches(choice.body) + branches(choice.orelse)
+    return [choice]
+
+
+def is_for_autocast(name: str, code: str) -> bool:
+    """Return whether all that the source of a file uses a name for is autocast's device."""
+    uses = re.findall(rf"(?<![\w.]){re.escape(name)}\b(?! *=[^=])", code)
+    given = re.findall(rf"\bautocast\((?:device_type *= *)?{re.escape(name)}\b", code)
+    return 0 < len(uses) == len(given)
+
+
 def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
     """Return whether an expression is a string that names a vendor's device, and its index if it has one."""
     if isinstance(node, cst.SimpleString) and isinstance(node.evaluated_value, str):

@@ -23,7 +23,7 @@ _TEXT = re.compile(
     r"\bstr\((\w+\.)*device\)(?! *[=!]=)|\{(\w+\.)*device\}|\.format\([^()]*\bdevice\b|\bdevice\.index\b"
 )
 _SHOWS = re.compile(r"print|log|info|warn|debug|error|raise|assert|write|echo|desc", re.IGNORECASE)
-_COMPARES = re.compile(r"\.device *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]= *[\w.]+\.device\b(?![.(])")
+_COMPARES = re.compile(r"\.device\)? *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]= *(?:str\()?[\w.]+\.device\b(?![.(])")
 _LOOPS = re.compile(r"\bfor ([^\n]*?) in\b")
 _OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)

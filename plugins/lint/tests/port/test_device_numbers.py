@@ -1,5 +1,6 @@
 """Scripts that choose a device by a number: an option, a rank, or the number of a device in a loop."""
 
+import sys
 from unittest import mock
 
 import pytest
@@ -252,7 +253,7 @@ def test_what_counts_the_devices_in_a_loop_is_a_number(line, number):
 
 
 @pytest.mark.parametrize(
-    ("default", "new"), [("cuda:1", 'f"{current_device.type}:1"'), ("cuda:0", "accel.device.type")]
+    ("default", "new"), [("cuda:1", 'f"{current_device.type}:1"'), ("cuda:0", "str(accel.device)")]
 )
 def test_an_option_whose_default_is_another_device_keeps_its_number(default, new):
     source = (
@@ -308,3 +309,20 @@ def test_the_memory_of_the_first_device_is_that_of_the_process_if_it_has_no_othe
     source = f"import torch\n{line}\nused = torch.cuda.memory_reserved(0)\n"
     ported = port_source(source, Level.ROLES).source
     assert f'(torch.get_device_module(), "memory_reserved", lambda{" _" if index else ""}: 0)({index})' in ported
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("test", ["str(x.device) == dev", "dev != str(x.device)"])
+@pytest.mark.parametrize("name", ['"cuda:0"', '"cuda:0" if torch.cuda.is_available() else "cpu"'])
+def test_a_name_keeps_its_index_in_a_file_that_compares_it_with_that_of_a_tensor(level, test, name):
+    ported = port_source(f"import torch\n\ndev = {name}\nx = torch.ones(1, device=dev)\nassert {test}\n", level)
+    assert not ported.left
+    for accelerator, expected in ((torch.device("meta"), "meta:0"), (None, "cpu")):
+        made, accelcore = {}, mock.Mock()
+        accelcore.select.return_value.device = torch.device(expected)
+        with (
+            mock.patch.dict(sys.modules, {"accelcore": accelcore}),
+            mock.patch.object(torch.accelerator, "current_accelerator", return_value=accelerator),
+        ):
+            exec(ported.source.rpartition("\nx =")[0], made)
+        assert made["dev"] == expected

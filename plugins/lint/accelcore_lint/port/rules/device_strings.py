@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from accelcore_lint.port.device_names import index_of, index_source, is_device_name, with_index, with_type
+from accelcore_lint.port.device_names import (
+    branches,
+    index_of,
+    index_source,
+    is_device_name,
+    is_for_autocast,
+    numbered,
+    with_index,
+    with_type,
+)
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
@@ -106,13 +115,19 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
     """Return the source of the device's name as a string, or the reason why it is not certain."""
     own = facts.is_own(index)
     if index is None or (own and text_of(index) == "0"):
-        return facts.place.kind(site)
+        return facts.place.kind(site) if index is None else _first(facts, site)
     if _has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
         text = index_source(index)
-        number = text if text.isdecimal() else f"{{{text}}}"
-        kind = facts.place.kind(site).replace('"', "'")  # Python before 3.12 needs other quotes in an f-string
-        return f'f"{{{kind}}}:{number}"' if '"' not in text else _refused(index)
+        return numbered(facts.place.kind(site), text) if '"' not in text else _refused(index)
     return f"str({facts.place.device(site)})" if own else _refused(index)
+
+
+def _first(facts: Facts, site: cst.CSTNode) -> str:
+    """Return the source of the name of the process's device, with its index where something may compare it."""
+    device, kind = facts.place.device(site), facts.place.kind(site)
+    if device.endswith(".device"):
+        return f"str({device})"
+    return f'({numbered(kind, "0")} if {kind} != "cpu" else "cpu")' if facts.compares(site) else kind
 
 
 def location_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
@@ -168,9 +183,9 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     if is_further(further := index_of(names[0])[1]) and is_below_any(names[0], facts.parents):
         return Left(_MAY_LACK.format(text_of(further or node)), node.children)
     reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps_questions
-    if reason and len(_branches(choice)) > 1:
+    if reason and len(branches(choice)) > 1:
         return Left(reason, node.children)
-    made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in _branches(choice)]
+    made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in branches(choice)]
     if any(made):
         return _of_devices(facts, node, names) if all(made) and choice is node else None
     index = index_of(names[0])[1]
@@ -183,7 +198,9 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         return None  # the string is rewritten, and the choice stays
     else:
         source = _inline(facts, node, index)
-        if not isinstance(source, Left):
+        if isinstance(source, str) and index is not None and (source.endswith(".device") or " if " in source):
+            source = f"str{source}" if source.endswith(")") else f"str({source})"
+        elif not isinstance(source, Left):
             source = f"({source}).type" if " or " in source else f"{source.removesuffix('.type')}.type"
     return source if isinstance(source, Left) else whole(node, source)
 
@@ -193,16 +210,9 @@ def _has_others(choice: cst.BaseExpression, facts: Facts) -> bool:
     is_torchs = facts.level is Level.TORCH or facts.place.is_apart(choice)
     return not is_torchs and any(
         isinstance(branch, cst.SimpleString) and branch.evaluated_value not in (*DEVICES, "cpu")
-        for branch in _branches(choice)
+        for branch in branches(choice)
         if not index_of(branch)[0]
     )
-
-
-def _branches(choice: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """Return what a choice chooses between, also through further choices in it."""
-    if isinstance(choice, cst.IfExp):
-        return _branches(choice.body) + _branches(choice.orelse)
-    return [choice]
 
 
 def _of_devices(facts: Facts, node: cst.BaseExpression, names: list[cst.BaseExpression]) -> Rewrite | Left | None:
@@ -281,7 +291,7 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = str(holder.key.evaluated_value)
     if isinstance(holder, cst.Return) and facts.guards(node) and AVAILABLE not in facts.known.replaced:
         name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
-    if name is not None and _is_for_autocast(name, facts):
+    if name is not None and is_for_autocast(name, facts.code):
         return _AUTOCAST
     is_field = isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts)
     if is_field or (facts.submits and is_device_name(key_of(holder))):
@@ -289,13 +299,6 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
     if name is not None and is_device_name(name):
         return "location" if _LOCATION.search(name) else "kind"
     return unknown
-
-
-def _is_for_autocast(name: str, facts: Facts) -> bool:
-    """Return whether all that a name is used for is autocast's device."""
-    uses = re.findall(rf"(?<![\w.]){re.escape(name)}\b(?! *=[^=])", facts.code)
-    given = re.findall(rf"\bautocast\((?:device_type *= *)?{re.escape(name)}\b", facts.code)
-    return 0 < len(uses) == len(given)
 
 
 def _is_field(assign: cst.AnnAssign, facts: Facts) -> bool:
@@ -386,6 +389,7 @@ STRINGS = Rule(
             "state = torch.load(path, map_location=accel.device)",
         ),
         Example(Level.ROLES, 'train(model, device="cuda")', "train(model, device=accel.device.type)"),
+        Example(Level.ROLES, 'dev = "cuda:0"', "dev = str(accel.device)"),
         Example(
             Level.ROLES,
             'class Options:\n    device: str = "cuda"',
