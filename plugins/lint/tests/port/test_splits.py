@@ -163,3 +163,38 @@ def test_a_type_of_tensor_stays_that_the_same_question_chooses(tmp_path, level, 
     made = program(tmp_path, {"nets.py": nets, "step.py": step}, level)
     assert (choice in made["nets.py"].source) is kept
     assert ("Tensor(x.size()).normal_()" in made["nets.py"].source) is kept
+
+
+_CHOICE = 'device = torch.device({} if torch.cuda.is_available() else "cpu")\n'
+_OPTIONS = "import argparse\nparser = argparse.ArgumentParser()\n{}\nargs = parser.parse_args()\n"
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("above", "choice", "stays"),
+    [
+        (_OPTIONS.format("parser.add_argument('--device', default='cuda')"), _CHOICE.format("args.device"), False),
+        (_OPTIONS.format("parser.add_argument('--device')"), _CHOICE.format("args.device"), True),
+        (
+            _OPTIONS.format("parser.add_argument('--device', default='cuda', choices=['cuda', 'cpu'])"),
+            _CHOICE.format("args.device"),
+            True,
+        ),
+        (
+            "config = load()\n",
+            "has_one = torch.cuda.is_available()\ndevice = torch.device(config['device'] if has_one else 'cpu')\n",
+            True,
+        ),
+        ("", _CHOICE.format("config.get('device', 'cuda')"), True),
+        ("", "device = torch.device('cpu') if not torch.cuda.is_available() else torch.device(config.device)\n", True),
+        ("name = 'cuda'\n", _CHOICE.format("name"), True),
+        ("dev = 'cuda'\n", _CHOICE.format("dev"), False),
+        ("dev = 'cuda:0' if wanted else 'cpu'\n", _CHOICE.format("dev"), False),
+        ("", _CHOICE.format("args.gpu"), False),
+        ("", _CHOICE.format("int(number)"), False),
+    ],
+)
+def test_a_choice_stays_if_the_name_in_it_may_be_a_vendors(level, above, choice, stays):
+    outcome = port_source(f"import torch\n{above}{choice}", level)
+    assert ("torch.cuda.is_available()" in outcome.source) is stays
+    assert any("name comes from elsewhere" in note.text for note in outcome.left) is stays

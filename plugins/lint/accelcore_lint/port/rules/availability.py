@@ -6,14 +6,17 @@ import re
 from typing import cast
 
 import libcst as cst
+from libcst import matchers
 
+from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
-from accelcore_lint.port.syntax import key_of, text_of
+from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_that_hide
 from accelcore_lint.port.vendors import DEVICES
 
@@ -25,12 +28,17 @@ _GIVEN = "an answer that another package gets as an option: it may compute on on
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
 _FLAG = "a flag by which a state is loaded to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _CONFIGURED = "a move beside a device that a configuration gives the program, which may be the CPU: move to that one"
+_ELSEWHERE = "a choice of a device whose name comes from elsewhere, and may be CUDA's: let both take any accelerator"
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.join(DEVICES)})\b")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _BATCH = re.compile(r"(?i)(?<!\w)(\w*batch_?size\w*|bs|samples_per_(gpu|device))$")
 """Names of numbers of samples, of which torch refuses 0."""
 
+_NUMBER = re.compile(r"(?i)(rank|gpus?|ids?|idx|index|ordinal|num(ber)?)[\"'\])]*$")
+"""An expression that is the number of a device rather than its name."""
+
+_LOOKS_UP = ("get", "pop", "getattr")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
 
@@ -121,6 +129,8 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
             return Left("an answer for a process group: ask torch.distributed.is_initialized()", node.children)
         if ASSERTED.search(facts.code) and _NAMES.search(text_of(holder.body)):
             return Left(NAMED, node.children)
+        if isinstance(holder, cst.IfExp) and _takes_given_name(holder, facts):
+            return Left(_ELSEWHERE, node.children)
         if "hidden" in facts.uses_of and _MOVES.search(text_of(holder.body)):
             return Left(HIDDEN, node.children)
         if facts.known.device_given and _MOVES.search(text_of(holder.body)):
@@ -144,7 +154,50 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(_HIDES, node.children)
     if _is_given_away(whole_test, facts):
         return Left(_GIVEN, node.children)
+    if whole_test is node and isinstance(assign, cst.Assign) and holder is assign:
+        name = text_of(assign.targets[0].target)
+        asked = matchers.findall(facts.module, matchers.IfExp()) if f"if {name} else" in facts.code else ()
+        choices = (cst.ensure_type(each, cst.IfExp) for each in asked)
+        if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in choices):
+            return Left(_ELSEWHERE, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, _available(facts, node)), some=True)
+
+
+def _takes_given_name(choice: cst.IfExp, facts: Facts) -> bool:
+    """Return whether a choice is one between the CPU and a name that may be a vendor's, and is not rewritten with it.
+
+    Without the vendor's device it is the CPU. On another accelerator the name would fail.
+    """
+    values = [_name_of(value, facts) for value in (choice.body, choice.orelse)]
+    given = [value for value in values if text_of(value).strip("\"'") != "cpu"]
+    name = given[0] if len(given) == 1 else choice
+    looks_up = isinstance(name, cst.Call) and text_of(name.func).split(".")[-1] in _LOOKS_UP
+    if not (looks_up or isinstance(name, (cst.Name, cst.Attribute, cst.Subscript))):
+        return False
+    if _NUMBER.search(text_of(name)) or facts.is_whole(name) or facts.is_local_rank(name):
+        return False
+    if isinstance(name, cst.Attribute) and (option := facts.options.get(name.attr.value)) is not None:
+        default, kind = argument(option, "default"), argument(option, "type")
+        if kind is not None and text_of(kind) == "int":
+            return False
+        is_ported = default is not None and index_of(default)[0] and are_read_in(facts, option)
+        return argument(option, "choices") is not None or not is_ported
+    known = facts.values(name)
+    is_ported = is_device_name(text_of(name)) and bool(known) and all(map(_is_device, known))
+    return not is_ported or facts.is_given(text_of(name), name)
+
+
+def _is_device(value: cst.BaseExpression) -> bool:
+    """Return whether a value is a device's name, or a choice of devices, that other rules rewrite."""
+    if isinstance(value, cst.IfExp):
+        return _is_device(value.body) and _is_device(value.orelse)
+    return index_of(value)[0] or (isinstance(value, cst.SimpleString) and value.evaluated_value == "cpu")
+
+
+def _name_of(device: cst.BaseExpression, facts: Facts) -> cst.BaseExpression:
+    """Return what `torch.device(...)` gets, or what is no such call itself."""
+    is_made = isinstance(device, cst.Call) and facts.name(device.func) == "torch.device" and len(device.args) == 1
+    return cst.ensure_type(device, cst.Call).args[0].value if is_made else device
 
 
 def _is_given_away(answer: cst.CSTNode, facts: Facts) -> bool:
