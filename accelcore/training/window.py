@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from accelcore.util.text import is_number
 
 _thread = threading.local()  # `holder`, in each thread: a weak reference to the parameters that are in use there
 _of_trainers: list[None] = []  # an entry for each trainer that runs a backward pass now, in any thread
+_all: WeakSet[SharedParameters] = WeakSet()
 
 
 class Window:
@@ -169,10 +170,16 @@ class SharedParameters:
         self._foreign: list[Tensor] = []  # the first leaf with a gradient of a foreign backward pass
         self._hooks: Hooks | None = None
         self._slot_of: dict[int, Slot] = {}  # of each leaf with a hook
-        self._warned = self._first_foreign() is not None  # from before the trainer, which drops it
+        self._warned = False
         self._aside: list[Tensor | None] | None = None
         self.is_open = False  # whether the gradients must outlast the use by other trainers
         self.left: tuple[Tensor, Tensor, int] | None = None  # a parameter, its gradient, and the gradient's version
+        # Without hooks, a gradient of another trainer, or one from before this trainer, would count as a foreign one.
+        for other in (others := list(_all)):
+            other.watch()
+        if others or self._first_foreign() is not None:
+            self.watch()
+        _all.add(self)
 
     def acquire(self) -> None:
         """Put this trainer's gradients on the parameters, as it left them."""
@@ -198,9 +205,9 @@ class SharedParameters:
         if slot is not None and warns and not self._warned:
             self._warned = True
             logger.warning(
-                "loss.backward() was called before a window of the trainer. A window begins without gradients: "
-                "that of the parameter %r was dropped. Add the losses up before trainer.backward(loss), or call it "
-                "for each. If the gradients train nothing, call torch.autograd.grad, or then model.zero_grad()",
+                "the parameter %r had a gradient before a window of the trainer, as loss.backward() leaves one. A "
+                "window begins without gradients: it was dropped. Add the losses up before trainer.backward(loss), or "
+                "call it for each. If the gradients train nothing, call torch.autograd.grad, or then model.zero_grad()",
                 slot.name,
             )
         self.begin(opened=True)
@@ -210,8 +217,10 @@ class SharedParameters:
         """Find foreign backward passes by hooks from now on."""
         if self._hooks is not None:
             return
+        if not all(parameter.requires_grad for parameter in self._parameters):
+            return  # some are frozen now: the next call finds them trained
         leaves = self._leaves(self._parameters)
-        if not all(leaf.requires_grad for leaf in leaves):  # some are frozen now: the next call finds them trained
+        if not all(leaf.requires_grad for leaf in leaves):
             return
         self._hooks, foreign = Hooks(), self._foreign
 

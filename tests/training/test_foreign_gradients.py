@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,32 @@ def test_a_gradient_from_before_the_trainer_is_no_mistake(accel, caplog):
     trainer.backward(loss_of(model, torch.ones(4, 6)))
     trainer.update()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_gradient_that_another_trainer_left_is_no_foreign_one(accel, caplog, in_thread):
+    critic, generator = make(accel), make(accel)
+    generator = accel.trainer(
+        generator.model, generator.optimizer, loss=lambda model, rows: critic.model[0](model[0](rows)).sum()
+    )
+    if in_thread:
+        thread = Thread(target=generator, args=[torch.ones(4, 6)])
+        thread.start()
+        thread.join()
+    else:
+        generator(torch.ones(4, 6))
+        del generator
+    assert critic.model[0].weight.grad is not None
+    critic(torch.ones(4, 6))
+    assert not caplog.records
+
+
+def test_a_gradient_from_before_the_trainer_hides_no_later_one(accel, caplog):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    loss_of(model, torch.ones(4, 6)).backward()
+    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters(), lr=0.1), loss=loss_of)
+    trainer(torch.ones(4, 6))
+    assert not caplog.records
+    beside(trainer)
+    trainer(torch.ones(4, 6))
+    assert "'1." in caplog.text
