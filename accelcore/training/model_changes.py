@@ -67,9 +67,13 @@ class ModelSnapshot:
         if any(name not in self._by_name for name, _ in self._model.named_parameters()):
             raise self._changed()
 
-    def check_trains(self) -> None:
-        """Raise TrainingError if the script evaluates where it reads batches to train on."""
-        evaluates = "model.eval() was called" if self._trains_in and not self._model.training else ""
+    def check_trains(self, *, stepped: bool = True) -> None:
+        """Raise TrainingError if the script evaluates where it reads batches to train on.
+
+        If the epoch `stepped`, the mode is no error: the loop may call `model.train()` for each batch.
+        """
+        mode = "model.eval() was called, and no trainer made a step"
+        evaluates = mode if self._trains_in and not self._model.training and not stepped else ""
         if not torch.is_grad_enabled():
             evaluates = "gradients are switched off, as by torch.no_grad()"
         if evaluates:

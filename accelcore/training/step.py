@@ -221,6 +221,8 @@ class Step:
 
         `began`: the number of steps when the epoch began; None if a window was open then.
         """
+        if had_batches and self.calls.check("an epoch has ended"):
+            self._snapshot.check_trains(stepped=False)
         self.calls.epoch_ends(had_batches=had_batches)
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")

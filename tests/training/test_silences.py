@@ -285,16 +285,26 @@ def test_an_evaluation_over_the_batches_to_train_on_is_refused_before_it_counts_
     trainer = make(accel, scheduler="linear")
     frozen = make(accel, net().eval())
     for epoch in trainer.epochs(1):
-        for begin in (trainer.model.eval, torch.no_grad):
-            with begin() if begin is torch.no_grad else nullcontext(begin()):
-                with pytest.raises(accelcore.TrainingError, match=r"eval\(\)|no_grad(.|\n)*trainer\.evaluate"):
-                    next(trainer.batches(data(5)))
-                trainer.model.train()
+        with torch.no_grad(), pytest.raises(accelcore.TrainingError, match=r"no_grad(.|\n)*trainer\.evaluate"):
+            next(trainer.batches(data(5)))
         assert trainer.epoch == epoch
         for batch in trainer.batches(data(3)):
             trainer(batch)
     assert trainer.total_steps == trainer.steps == 3
     assert len(list(frozen.batches(data(3)))) == 3
+    trainer.model.eval()
+    with pytest.raises(accelcore.TrainingError, match=r"eval\(\)(.|\n)*trainer\.evaluate"):
+        list(trainer.batches(data(3)))
+
+
+def test_an_epoch_may_begin_in_evaluation_mode_if_it_trains(accel):
+    trainer = make(accel)
+    for _ in trainer.epochs(2):
+        for batch in trainer.batches(data(3)):
+            trainer.model.train()
+            trainer(batch)
+        trainer.model.eval()
+    assert trainer.steps == 6
 
 
 def test_a_step_within_an_evaluation_that_was_left_says_what_keeps_gradients_off(accel):
