@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -167,11 +168,22 @@ def test_the_registry_of_optimizers_says_how_one_is_made(accel):
 def test_a_trainer_without_a_backend_says_how_one_is_made(accel):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    for arguments in ((model, optimizer), (model, optimizer, "loss"), ()):
+    for arguments in ((model, optimizer), (model, optimizer, "loss")):
         with pytest.raises(ConfigurationError, match=r"accel\.trainer\(model, optimizer"):
             accelcore.Trainer(*arguments)
     assert accelcore.Trainer(accel, model, optimizer).model is model
     assert accelcore.Trainer(backend=accel, model=model, optimizer=optimizer).model is model
+
+
+def test_a_trainer_may_be_copied_and_a_subclass_may_take_other_arguments(accel):
+    class OfModel(accelcore.Trainer):
+        def __init__(self, model):
+            super().__init__(accel, model, torch.optim.SGD(model.parameters()))
+
+    trainer = OfModel(torch.nn.Linear(2, 1))
+    model = torch.nn.Linear(2, 1)
+    for made in (trainer, accelcore.Trainer(accel, model, torch.optim.SGD(model.parameters()))):
+        assert type(copy.deepcopy(made)) is type(copy.copy(made)) is type(made)
 
 
 def test_an_argument_of_a_job_that_is_unknown_or_has_no_name_is_refused(accel):

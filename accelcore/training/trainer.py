@@ -80,7 +80,8 @@ class Trainer(Suggests, Checkpoints):
     """
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        if not isinstance(next(iter(arguments), named.get("backend")), Backend):
+        is_own = cls.__init__ is Trainer.__init__ and (arguments or named)  # a subclass may differ; `copy` gives none
+        if is_own and not isinstance(next(iter(arguments), named.get("backend")), Backend):
             remedy = "accel = accelcore.select(), and trainer = accel.trainer(model, optimizer, ...)"
             raise ConfigurationError("accelcore.Trainer(...) needs a backend first", remedy=f"write {remedy}")
         return super().__new__(cls)
