@@ -288,9 +288,11 @@ def _leave_at_exit(membership: AbstractContextManager[Job]) -> None:
     except BaseException as error:  # noqa: BLE001  # nobody is left to handle it
         if failure is None:
             error.__cause__ = None  # only the message: a traceback shows who waited
-            sys.excepthook(type(error), error.with_traceback(None), None)
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None without a console
-                stream.flush()
-            os._exit(1)  # an error in a function of `atexit` would leave the exit code at 0
+            try:
+                sys.excepthook(type(error), error.with_traceback(None), None)
+                for stream in filter(None, (sys.stdout, sys.stderr)):  # None without a console
+                    stream.flush()
+            finally:  # the script may have closed a stream
+                os._exit(1)  # an error in a function of `atexit` would leave the exit code at 0
         if error is not failure:
             logger.error("an error occurred while leaving the job: %s", error)

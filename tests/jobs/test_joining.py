@@ -137,13 +137,15 @@ def test_a_script_may_destroy_the_group_itself(accel, meeting):
     assert not dist.is_initialized()
 
 
-def test_a_process_whose_job_was_left_by_an_error_writes_what_it_has_and_does_not_end_with_0():
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_process_whose_job_was_left_by_an_error_writes_what_it_has_and_does_not_end_with_0(closed):
     script = (
         "import atexit, accelcore",
         "accel = accelcore.select('cpu')",
         "accel.join()",
         "atexit.register(print, 'the end')",
         "accel.collectives.barrier = lambda: 1 / 0",
+        "import sys; print('the end'); sys.stdout.close(); atexit.unregister(print)" if closed else "",
     )
     ended = subprocess.run([sys.executable, "-c", "\n".join(script)], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, "the end\n")
