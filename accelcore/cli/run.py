@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from accelcore.cli import rank
 from accelcore.cli.options import (
@@ -146,10 +147,14 @@ def run(
 
 
 def _warn_of_late_options(script: str, arguments: Sequence[str], *, module: bool) -> None:
-    """Warn of words after the script that are options of `accelcore run`; the script may have options of that name."""
+    """Warn of words after the script that are options of `accelcore run`; the script may have options of that name.
+
+    One that also stands before the script is not reported: both were written on purpose.
+    """
     context, names, moved = click.get_current_context(), list[str](), list[str]()
     options = (it for it in context.command.params if isinstance(it, click.Option) and it.expose_value)
-    own = {name: option for option in options for name in option.opts if name.startswith("--")}
+    unset = (it for it in options if context.get_parameter_source(it.name or "") is not ParameterSource.COMMANDLINE)
+    own = {name: option for option in unset for name in option.opts if name.startswith("--")}
     for place, word in enumerate(arguments):
         name, equals, _ = word.partition("=")
         if name in own:

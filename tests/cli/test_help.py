@@ -84,6 +84,7 @@ def test_an_option_after_the_script_belongs_to_the_script(capsys):
             None,
         ),  # such options many scripts have
         (["--nproc", "1", "it.py"], None),
+        (["--device", "cpu", "it.py", "--device", "mps"], None),
     ],
 )
 def test_an_option_of_run_after_the_script_gets_a_line_and_goes_to_the_script(
