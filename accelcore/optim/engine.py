@@ -27,7 +27,7 @@ __all__ = ["Engine", "Factory", "Memory", "Request"]
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 _GROUPS_AT_ONCE = 64
-_RANGES = "give lr, eps and weight_decay values of 0 or more, and betas values of at least 0 and below 1"
+_RANGES = "give lr, momentum, eps and weight_decay 0 or more, and each of betas, alpha and rho at least 0 and below 1"
 _SHORT = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay", "epsilon": "eps"}
 
 Factory = Callable[..., Optimizer]

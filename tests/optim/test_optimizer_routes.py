@@ -80,6 +80,16 @@ def test_an_invalid_option_is_refused_in_torchs_words(accel, route, options, say
     assert ("route" in caught.value.what) == (route != "auto")
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [("sgd", "momentum", -0.1), ("adadelta", "rho", 1.5), ("rmsprop", "alpha", -0.1), ("adam", "eps", -0.1)],
+)
+def test_the_remedy_for_a_value_out_of_range_names_its_option(accel, name, option, value):
+    with pytest.raises(ConfigurationError) as caught:
+        accel.optimizers.create(name, [parameter()], lr=0.1, **{option: value})
+    assert option in caught.value.remedy.replace(",", "").split()
+
+
 @pytest.mark.parametrize("route", ["auto", "fused", "loop"])
 @pytest.mark.parametrize(
     ("name", "option", "meant"),
