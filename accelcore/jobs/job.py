@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -290,9 +289,27 @@ def _leave_at_exit(membership: AbstractContextManager[Job]) -> None:
             error.__cause__ = None  # only the message: a traceback shows who waited
             try:
                 sys.excepthook(type(error), error.with_traceback(None), None)
-                for stream in filter(None, (sys.stdout, sys.stderr)):  # None without a console
-                    stream.flush()
-            finally:  # the script may have closed a stream
-                os._exit(1)  # an error in a function of `atexit` would leave the exit code at 0
+            finally:
+                sys.stderr = cast("TextIO", _Unflushed(sys.stderr))
+            return
         if error is not failure:
             logger.error("an error occurred while leaving the job: %s", error)
+
+
+class _Unflushed:
+    """Standard error that raises when Python flushes it at the end, so that the process ends with 120 in place of 0.
+
+    Python documents this code for an error in cleaning up. An error of a function of `atexit` does not change the code,
+    and `os._exit` would lose what open files have not written, and leave child processes.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream  # None without a console
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+        raise OSError("the job was left by an error")

@@ -138,17 +138,19 @@ def test_a_script_may_destroy_the_group_itself(accel, meeting):
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_process_whose_job_was_left_by_an_error_writes_what_it_has_and_does_not_end_with_0(closed):
+def test_a_process_whose_job_was_left_by_an_error_writes_what_it_has_and_does_not_end_with_0(closed, tmp_path):
+    file = tmp_path / "results"
     script = (
         "import atexit, accelcore",
+        f"results = open({str(file)!r}, 'w'); results.write('all')",
+        "atexit.register(print, 'the end')",
         "accel = accelcore.select('cpu')",
         "accel.join()",
-        "atexit.register(print, 'the end')",
         "accel.collectives.barrier = lambda: 1 / 0",
         "import sys; print('the end'); sys.stdout.close(); atexit.unregister(print)" if closed else "",
     )
     ended = subprocess.run([sys.executable, "-c", "\n".join(script)], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (1, "the end\n")
+    assert (ended.returncode, ended.stdout, file.read_text()) == (120, "the end\n", "all")
     assert ended.stderr == "ZeroDivisionError: division by zero\n"
 
 
