@@ -24,11 +24,13 @@ DEFAULT = "a default is set when this module is imported, before a script choose
 
 _FIXES = re.compile(r"is_available\(|device_count\(|current_device\(|\.(cuda|npu)\(")
 """Questions that fix which devices are visible; a seed waits for the first tensor, and an empty cache asks nothing."""
-_ASKS = re.compile(r"is_available\(|autocast\(|device_count\(|current_device\(|\.(cuda|npu)\(|seed|memory")
-"""Words of lines that ask CUDA which devices there are."""
+_ASKS = re.compile(
+    r"is_available\(|autocast\(|device_count\(|current_device\(|\.(cuda|npu)\(|seed|memory"
+    r"|\.to\([\"'](cuda|npu)|\.(cuda|npu)\.\w+Tensor\(|\.type\((\w+\.)*(cuda|npu)\.\w+Tensor\)"
+)
+"""Words of lines that ask CUDA which devices there are, as a move does."""
 
 _SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
-
 
 _OPTIONAL = "the file goes on where torch is missing: choose the device where it is there"
 
@@ -106,7 +108,7 @@ class Place:
                 raise UnplacedError(DEFAULT)
             self._asking.append(site)
             # Without a check: that would fix which devices are visible, and an import of the original does not.
-            return self._unchecked
+            return f"({self._current_value})" if self._in_lambda(site) and self._asks(site) else self._unchecked
         function, hidden = self._scope(site), self._hides(site)
         forks = (call for call in self._tree.forking if self._tree.line(call) > self._tree.line(site))
         below = function in (self._scope(call) for call in forks) and not self._asks(site)
@@ -136,7 +138,10 @@ class Place:
         around = [site, *self._tree.parents(site)]
         if self._scope(site) is not None or any(map(is_guard, around)):
             return False
-        return not self._asks(site)
+        return self._in_lambda(site) or not self._asks(site)
+
+    def _in_lambda(self, site: cst.CSTNode) -> bool:
+        return any(isinstance(outer, cst.Lambda) for outer in self._tree.parents(site))
 
     def _asks(self, site: cst.CSTNode, question: re.Pattern[str] = _ASKS) -> bool:
         """Return whether the line of a site, or a condition on it, asks for devices in the original."""

@@ -2,6 +2,7 @@
 
 import pytest
 from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
 
 STARTED = """import torch
 import torch.multiprocessing as mp
@@ -289,3 +290,23 @@ def test_a_class_that_needs_the_current_device_and_a_backend_has_both():
     )
     head = port_source(source, Level.ROLES).source.partition("class Meter")[0]
     assert head.count("accel = accelcore.select()") == head.count("current_device = torch.accelerator.") == 1
+
+
+MOVED = ['torch.ones(2).to("cuda")', "torch.ones(2).type(torch.cuda.LongTensor)", "torch.cuda.FloatTensor([1.0])"]
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("known", [Known(imported=True), Known(steered=True)])
+@pytest.mark.parametrize("made", MOVED)
+def test_a_line_that_moves_as_it_is_imported_goes_to_the_cpu_where_the_accelerator_is_missing(made, known, level):
+    ported = port_source(f"import torch\n\nx = {made}\n", level, known).source
+    assert "check_available=True" in ported
+    assert "current_accelerator()" not in ported
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("move", ['to("cuda")', "type(torch.cuda.LongTensor)", "cuda()"])
+def test_a_lambda_of_a_module_asks_for_the_device_when_it_is_called(move, level):
+    ported = port_source(f"import torch\n\nmove = lambda x: x.{move}\n", level, Known(imported=True)).source
+    assert ported.startswith("import torch\n\nmove = lambda x: x.to(")
+    assert "check_available=True" in ported
