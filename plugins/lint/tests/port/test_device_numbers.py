@@ -326,3 +326,28 @@ def test_a_name_keeps_its_index_in_a_file_that_compares_it_with_that_of_a_tensor
         ):
             exec(ported.source.rpartition("\nx =")[0], made)
         assert made["dev"] == expected
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("moved", ["x.to(device)", "torch.zeros(2, device=device)", "x.to(device, non_blocking=True)"])
+def test_the_number_of_the_current_device_in_moves_becomes_the_device(moved, level):
+    source = f"import torch\n\n\ndef move(x):\n    device = torch.cuda.current_device()\n    return {moved}\n"
+    ported = port_source(source, level)
+    assert "current_device_index" not in ported.source  # there is none on the CPU, and 0 is no CPU
+    assert (ported.after, ported.left) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_left"),
+    [
+        ("opt.device = torch.cuda.current_device()", True),
+        ("device = torch.cuda.current_device()\nx.to(device)\nprint(device)", True),
+        ("device = torch.cuda.current_device()\nprint(device)", False),
+        ("number = torch.cuda.current_device()", False),
+        ("if torch.cuda.is_available():\n    opt.device = torch.cuda.current_device()", False),
+    ],
+)
+def test_the_number_of_the_current_device_is_left_where_it_may_be_a_device_or_a_number(lines, is_left):
+    ported = port_source(f"import torch\n\n{lines}\n", Level.ROLES)
+    assert bool(ported.left) is is_left
+    assert ("torch.cuda.current_device()" in ported.source) is is_left

@@ -31,6 +31,7 @@ _CONFIGURED = "a move beside a device that a configuration gives the program, wh
 _ELSEWHERE = "a choice of a device whose name comes from elsewhere, and may be CUDA's: let both take any accelerator"
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.join(DEVICES)})\b")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
+_AS_DEVICE = "the number of the current device, which stands for a device: take torch.accelerator.current_accelerator()"
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _BATCH = re.compile(r"(?i)(?<!\w)(\w*batch_?size\w*|bs|samples_per_(gpu|device))$")
 """Names of numbers of samples, of which torch refuses 0."""
@@ -69,9 +70,14 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         return _as_operand(node, facts, source)
     if name not in _SAME:
         return None
+    is_count = name.endswith(".device_count")
+    if not is_count and not facts.guards(node) and (target := _named_device(node, facts)) is not None:
+        only_moves = target == "device" and len(_uses(target, facts)) == len(_moves_to(target, facts)) + 1
+        return (
+            whole(node, facts.place.device(node), facts.needs_torch) if only_moves else Left(_AS_DEVICE, node.children)
+        )
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"
     test = f"{facts.torch}.accelerator.is_available()"
-    is_count = name.endswith(".device_count")
     if not facts.guards(node) and is_count:
         # As CUDA's own, this may be asked before a fork, unlike is_available, and needs no driver, unlike torch 2.7's.
         test = f"{facts.torch}.accelerator.current_accelerator()"
@@ -85,6 +91,23 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
     if _is_given_away(node, facts):
         return Left(_GIVEN, node.children)
     return Left(_LEFT, node.children, retry=made, some=True) if is_count else made
+
+
+def _named_device(node: cst.Call, facts: Facts) -> str | None:
+    """Return what is assigned a number that then stands for a device, as in `x.to(device)`: 0 would be no CPU."""
+    holder = facts.parent(node)
+    target = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else ""
+    if target.endswith(".device") or (target == "device" and _moves_to(target, facts)):
+        return target
+    return None
+
+
+def _uses(name: str, facts: Facts) -> list[str]:
+    return re.findall(rf"(?<![\w.]){re.escape(name)}(?!\w|=)", facts.code)
+
+
+def _moves_to(name: str, facts: Facts) -> list[str]:
+    return re.findall(rf"(?:\.to\(|(?<!\.cuda\()\bdevice=){re.escape(name)}\s*[,)]", facts.code)
 
 
 def _needs_one(node: cst.Call, facts: Facts) -> bool:
