@@ -190,6 +190,8 @@ _OPTIONS = "import argparse\nparser = argparse.ArgumentParser()\n{}\nargs = pars
         ("name = 'cuda'\n", _CHOICE.format("name"), True),
         ("dev = 'cuda'\n", _CHOICE.format("dev"), False),
         ("dev = 'cuda:0' if wanted else 'cpu'\n", _CHOICE.format("dev"), False),
+        ("dev = 'cuda:1'\n", _CHOICE.format("dev"), True),
+        ("dev = torch.device('cuda')\n", "dev = dev if torch.cuda.is_available() else torch.device('cpu')\n", False),
         ("", _CHOICE.format("args.gpu"), False),
         ("", _CHOICE.format("int(number)"), False),
     ],

@@ -11,6 +11,7 @@ from libcst import matchers
 from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.guards import is_further
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
@@ -28,7 +29,9 @@ _GIVEN = "an answer that another package gets as an option: it may compute on on
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
 _FLAG = "a flag by which a state is loaded to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _CONFIGURED = "a move beside a device that a configuration gives the program, which may be the CPU: move to that one"
-_ELSEWHERE = "a choice of a device whose name comes from elsewhere, and may be CUDA's: let both take any accelerator"
+_ELSEWHERE = (
+    "a choice of a device whose name comes from elsewhere or has an index: others may not have it, so change both"
+)
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.join(DEVICES)})\b")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _AS_DEVICE = "the number of the current device, which stands for a device: take torch.accelerator.current_accelerator()"
@@ -205,16 +208,18 @@ def _takes_given_name(choice: cst.IfExp, facts: Facts) -> bool:
             return False
         is_ported = default is not None and index_of(default)[0] and are_read_in(facts, option)
         return argument(option, "choices") is not None or not is_ported
-    known = facts.values(name)
-    is_ported = is_device_name(text_of(name)) and bool(known) and all(map(_is_device, known))
+    known = [value for value in facts.values(name) if value is not choice]
+    is_ported = is_device_name(text_of(name)) and bool(known) and all(_is_device(value, facts) for value in known)
     return not is_ported or facts.is_given(text_of(name), name)
 
 
-def _is_device(value: cst.BaseExpression) -> bool:
-    """Return whether a value is a device's name, or a choice of devices, that other rules rewrite."""
+def _is_device(value: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a value is a device, or a choice of devices, that other rules rewrite and every host has."""
     if isinstance(value, cst.IfExp):
-        return _is_device(value.body) and _is_device(value.orelse)
-    return index_of(value)[0] or (isinstance(value, cst.SimpleString) and value.evaluated_value == "cpu")
+        return _is_device(value.body, facts) and _is_device(value.orelse, facts)
+    name = _name_of(value, facts)
+    named, index = index_of(name)
+    return (named and not is_further(index)) or text_of(name).strip("\"'") == "cpu"
 
 
 def _name_of(device: cst.BaseExpression, facts: Facts) -> cst.BaseExpression:
