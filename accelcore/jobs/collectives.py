@@ -284,26 +284,21 @@ class TorchCollectives(Collectives):
             )
 
 
+_met: dict[tuple[str, int], tuple[Store, int]] = {}
+"""The store through which this process met the other ranks, by address and rank, and how often it met them.
+
+A second job of the process needs this store, and keys of its own: else a rank may reach a store that rank 0 is closing,
+or read the addresses of the first job.
+"""
+
+
 def meet(launch: Launch, timeout: timedelta | None) -> Store:
     """Return a store to which all ranks are connected; the error names the ranks that did not come in time."""
     timeout, address = timeout or dist.default_pg_timeout, _address(launch.init_method)
-    late = f"did not come to {address} in {timeout.total_seconds():g} seconds"
-    url = urlsplit(address)
-    # The agent of torchrun serves the store of its ranks.
-    serves = url.scheme == "tcp" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        if serves and url.hostname and url.port:
-            # torch's own rendezvous waits for a number of ranks, and cannot tell which are missing.
-            store = TCPStore(
-                url.hostname, url.port, launch.world_size, launch.rank == 0, timeout, False, multi_tenant=True
-            )
-        else:
-            place = {"rank": launch.rank, "world_size": launch.world_size}
-            store, _, _ = next(iter(rendezvous(launch.init_method, **place, timeout=timeout)))
-    except (RuntimeError, ValueError) as error:
-        absent = [0] if serves and launch.rank and "timed out" in str(error) else []
-        raise _not_joined(launch, address, absent, late, error) from error
-    keys = {rank: f"rank {rank} is here" for rank in range(launch.world_size)}
+    store, number = _met.get((address, launch.rank), (None, 0))
+    if store is None:
+        store = _connect(launch, address, timeout)
+    keys = {rank: f"rank {rank} is here: {number}" for rank in range(launch.world_size)}
     try:
         store.set(keys[launch.rank], "")
         store.wait(list(keys.values()), timeout)
@@ -311,9 +306,28 @@ def meet(launch: Launch, timeout: timedelta | None) -> Store:
         absent = []
         with suppress(RuntimeError):  # rank 0, which serves the store, has given up
             absent = [rank for rank, key in keys.items() if not store.check([key])]
-        raise _not_joined(launch, address, absent, late, error) from error
+        raise _not_joined(launch, address, absent, timeout, error) from error
     store.set_timeout(timeout)
-    return PrefixStore("default_pg", store)
+    _met[address, launch.rank] = store, number + 1
+    return PrefixStore(f"default_pg/{number}", store)
+
+
+def _connect(launch: Launch, address: str, timeout: timedelta) -> Store:
+    url = urlsplit(address)
+    # The agent of torchrun serves the store of its ranks.
+    serves = url.scheme == "tcp" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        if serves and url.hostname and url.port:
+            # torch's own rendezvous waits for a number of ranks, and cannot tell which are missing.
+            return TCPStore(
+                url.hostname, url.port, launch.world_size, launch.rank == 0, timeout, False, multi_tenant=True
+            )
+        place = {"rank": launch.rank, "world_size": launch.world_size}
+        store, _, _ = next(iter(rendezvous(launch.init_method, **place, timeout=timeout)))
+    except (RuntimeError, ValueError) as error:
+        absent = [0] if serves and launch.rank and "timed out" in str(error) else []
+        raise _not_joined(launch, address, absent, timeout, error) from error
+    return store
 
 
 def _address(init_method: str) -> str:
@@ -324,7 +338,10 @@ def _address(init_method: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def _not_joined(launch: Launch, address: str, absent: list[int], late: str, error: Exception) -> DistributedError:
+def _not_joined(
+    launch: Launch, address: str, absent: list[int], timeout: timedelta, error: Exception
+) -> DistributedError:
+    late = f"did not come to {address} in {timeout.total_seconds():g} seconds"
     what = f"rank {launch.rank} of {launch.world_size} could not join the others at {address}"
     return DistributedError(
         f"{ranks(absent)} of {launch.world_size} {late}" if absent else what,

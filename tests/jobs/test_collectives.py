@@ -307,3 +307,16 @@ def test_ranks_that_a_script_started_itself_meet_where_it_says(start):
             print(json.dumps([collectives.rank, collectives.world_size, total.item()]))
     """
     assert told(start(script)) == [[1, 2, 3], [0, 2, 3]]
+
+
+def test_jobs_of_one_process_follow_each_other_at_one_address(start):
+    ended = start(
+        """
+        totals = []
+        for number in range(3):
+            with accel.distributed() as job:
+                totals.append(float(job.all_reduce(torch.tensor([number + job.rank + 1.0]))))
+        print(json.dumps(totals))
+        """
+    )
+    assert told(ended) == [[3.0, 5.0, 7.0]] * 2
