@@ -323,7 +323,7 @@ def _connect(launch: Launch, address: str, timeout: timedelta) -> Store:
                 url.hostname, url.port, launch.world_size, launch.rank == 0, timeout, False, multi_tenant=True
             )
         place = {"rank": launch.rank, "world_size": launch.world_size}
-        store, _, _ = next(iter(rendezvous(launch.init_method, **place, timeout=timeout)))
+        store: Store = next(iter(rendezvous(launch.init_method, **place, timeout=timeout)))[0]
     except (RuntimeError, ValueError) as error:
         absent = [0] if serves and launch.rank and "timed out" in str(error) else []
         raise _not_joined(launch, address, absent, timeout, error) from error
