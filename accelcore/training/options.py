@@ -218,6 +218,7 @@ INSTEAD = {
     **dict.fromkeys(("load_checkpoint", "load_state", "load_state_dict"), "trainer.resume(folder)"),
     "zero_grad": "nothing there, because a window begins without gradients",
     "global_step": "trainer.steps",
+    "sync_gradients": "trainer.window_closed",
     "ranks": "job = accel.join() and job.world_size",
     "optimizers": "trainer.optimizer",
     "lr_scheduler": "trainer.scheduler",

@@ -157,6 +157,11 @@ class Trainer(Suggests, Checkpoints):
         return self._window.steps
 
     @property
+    def window_closed(self) -> bool:
+        """Whether no window is open: the last micro-batch, if there was one, closed its window. See `accumulate`."""
+        return not self._step.is_open
+
+    @property
     def total_steps(self) -> int | None:
         """Number of windows of the whole training: as given, or from `epochs(n)` and the last loader; or None."""
         given = self._options["total_steps"]
@@ -202,27 +207,22 @@ class Trainer(Suggests, Checkpoints):
         self._schedule.warn_if_cut()
         if self._window.micro:
             logger.warning(
-                "trainer.epochs(...) has ended within a window, after %d of %d micro-batches: call trainer.flush() to "
-                "update with them",
-                self._window.micro,
-                self.accumulate,
+                "trainer.epochs(...) ended within a window, after %d of %d micro-batches: trainer.flush() closes it",
+                *(self._window.micro, self.accumulate),
             )
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.
 
         At the end a short window is flushed. After a `resume` in mid-epoch the first call yields the rest of that
-        epoch. It loads the earlier batches again and drops them, so that random augmentation stays exact. A loader with
-        `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, restores its own state instead. An
-        epoch that is left early, by `break` or an exception, has ended: to resume within an epoch, save inside the
-        loop, after training on a batch.
+        epoch. An epoch that is left early, by `break` or an exception, has ended: to resume within an epoch, save
+        inside the loop, after training on a batch.
 
         Args:
-            loader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. In a job of several
-                ranks a DataLoader with a plain sampler gets a `DistributedSampler`. Of an iterable, each rank gets
-                every `world_size`-th batch, and all ranks must read it in the same order; of a `ShardedStream`, each
-                rank gets its rows. All ranks get the same number of batches: with `drop_last=True` surplus rows are
-                dropped, else some rows come twice.
+            loader: a DataLoader, or any iterable of batches. In a job of several ranks a DataLoader with a plain
+                sampler gets a `DistributedSampler`. Of an iterable, each rank gets every `world_size`-th batch, and all
+                ranks must read it in the same order; of a `ShardedStream`, each rank gets its rows. All ranks get the
+                same number of batches: with `drop_last=True` surplus rows are dropped, else some rows come twice.
             shard: False if the loader already yields this rank's share.
         """
         if not isinstance(shard, bool):

@@ -150,9 +150,9 @@ def main(argv: list[str] | None = None) -> list[float]:
                 return history
             crops = (get_batch(training, args.block_size, args.batch_size) for _ in range(updates * trainer.accumulate))
             # An epoch is what lies between two evaluations. Each rank draws crops of its own, so nothing is divided.
-            for number, batch in enumerate(trainer.batches(crops, shard=False), 1):
+            for batch in trainer.batches(crops, shard=False):
                 loss = trainer(batch)
-                if number % trainer.accumulate == 0 and trainer.steps % args.log_every == 0:
+                if trainer.window_closed and trainer.steps % args.log_every == 0:
                     history.append(job.mean(loss).item())  # waits for the device, so do it rarely
                     job.print(f"step {trainer.steps}: loss {history[-1]:.4f}")
 

@@ -190,3 +190,13 @@ def test_a_gradient_from_before_the_trainer_hides_no_later_one(accel, caplog):
     beside(trainer)
     trainer(torch.ones(4, 6))
     assert "'1." in caplog.text
+
+
+def test_a_window_is_closed_between_an_update_and_the_next_micro_batch(accel):
+    trainer, found = make(accel, accumulate=2), []
+    for number in range(4):
+        found.append(trainer.window_closed)
+        trainer(torch.ones(4, 6)) if number < 2 else step(trainer, number)
+    assert [*found, trainer.window_closed] == [True, False, True, False, True]
+    backward(trainer, 4)
+    assert not trainer.window_closed

@@ -402,3 +402,19 @@ def test_a_dataset_is_no_loader(accel):
     for read in (trainer.batches, trainer.evaluate):
         with pytest.raises(accelcore.ConfigurationError, match=r"TensorDataset.*rows(.|\n)*DataLoader"):
             next(iter(read(TensorDataset(torch.randn(8, 6), torch.randn(8, 2)))))
+
+
+def test_another_option_than_the_checkpoints_is_reported(accel, tmp_path, caplog):
+    def trained(decay):
+        model = net()
+        optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.1, weight_decay=decay)
+        return accel.trainer(model, optimizer, loss=loss_of)
+
+    trainer = trained(0.0)
+    for batch in trainer.batches(data(2)):
+        trainer(batch)
+    trainer.save(tmp_path)
+    again = trained(0.5)
+    again.resume(tmp_path)
+    assert "weight_decay is 0.5, and the checkpoint's is 0.0" in caplog.text
+    assert again.optimizer.param_groups[0]["weight_decay"] == 0.0

@@ -158,7 +158,7 @@ class OptimizerPart(Part):
             raise _another(saved, f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
         groups, numbers = self._groups(tree["groups"], saved)
         if self._strategy.collectives.rank == 0:
-            _report_learning_rate(self._optimizer.param_groups, groups)
+            _report_options(self._optimizer.param_groups, groups)
         entries = as_dict(tree["state"], "optimizer state")
         if unknown := [name for name in entries if name not in numbers]:
             raise _another(saved, f"it has a state of {unknown[0]!r}, which this one does not train")
@@ -293,16 +293,19 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any], saved: Saved)
         )
 
 
-def _report_learning_rate(own: list[dict[str, Any]], restored: list[dict[str, Any]]) -> None:
-    """Log which learning rate is used if the script's differs from the checkpoint's."""
-    key = "initial_lr" if "initial_lr" in own[0] else "lr"  # a schedule moves the other one
-    pairs = [(float(live[key]), float(new[key])) for live, new in zip(own, restored, strict=True)]
-    if (different := next(((live, new) for live, new in pairs if live != new), None)) is not None:
-        logger.warning(
-            "the script's learning rate is %g, and the checkpoint's is %g: training continues with the checkpoint's. "
-            "To change it, set it in the optimizer's groups after the resume",
-            *different,
-        )
+def _report_options(own: list[dict[str, Any]], restored: list[dict[str, Any]]) -> None:
+    """Log the first option of which the script's value differs from the checkpoint's, which is used."""
+    for live, new in zip(own, restored, strict=True):
+        moved = {"lr", "momentum", "betas"} if "initial_lr" in live else set()  # by a schedule
+        for key in sorted(live.keys() & new.keys() - moved - {"params", *SWITCHES}):
+            if live[key] != new[key]:
+                logger.warning(
+                    "the script's %s is %s, and the checkpoint's is %s: training continues with the checkpoint's. "
+                    "To change it, set it in the optimizer's groups after the resume",
+                    "learning rate" if key in ("lr", "initial_lr") else key,
+                    *(f"{float(value):g}" if isinstance(value, Tensor) else value for value in (live[key], new[key])),
+                )
+                return
 
 
 def _another(saved: Saved, why: str) -> CheckpointError:

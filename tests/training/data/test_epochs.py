@@ -71,7 +71,7 @@ def test_a_window_that_is_open_when_the_epochs_end_is_reported(accel, caplog, wa
             trainer(batch)
             if way == "break":
                 break
-    says = "ended within a window, after 1 of 2 micro-batches: call trainer.flush()"
+    says = "ended within a window, after 1 of 2 micro-batches: trainer.flush()"
     assert [says in record.message for record in caplog.records] == [True] * (way != "batches")
 
 
