@@ -157,8 +157,8 @@ class SharedParameters:
     The gradients of another trainer's open window are set aside meanwhile. Otherwise this costs one comparison.
 
     A `loss.backward()` of the script would add to the gradients of an open window, so it is refused there. Hooks detect
-    it. Versions would not do: they also change if the script writes to a gradient, which is allowed. The hooks take 2 %
-    of a tiny step. A single trainer needs none while each of its windows is one call. `leaves` returns the tensors for
+    it. Versions would not do: they also change if the script writes to a gradient, which is allowed. Hooks cost time in
+    each step, and a single trainer needs none while each of its windows is one call. `leaves` returns the tensors for
     which autograd computes the gradients of the parameters.
     """
 
