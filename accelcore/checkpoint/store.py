@@ -290,14 +290,14 @@ class Checkpoint:
         try:
             self.manifest = verify(path, share)
         except UNREADABLE as error:
-            older = _older(path)
+            before = older(path)
             plain = isinstance(error, OSError | ValueError)
             raise CheckpointError(
                 f"the checkpoint {path} is damaged",
                 why=str(error) if plain else f"{MANIFEST} does not have the form of a manifest: {error!r}",
-                available=f"an older one is whole: {older}" if older else "no older one beside it is whole",
-                remedy=f'give that one: trainer.resume("{older}"), or accelcore export {older} FILE'
-                if older
+                available=f"an older one is whole: {before}" if before else "no older one beside it is whole",
+                remedy=f'give that one: trainer.resume("{before}"), or accelcore export {before} FILE'
+                if before
                 else "restore it from a copy",
             ) from error
 
@@ -316,14 +316,15 @@ class Checkpoint:
             ) from error
 
 
-def _older(path: Path) -> Path | None:
-    """Return the newest whole checkpoint before `path`."""
+def older(path: Path, suits: Callable[[Path], bool] = lambda path: True) -> Path | None:
+    """Return the newest whole checkpoint before `path` that suits; None if there is none."""
     siblings = checkpoints(path.parent)
     before = siblings[: siblings.index(path)] if path in siblings else []
     for candidate in reversed(before):
         with suppress(CheckpointError, *UNREADABLE):
             verify(candidate)
-            return candidate
+            if suits(candidate):
+                return candidate
     return None
 
 

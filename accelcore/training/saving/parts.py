@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelcore.checkpoint.manifest import MODEL, RANK, file_of
-from accelcore.checkpoint.store import Checkpoint
+from accelcore.checkpoint.store import Checkpoint, older
 from accelcore.errors import CheckpointError, logger
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
@@ -37,6 +38,16 @@ class Saved:
     same_job: bool  # whether as many ranks saved it as there are now, so that `own` is this rank's own
     source: str  # "the checkpoint ..." or another program's file, as messages name it
     weights: str  # how to load the model alone; empty for another program's file
+    # the newest older checkpoint that was saved between two windows
+    closed: Callable[[], Path | None] = lambda: None
+
+    def between_windows(self) -> str:
+        """Return the remedy for a checkpoint that was saved within a window."""
+        found = self.closed()
+        named = (
+            f'such as this older one: trainer.resume("{found}")' if found else "of which this folder has no older one"
+        )
+        return f"resume from a checkpoint saved between two windows, {named}"
 
 
 class Part(ABC):
@@ -86,8 +97,8 @@ class TrainedPart(Part):
             raise CheckpointError(
                 self.resumed.describe(differing),
                 why="the checkpoint was saved within a window, whose gradients belong to the parameters trained then",
-                remedy="before the resume, freeze or unfreeze as that run had, and call trainer.refresh(); or resume "
-                "from a checkpoint saved between two windows",
+                remedy=f"{saved.between_windows()}. Or freeze or unfreeze as that run had, and call trainer.refresh() "
+                "before the resume. To avoid this, save where trainer.window_closed is True",
             )
         return lambda: self.resumed.restored(differing)
 
@@ -138,7 +149,7 @@ class ScalerPart(Part):
         if as_dict(saved.own.get("window"), "window", "micro")["micro"]:
             raise CheckpointError(
                 "the checkpoint was saved within a window with another loss scale",
-                remedy="resume with the precision it was saved with, or from a checkpoint saved between two windows",
+                remedy=f"resume with the precision it was saved with, or {saved.between_windows()}",
             )
         logger.warning(
             "the checkpoint has %s, and this training %s: it keeps its own", described(state), described(before)
@@ -173,12 +184,12 @@ class WindowPart(Part):
             raise CheckpointError(
                 f"the checkpoint was saved after {micro} micro-batches of a window of {accumulate}, "
                 f"and this trainer accumulates {self.window.accumulate}",
-                remedy=f"resume with accumulate={accumulate}, or from a checkpoint saved between two windows",
+                remedy=f"resume with accumulate={accumulate}, or {saved.between_windows()}",
             )
         if micro and window["sharded"] != self._is_sharded():
             raise CheckpointError(
                 "the checkpoint was saved within a window, and one of the checkpoint and this model is sharded",
-                remedy="resume with the strategy it was saved with, or from a checkpoint saved between two windows",
+                remedy=f"resume with the strategy it was saved with, or {saved.between_windows()}",
             )
         gradients, buffers = as_dict(window["gradients"], "gradients"), as_dict(window["buffers"], "buffers")
         own_buffers = dict(self.model.named_buffers())
@@ -345,7 +356,12 @@ def read_saved(
     if checkpoint.manifest["pieces"].get(file_of(trainer, MODEL)):  # every rank has saved a part of the model
         option = f" --trainer {trainer}" if trainer else ""
         weights = f'accelcore export{option} {checkpoint.path} FILE.safetensors, then trainer.load("FILE.safetensors")'
-    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", weights)
+
+    def is_closed(path: Path) -> bool:
+        return not Checkpoint(path).read(of_ranks[0])["window"]["micro"]
+
+    closed = partial(older, checkpoint.path, is_closed)
+    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", weights, closed)
 
 
 def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -132,3 +134,24 @@ def test_a_checkpoint_within_a_window_is_refused_at_once(accel, tmp_path):
     again.change(b=True)
     again.trainer.resume(tmp_path)
     assert again.trainer(DATA[1]).item() == expected
+
+
+def test_the_refusal_names_the_older_checkpoint_that_was_saved_between_two_windows(accel, tmp_path):
+    run = Run(accel, accumulate=3)
+    for _ in range(3):
+        run.trainer(DATA[0])
+    run.change(b=True)
+    for _ in range(3):
+        run.trainer(DATA[1])
+    run.trainer.save(tmp_path)
+    expected = []
+    for _ in range(2):
+        expected.append(run.trainer(DATA[2]).item())
+        run.trainer.save(tmp_path)
+    again = Run(accel, accumulate=3)
+    with pytest.raises(accelcore.CheckpointError, match=r"trainer\.window_closed") as refused:
+        again.trainer.resume(tmp_path)
+    named = re.search(r'trainer\.resume\("(.+)"\)', str(refused.value))[1]
+    assert again.trainer.resume(named) == tmp_path / "step-00000002"
+    again.change(b=True)
+    assert [again.trainer(DATA[2]).item() for _ in range(2)] == expected
