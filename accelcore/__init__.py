@@ -76,18 +76,6 @@ _HOMES = {
 }
 """Names by module; all others are in `errors`."""
 
-_INSTEAD = {
-    **dict.fromkeys(("Accelerator", "Fabric", "initialize", "init"), "accel = accelcore.select()"),
-    **dict.fromkeys(("set_seed", "seed", "seed_everything", "manual_seed"), "accel.runtime.seed(n)"),
-    **dict.fromkeys(("device", "autocast", "trainer", "optimizers"), "accel = accelcore.select(), which has it"),
-    **dict.fromkeys(("is_available", "device_count"), "accelcore.installed()"),
-    **dict.fromkeys(("prepare", "fit", "train"), "accelcore.select().trainer(model, optimizer, ...)"),
-    **dict.fromkeys(("distributed", "join", "rank", "world_size", "is_main"), "job = accelcore.select().join()"),
-    **dict.fromkeys(("run", "launch"), "accelcore run --nproc 2 train.py in a shell"),
-    "GradScaler": "accel.scaler.create()",
-}
-"""Names of accelerate, Fabric and torch, and what stands for them."""
-
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
@@ -95,9 +83,7 @@ def __getattr__(name: str) -> object:
 
         return version("accelcore")
     if name not in __all__:
-        from accelcore.util.text import no_attribute
-
-        no_attribute(import_module(__name__), name, _INSTEAD)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
     home = next((home for home, names in _HOMES.items() if name in names), "errors")
     value = getattr(import_module(f"accelcore.{home}"), name)
     globals()[name] = value

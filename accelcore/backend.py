@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from accelcore.devices.hookspecs import Probe
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.util.text import Suggests, checks_names, is_number
+from accelcore.util.text import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,35 +31,6 @@ if TYPE_CHECKING:
     from accelcore.scaling.dynamic import Scalers
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
-
-_INSTEAD = {
-    **dict.fromkeys(("seed", "seed_everything", "set_seed"), "accel.runtime.seed(n)"),
-    **dict.fromkeys(("prepare", "setup", "setup_module"), "accel.trainer(model, optimizer, ...)"),
-    **dict.fromkeys(("setup_dataloaders", "prepare_data_loader"), "trainer.batches(loader)"),
-    **dict.fromkeys(("rank", "local_rank", "world_size", "is_main", "print"), "job = accel.join(), which has it"),
-    **dict.fromkeys(("gather", "barrier", "all_reduce", "broadcast", "mean"), "job = accel.join(), which has it"),
-    **dict.fromkeys(
-        ("is_main_process", "is_global_zero", "is_local_main_process"), "job = accel.join() and job.is_main"
-    ),
-    **dict.fromkeys(("process_index", "global_rank"), "job = accel.join() and job.rank"),
-    **dict.fromkeys(("num_processes", "ranks"), "job = accel.join() and job.world_size"),
-    **dict.fromkeys(("epoch", "epochs"), "for epoch in trainer.epochs(10): ..."),
-    **dict.fromkeys(("loss_scale", "get_scaler"), "trainer.scaler, or scaler = accel.scaler.create()"),
-    **dict.fromkeys(("dtype", "mixed_precision"), 'accel.trainer(..., precision="bf16")'),
-    **dict.fromkeys(("accumulate", "sync_gradients", "no_sync"), "accel.trainer(..., accumulate=4)"),
-    **dict.fromkeys(("log", "log_dict"), "accel.trainer(..., observers=[accelcore.Log(folder)])"),
-    **dict.fromkeys(("to", "move"), "model.to(accel.device), or accel.runtime.to_device(batch)"),
-    **dict.fromkeys(("save", "save_state"), "trainer.save(folder)"),
-    **dict.fromkeys(("load", "load_state"), "trainer.resume(folder)"),
-    **dict.fromkeys(("to_device", "synchronize", "memory"), "accel.runtime, which has it"),
-    **dict.fromkeys(("clip_grad_norm_", "clip_gradients"), "accel.trainer(..., clip_norm=1.0)"),
-    "optimizer": 'accel.optimizers.create("adamw", model.parameters(), lr=1e-3)',
-    "launch": "accelcore run --nproc 2 train.py in a shell",
-    "unwrap_model": "trainer.model, which is the model as given",
-    "wait_for_everyone": "job = accel.join() and job.barrier()",
-    "backward": "trainer.backward(loss)",
-}
-"""Names of accelerate, Fabric and torch, or of a role, and what stands for them on a backend."""
 
 SHARDED = ("fsdp", "zero2", "zero3")  # strategies of `Capabilities.parallel` that divide the model
 
@@ -104,7 +75,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, repr=False)
-class Backend(Suggests):
+class Backend:
     """One device, ready to use. `accelcore.select()` makes it; a process may have several.
 
     Backends of one kind of device share the vendor's runtime and its process-wide settings. Creating one may change
@@ -131,8 +102,6 @@ class Backend(Suggests):
     compiler: Compiler
     runtime: Runtime
     passed_over: tuple[Probe, ...] = ()
-
-    _instead = _INSTEAD
 
     @property
     def device(self) -> torch.device:
@@ -197,7 +166,6 @@ class Backend(Suggests):
 
         return replicate(self, module, **options)
 
-    @checks_names
     def distributed(
         self,
         *,
@@ -226,10 +194,10 @@ class Backend(Suggests):
             ConfigurationError: an argument or a variable is invalid; no device was touched.
             DistributedError: the ranks could not meet, or a rank was lost in the block. The message names it.
         """
-        from accelcore.jobs.job import Joined
+        from accelcore.jobs.job import membership
 
         limit = _duration(timeout)
-        return Joined(self.collectives, _launch(rank, world_size, local_rank, init_method), limit)
+        return membership(self.collectives, _launch(rank, world_size, local_rank, init_method), limit)
 
     def join(self, **place: Any) -> Job:
         """Join the job for the rest of the process, as `distributed` does for a block: `job = accel.join()`.

@@ -21,30 +21,15 @@ from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
-from accelcore.util.text import Suggests, kind_of
+from accelcore.util.text import kind_of
 
 Number = TypeVar("Number", float, Tensor)
-
-_INSTEAD = {
-    **dict.fromkeys(("is_main_process", "is_global_zero", "is_local_main_process", "is_master", "main"), "job.is_main"),
-    **dict.fromkeys(("process_index", "global_rank"), "job.rank"),
-    **dict.fromkeys(("local_process_index", "local_process_rank"), "job.local_rank"),
-    **dict.fromkeys(("wait_for_everyone", "wait", "sync"), "job.barrier()"),
-    **dict.fromkeys(("all_gather", "gather_for_metrics"), "job.gather(tensor)"),
-    **dict.fromkeys(("reduce", "average"), "job.mean(value), or job.all_reduce(tensor)"),
-    **dict.fromkeys(("num_processes", "ranks", "num_ranks", "size"), "job.world_size"),
-    **dict.fromkeys(("sum", "max", "min"), 'job.all_reduce(tensor, "sum"), "max" or "min"'),
-    **dict.fromkeys(("broadcast_object", "broadcast_object_list"), "job.gather_objects(value)[0]"),
-    "device": "accel.device",
-    "gather_object": "job.gather_objects(value)",
-}
-"""Names of accelerate, Fabric and torch, and what stands for them in a job."""
 
 _EXIT_TIMEOUT = timedelta(minutes=1)
 """Time that a rank waits for the others at exit: they may wait for it in a collective, or have left no trace."""
 
 
-class Job(Suggests):
+class Job:
     """Words for scripts about the ranks of a job. Without a job, this process is rank 0 of 1.
 
     After the block of `with accel.distributed() as job:` the job keeps its numbers: `job.is_main` is true on one rank
@@ -69,8 +54,6 @@ class Job(Suggests):
     ) -> None:
         self._joined, self._launch, self._missing = collectives, launch, missing
         self.rank, self.world_size = collectives.rank, collectives.world_size
-
-    _instead = _INSTEAD
 
     @property
     def _collectives(self) -> Collectives:
@@ -210,28 +193,9 @@ class Job(Suggests):
         return None if launch is None else launch.local_rank
 
 
-class Joined(Suggests, AbstractContextManager[Job]):
-    """The context of `accel.distributed()`: it joins the process group that `launch` describes, and yields the job."""
-
-    _instead = dict.fromkeys(
-        (name for name in ("rank", "world_size", *vars(Job), *_INSTEAD) if not name.startswith("_")),
-        "with accel.distributed() as job: ..., or job = accel.join()",
-    )
-
-    def __init__(self, collectives: Collectives, launch: Launch | None, timeout: timedelta | None) -> None:
-        self._context = _join(collectives, launch, timeout)
-
-    def __enter__(self) -> Job:
-        return self._context.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._context.__exit__(kind, error, trace)
-
-
 @contextmanager
-def _join(collectives: Collectives, launch: Launch | None, timeout: timedelta | None) -> Iterator[Job]:
+def membership(collectives: Collectives, launch: Launch | None, timeout: timedelta | None) -> Iterator[Job]:
+    """Join the process group that `launch` describes, and yield the job: the context of `accel.distributed()`."""
     had_group = dist.is_initialized()
     collectives.init(launch, timeout=timeout)
     missing: MissingRanks | None = None

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -18,17 +18,11 @@ from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, made
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.util.text import Suggests, did_you_mean
+from accelcore.util.text import did_you_mean
 
 __all__ = ["ExplainedRoute", "Optimizers"]
 
 Parameters = Iterable[Any]
-
-_INSTEAD = {
-    written: f'accel.optimizers.create("{written.lower()}", model.parameters(), lr=...)'
-    for written in (*FORMULAS, "SGD", "Adam", "AdamW")
-}
-"""Names of optimizers, which are not attributes, and what to write."""
 
 _DEFAULT_LR: Any = ...  # the learning rate of a call without one. None is a mistake: YAML reads an empty line as None.
 
@@ -56,7 +50,7 @@ class _Explanation(tuple[ExplainedRoute, ...]):
         return "\n".join(f"{', '.join(one.route for one in routes)}: {reason}" for reason, routes in grouped)
 
 
-class Optimizers(Suggests):
+class Optimizers:
     """Registry of one backend: the routes of each optimizer, best first.
 
     A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers
@@ -65,17 +59,8 @@ class Optimizers(Suggests):
     registered, by a route `"formula"` that runs on every device.
     """
 
-    _instead = _INSTEAD
-
     def __init__(self) -> None:
         self._routes: dict[str, list[Route]] = {name: [_formula_route(name, kind)] for name, kind in FORMULAS.items()}
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise ConfigurationError: `create` makes an optimizer."""
-        raise ConfigurationError(
-            "accel.optimizers(...) makes no optimizer",
-            remedy="write accel.optimizers.create(name, model.parameters(), lr=...)",
-        )
 
     def register(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
-from accelcore.util.text import Settings, Suggests, is_number
+from accelcore.util.text import Settings, is_number
 
 if TYPE_CHECKING:
     from accelcore.scaling.dynamic import OverflowStreak
@@ -32,24 +32,6 @@ FindBad = Callable[[], "str | None"]
 VERSION = 1  # version of the states written here. States of other libraries have none.
 
 OF_APEX = {"loss_scale", "unskipped"}  # keys of a state of apex, which are the same for static and dynamic scales
-
-_INSTEAD = {
-    "get_growth_factor": 'scaler.state_dict()["growth_factor"]',
-    "get_backoff_factor": 'scaler.state_dict()["backoff_factor"]',
-    "get_growth_interval": 'scaler.state_dict()["growth_interval"]',
-    "set_growth_factor": "accel.scaler.create(growth=2.0)",
-    "set_backoff_factor": "accel.scaler.create(backoff=0.5)",
-    "set_growth_interval": "accel.scaler.create(interval=2000)",
-    **dict.fromkeys(("loss_scale", "value", "current_scale"), "scaler.get_scale()"),
-    **dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval"), "scaler.state_dict(), which has it"),
-    **dict.fromkeys(("found_inf", "overflow", "has_overflow"), "scaler.overflowed"),
-    "init_scale": "accel.scaler.create(init=65536.0)",
-    "set_scale": 'scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})',
-    "unscale": "scaler.unscale_(optimizer)",
-    "enabled": "scaler.is_enabled()",
-    "backward": "scaler.scale(loss).backward()",
-}
-"""Names of torch, apex and other libraries that no scaler has, and what stands for them."""
 
 MARK = "is_scaled"  # in the `__dict__` of a scaled loss: a trainer scales by itself, and refuses it
 
@@ -94,7 +76,7 @@ class LossScale(Settings):
             )
 
 
-class LossScaler(Suggests, ABC):
+class LossScaler(ABC):
     """Loss scale of a training. A step calls `scale`, `unscale_` if gradients are read, `step`, `update` in this order.
 
     With several optimizers, `unscale_` and `step` are called for each, and `update` once. All have one scale. Only the
@@ -115,8 +97,6 @@ class LossScaler(Suggests, ABC):
     reads_gradients = True
     takes_fp16 = False
     streak: OverflowStreak | None = None
-
-    _instead = _INSTEAD
 
     @abstractmethod
     def scale(self, loss: Tensor) -> Tensor:
@@ -148,7 +128,7 @@ class LossScaler(Suggests, ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; raises CheckpointError if the state is that of another kind of scaler."""
 
-    def abandon(self) -> None:  # most scalers keep nothing during a step
+    def abandon(self) -> None:  # noqa: B027  # most scalers keep nothing during a step
         """Forget a step that has failed, so that the next one can begin."""
 
     @property

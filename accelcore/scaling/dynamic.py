@@ -350,9 +350,6 @@ class Scalers:
         """Raise ConfigurationError for `accel.scaler()`, which a script may write for torch's class `GradScaler`."""
         raise ConfigurationError("accel.scaler is not a class of loss scalers", remedy=_HOW)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"Scalers has no attribute {name!r}" + f": {_HOW}" * hasattr(LossScaler, name))
-
 
 def is_finite(gradient: Tensor) -> bool:
     """Return whether all values are finite. Waits for the device."""

@@ -197,42 +197,6 @@ _ELSEWHERE = {
 """Other libraries' options of a trainer, and where accelcore takes them."""
 
 
-INSTEAD = {
-    **{name: f'trainer.options["{name}"]' for name in TrainerOptions.__annotations__},
-    **dict.fromkeys(("loss", "last_loss"), "loss = trainer(batch)"),
-    **dict.fromkeys(("loss_scale", "scale", "get_scale"), "trainer.scaler.get_scale()"),
-    **dict.fromkeys(("lr", "learning_rate", "get_lr"), 'trainer.optimizer.param_groups[0]["lr"]'),
-    **dict.fromkeys(("max_epochs", "num_epochs"), "for epoch in trainer.epochs(10): ..."),
-    **dict.fromkeys(("max_steps", "num_training_steps"), "trainer.total_steps"),
-    **dict.fromkeys(("rank", "world_size", "is_main", "print", "gather"), "job = accel.join(), which has it"),
-    **dict.fromkeys(("grad_norm", "gradient_norm"), "an observer with the method gradient_norm(norm)"),
-    **dict.fromkeys(("dataloader", "train_dataloader"), "trainer.batches(loader)"),
-    **dict.fromkeys(("unwrap_model", "module", "parameters"), "trainer.model, which is the model as given"),
-    **dict.fromkeys(("fit", "train"), "for batch in trainer.batches(loader): trainer(batch)"),
-    **dict.fromkeys(
-        ("step", "optimizer_step", "training_step"), "trainer(batch), or trainer.backward(loss) and trainer.update()"
-    ),
-    **dict.fromkeys(("validate", "test", "eval"), "trainer.evaluate(loader)"),
-    **dict.fromkeys(("clip_gradients", "clip_grad_norm_"), "accel.trainer(..., clip_norm=1.0)"),
-    **dict.fromkeys(("save_checkpoint", "save_state", "state_dict"), "trainer.save(folder)"),
-    **dict.fromkeys(("load_checkpoint", "load_state", "load_state_dict"), "trainer.resume(folder)"),
-    "zero_grad": "nothing there, because a window begins without gradients",
-    "global_step": "trainer.steps",
-    "sync_gradients": "trainer.window_closed",
-    "ranks": "job = accel.join() and job.world_size",
-    "optimizers": "trainer.optimizer",
-    "lr_scheduler": "trainer.scheduler",
-    "predict": "trainer.evaluate(loader)",
-    "callbacks": 'trainer.options["observers"]',
-    "should_stop": "break in the loop over the epochs",
-    "current_epoch": "trainer.epoch",
-    "device": "accel.device",
-    "no_sync": "accel.trainer(..., accumulate=4), which exchanges gradients once a window",
-    "log": "accel.trainer(..., observers=[accelcore.Log(folder)])",
-}
-"""Names of Lightning, accelerate and torch, and what stands for them on a trainer."""
-
-
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
     """Return all options: those given, and the defaults of the others."""
     known = TrainerOptions.__annotations__

@@ -25,7 +25,7 @@ from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches, check_loader
 from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
-from accelcore.training.options import INSTEAD, TrainerOptions, check_arguments, check_values, complete, unwrapped
+from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
 from accelcore.training.schedule import Schedule
@@ -33,7 +33,6 @@ from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
-from accelcore.util.text import Suggests
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -42,7 +41,7 @@ _numbers = count()
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
-class Trainer(Suggests, Checkpoints):
+class Trainer(Checkpoints):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::
@@ -116,15 +115,11 @@ class Trainer(Suggests, Checkpoints):
         for listener in plan.listeners.begin:
             listener(proxy(self))
 
-    _instead = INSTEAD
-
     def __setattr__(self, name: str, value: object) -> None:
         if name in _FIXED:
             option = f"model, optimizer, {name}=..." if name in TrainerOptions.__annotations__ else "..."
             remedy = f"make another trainer, which keeps what it was made with: accel.trainer({option})"
             raise ConfigurationError(f"trainer.{name} cannot be set", remedy=remedy)
-        if name in INSTEAD:
-            raise ConfigurationError(f"trainer.{name} cannot be set", remedy=f"write {INSTEAD[name]}")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

@@ -6,20 +6,15 @@ import errno
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from functools import wraps
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from accelcore.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-P = ParamSpec("P")
-Returned = TypeVar("Returned")
 
 _REMEDIES_OF_WRITING = {
     errno.ENOENT: "create the folder, or see who has removed it",
@@ -41,28 +36,6 @@ def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is an int or a float. A bool is neither here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> NoReturn:
-    """Raise AttributeError for `__getattr__`; it says what to write `instead` of a name that other libraries have."""
-    if hasattr(type(owner), name):  # a property raised AttributeError: raise that again
-        object.__getattribute__(owner, name)
-    label = f"module {owner.__name__!r}" if isinstance(owner, ModuleType) else type(owner).__name__
-    if name in instead:
-        # Without the owner: Python would add a similar name to this, also a private one.
-        raise AttributeError(f"{label} has no attribute {name!r}; write {instead[name]}", name=name, obj=None)
-    raise AttributeError(f"{label} has no attribute {name!r}", name=name, obj=owner)  # Python adds a similar name
-
-
-class Suggests:
-    """Base of classes that say what to write instead of a name that other libraries have: see `no_attribute`."""
-
-    _instead: ClassVar[Mapping[str, str]]
-
-    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
-
-        def __getattr__(self, name: str) -> None:
-            no_attribute(self, name, self._instead)
 
 
 def bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:
@@ -128,42 +101,17 @@ class Settings:
     """Base of classes whose constructors raise ConfigurationError for a setting of an unknown name."""
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        _check_names(cls.__init__, f"{cls.__name__} has no setting", given)
+        parameters = inspect.signature(cls.__init__).parameters
+        known = [name for name in parameters if name != "self"]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        for name in () if takes_any else given:
+            if name not in known:
+                raise ConfigurationError(
+                    f"{cls.__name__} has no setting {name!r}",
+                    available=", ".join(known),
+                    remedy=did_you_mean(name, known, "choose one of those"),
+                )
         return super().__new__(cls)
-
-
-def checks_names(method: Callable[P, Returned]) -> Callable[P, Returned]:
-    """Let a method raise ConfigurationError for an argument of an unknown name, or without one where it needs one."""
-    parameters = inspect.signature(method).parameters.values()
-    unnamed = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    named = [f"{each.name}=..." for each in parameters if each.kind is each.KEYWORD_ONLY]
-
-    takes = f"only {unnamed[-1]}" if unnamed[1:] else "nothing"  # the first is self
-
-    @wraps(method)
-    def call(*arguments: P.args, **given: P.kwargs) -> Returned:
-        if len(arguments) > len(unnamed):
-            raise ConfigurationError(
-                f"{method.__name__}() takes {takes} without a name, and got {kind_of(arguments[-1])}, too",
-                available=", ".join(named),
-                remedy="give it by name",
-            )
-        _check_names(method, f"{method.__name__}() has no argument", given)
-        return method(*arguments, **given)
-
-    return call
-
-
-def _check_names(function: Callable[..., object], message: str, given: Iterable[str]) -> None:
-    parameters = inspect.signature(function).parameters
-    known = [name for name in parameters if name != "self"]
-    for name in given:
-        if name not in known and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            raise ConfigurationError(
-                f"{message} {name!r}",
-                available=", ".join(known),
-                remedy=did_you_mean(name, known, "choose one of those"),
-            )
 
 
 def remedy_of_writing(error: Exception) -> str:

@@ -148,24 +148,6 @@ def test_no_scaler_leaves_everything_as_it_is(accel):
             scaler.load_state_dict(state)
 
 
-def test_each_method_of_torchs_scaler_is_there_or_says_what_to_write(accel):
-    """What an error says to write is then done: it reads the factor, or makes a scaler with it."""
-    names = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")}
-    scaler = accel.scaler.create(growth=4.0, backoff=0.25, interval=7)
-    assert scaler.is_enabled()
-    factors, found = ("growth_factor", "backoff_factor", "growth_interval"), {}
-    for name in names:
-        try:
-            getattr(scaler, name)
-        except AttributeError as error:
-            hint = str(error).partition(f"GradScaler has no attribute {name!r}; write ")[2]
-            found[name] = eval(hint, {"accel": accel, "scaler": scaler})
-    assert [found.pop(f"get_{factor}") for factor in factors] == [4.0, 0.25, 7]
-    assert all(found.pop(f"set_{factor}").is_enabled() for factor in factors)
-    assert not found
-    assert not hasattr(scaler, "nothing_of_that_name")
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import traceback
 
 import pytest
 import torch
@@ -122,34 +121,3 @@ def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
     model = net()
     with pytest.raises(accelcore.DistributedError, match=r"accel\.distributed"):
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
-
-
-def test_names_of_other_libraries_name_ours(accel):
-    model = net()
-    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()))
-    with accel.distributed() as job:
-        pass
-    for owner, name, ours in (
-        (job, "is_main_process", "job.is_main"),
-        (accel.distributed(), "rank", "with accel.distributed"),
-        (accelcore, "Accelerator", "accelcore.select"),
-        (accel, "seed", "accel.runtime.seed"),
-        (accel, "prepare", "accel.trainer"),
-        (trainer, "step", "trainer.update"),
-        (trainer, "fit", "trainer.batches"),
-        (trainer, "loss_scale", r"trainer\.scaler\.get_scale"),
-        (trainer, "precision", r'trainer\.options\["precision"\]'),
-        (trainer, "rank", r"accel\.join"),
-        (trainer, "lr", r"param_groups\[0\]"),
-        (trainer.scaler, "loss_scale", r"scaler\.get_scale"),
-        (accel, "epoch", r"trainer\.epochs"),
-        (accel, "num_processes", r"job\.world_size"),
-        (job, "ranks", r"job\.world_size"),
-        (accelcore, "launch", "accelcore run"),
-        (accelcore, "join", r"accelcore\.select\(\)\.join"),
-        (accel, "nothing_of_that_name", "has no attribute 'nothing_of_that_name'$"),
-    ):
-        assert not hasattr(owner, name)
-        with pytest.raises(AttributeError, match=ours) as caught:
-            getattr(owner, name)
-        assert "Did you mean" not in "".join(traceback.format_exception_only(caught.value)), "a private name"

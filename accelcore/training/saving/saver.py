@@ -47,7 +47,7 @@ from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window
 from accelcore.util.containers import item
-from accelcore.util.text import checks_names, is_number, is_whole
+from accelcore.util.text import is_number, is_whole
 
 
 class Checkpoints(ABC):
@@ -68,7 +68,6 @@ class Checkpoints(ABC):
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
         """Return the state of each trainer: to write it with `extra`, or without `extra` to restore it."""
 
-    @checks_names
     def save(
         self,
         folder: str | Path,
@@ -163,7 +162,6 @@ class Checkpoints(ABC):
         self.extra = new
         return path
 
-    @checks_names
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
 
