@@ -32,7 +32,7 @@ from accelcore.devices.create import import_torch
 from accelcore.devices.plugins import BACKENDS, declared, describe, only_one, own_plugins
 from accelcore.devices.select import select
 from accelcore.errors import BackendUnavailableError, ConfigurationError, PluginError, UnknownBackendError
-from accelcore.util.text import nearest, shown
+from accelcore.util.text import shown
 
 COMMANDS = "accelcore.commands"  # group of entry points: the name of a command, and a `click.Command`
 
@@ -66,19 +66,6 @@ class Commands(click.Group):
         labels = " and ".join(entry.label for entry in declared(COMMANDS) if entry.name == cmd_name)
         line = _OFFERED[cmd_name][1] if cmd_name in _OFFERED else f"A command of {labels}"
         return _Brought(cmd_name, short_help=line)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            known = {name: name for name in self.list_commands(ctx)}
-            known |= {"version": "--version", "help": "--help", "train": "run", "launch": "run", "env": "doctor"}
-            near = nearest(args[0], known)
-            meant = f"run {args[0]}" if args[0].endswith(".py") else known[near] if near else ""
-            hint = f" Did you mean 'accelcore {meant}'?" if meant else ""
-            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from error
 
 
 class _Brought(click.Command):

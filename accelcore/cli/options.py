@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,19 +83,3 @@ def check_script(script: str) -> None:
             else (f"did you mean {path.with_name(near)}.py? Else " if near else "")
             + "correct the path, or give a module with -m",
         )
-
-
-def check_module(name: str) -> None:
-    """Raise ConfigurationError if there is no such module; only its first package is looked for, and none imported."""
-    first = name.partition(".")[0]
-    if (
-        first in sys.modules
-        or PathFinder.find_spec(first, [str(Path.cwd())]) is not None
-        or (first and find_spec(first))
-    ):
-        return
-    raise ConfigurationError(
-        f"there is no module {shown(name, 200)}",
-        why=f"{shown(first, 200)} is not installed, and not in {Path.cwd()}",
-        remedy="correct the name; write the path of a script without -m",
-    )

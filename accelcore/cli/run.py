@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
@@ -15,7 +14,6 @@ from click.core import ParameterSource
 
 from accelcore.cli import rank
 from accelcore.cli.options import (
-    check_module,
     check_script,
     common,
     device_option,
@@ -32,6 +30,7 @@ from accelcore.util.text import shown
 
 _LAUNCHER = "accelcore.cli.launcher"  # not imported: it imports torch
 _APEX = Path(__file__).parents[1] / "apex" / "stand_in"
+_GIVEN = ParameterSource.COMMANDLINE
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -99,7 +98,7 @@ def run(
       accelcore run --emulate npu --device npu train.py
       accelcore run --apex train.py
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
-    _warn_of_late_options(script, arguments, module=module)
+    _warn_of_late_options(arguments)
     given = ((name, options[name[2:].replace("-", "_")]) for name in _SEVERAL_MACHINES)
     machines = {name: value for name, value in given if value is not None}
     environ = dict(os.environ)
@@ -121,8 +120,6 @@ def run(
         )
     if not module and not stdin and not Path(script, "__main__.py").exists():  # Python runs a folder with that
         check_script(script)
-    if module and not apex and emulate is None:  # which may add modules
-        check_module(script)
     hidden = ""
     if emulate is not None:
         environ.update(_emulation(emulate, nproc))
@@ -146,24 +143,17 @@ def run(
     os.execve(sys.executable, command, environ)  # noqa: S606
 
 
-def _warn_of_late_options(script: str, arguments: Sequence[str], *, module: bool) -> None:
+def _warn_of_late_options(arguments: Sequence[str]) -> None:
     """Warn of words after the script that are options of `accelcore run`; the script may have options of that name.
 
     One that also stands before the script is not reported: both were written on purpose.
     """
-    context, names, moved = click.get_current_context(), list[str](), list[str]()
-    options = (it for it in context.command.params if isinstance(it, click.Option) and it.expose_value)
-    unset = (it for it in options if context.get_parameter_source(it.name or "") is not ParameterSource.COMMANDLINE)
-    own = {name: option for option in unset for name in option.opts if name.startswith("--")}
-    for place, word in enumerate(arguments):
-        name, equals, _ = word.partition("=")
-        if name in own:
-            names.append(name)
-            moved += arguments[place : place + (1 if equals or own[name].is_flag else 2)]
-    if names:
-        command = shlex.join([*context.command_path.split(), *moved, *(["-m"] if module else []), script])
-        late = ", ".join(names)
-        sys.stderr.write(f"accelcore: the script gets {late}, after its name; for accelcore, write: {command}\n")
+    context = click.get_current_context()
+    unset = (it for it in context.command.params if context.get_parameter_source(it.name or "") is not _GIVEN)
+    own = {name for option in unset if option.expose_value for name in option.opts}
+    late = [name for name in (word.partition("=")[0] for word in arguments) if name.startswith("--") and name in own]
+    if late:
+        sys.stderr.write(f"accelcore: the script gets {', '.join(late)}: options of accelcore go before the script\n")
 
 
 def _number_of_ranks(nproc: int, device: str | None, *, emulated: bool) -> int:

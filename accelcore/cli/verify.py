@@ -24,7 +24,6 @@ import click
 from accelcore.cli import ROLES, child
 from accelcore.cli.child import Ended
 from accelcore.cli.options import common, devices, json_option, number
-from accelcore.devices.plugins import BACKENDS, declared
 from accelcore.devices.request import parse
 from accelcore.devices.select import decide
 from accelcore.errors import ConfigurationError, PluginError
@@ -101,20 +100,7 @@ class Scorecard:
         }
 
 
-class _Verify(click.Group):
-    """Group that corrects a backend's name without the word `backend` before it."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0].partition(":")[0] in {entry.name for entry in declared(BACKENDS)}:
-            raise click.UsageError(
-                f"No such command {args[0]!r}. Did you mean 'accelcore verify backend {args[0]}'?", ctx
-            )
-        return super().resolve_command(ctx, args)
-
-
-@click.group("verify", cls=_Verify, subcommand_metavar="backend NAME [OPTIONS]")
+@click.group("verify", subcommand_metavar="backend NAME [OPTIONS]")
 def commands() -> None:
     """Test whether a backend works as it declares.
 

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -46,70 +44,46 @@ def test_help_of_doctor_tells_the_exit_codes(capsys):
         assert code in text
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [("version", "--version"), ("doktor", "doctor"), ("rum", "run"), ("trian", "run"), ("a/b.py", "run a/b.py")],
-)
-def test_an_unknown_command_suggests_one(capsys, word, meant):
-    assert main([word]) == 64
-    assert f"Did you mean 'accelcore {meant}'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["run", "verify backend", "lint --selct", "port", "record --out", "doctor --dep"])
-def test_a_wrong_call_is_one_message_with_the_usage_and_what_to_do(capsys, command):
-    if command.split()[0] in ("lint", "port"):
-        pytest.importorskip("accelcore_lint")
-    assert main(command.split()) in (2, 64)
-    what, usage, remedy = capsys.readouterr().err.splitlines()
+@pytest.mark.parametrize("command", ["run", "verify backend", "doctor --dep"])
+def test_a_wrong_call_is_one_message_with_the_usage_and_where_help_is(capsys, command):
+    assert main(command.split()) == 64
+    shown = capsys.readouterr().err
     command = command.partition(" --")[0]
-    assert what.startswith("accelcore: ")
-    assert usage.startswith(f"  usage: accelcore {command} ")
-    assert remedy.startswith("  what to do: ")
-    assert remedy.endswith(f"see accelcore {command} --help")
-    assert "Did you mean" not in what
-
-
-def test_an_option_after_the_script_belongs_to_the_script(capsys):
-    assert main(["record", "train.py", "--out", "ref"]) == 64
-    assert "write --out before the script" in capsys.readouterr().err
+    assert shown.startswith(f"Usage: accelcore {command} ")
+    assert f"accelcore {command} --help" in shown
+    assert "\nError: " in shown
 
 
 @pytest.mark.parametrize(
-    ("arguments", "command"),
+    ("arguments", "late"),
     [
-        (["it.py", "--nproc", "2", "--lr", "1"], "accelcore run --nproc 2 it.py"),
-        (["-m", "json", "--apex", "--device=cpu"], "accelcore run --apex --device=cpu -m json"),
+        (["it.py", "--nproc", "2", "--lr", "1"], "--nproc"),
+        (["-m", "json", "--apex", "--device=cpu"], "--apex, --device"),
         (
             ["it.py", "--help", "--debug", "--nproc-per-node", "2", "--", "nproc"],
             None,
-        ),  # such options many scripts have
+        ),  # many scripts have such options
         (["--nproc", "1", "it.py"], None),
         (["--device", "cpu", "it.py", "--device", "mps"], None),
     ],
 )
 def test_an_option_of_run_after_the_script_gets_a_line_and_goes_to_the_script(
-    capsys, monkeypatch, tmp_path, arguments, command
+    capsys, monkeypatch, tmp_path, arguments, late
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "it.py").touch()
     started = []
     monkeypatch.setattr(os, "execve", lambda file, words, environ: started.append(words))
     assert main(["run", *arguments]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert [line.partition("write: ")[2] for line in said] == ([command] if command else [])
-    if command:
+    said = capsys.readouterr().err
+    assert (f"the script gets {late}: " in said) if late else not said
+    if late:
         assert started[0][-2:] == arguments[-2:]
 
 
 def test_verify_shows_that_a_backend_follows_the_word_backend(capsys):
     assert main(["verify", "cpu"]) == 64
-    shown = capsys.readouterr().err
-    assert "verify [OPTIONS] backend NAME" in shown
-    assert "accelcore verify backend cpu" in shown
-    assert main(["verify", "cpu:0"]) == 64
-    assert "accelcore verify backend cpu:0" in capsys.readouterr().err
-    assert main(["verify", "toaster"]) == 64
-    assert "backend toaster" not in capsys.readouterr().err
+    assert "verify [OPTIONS] backend NAME" in capsys.readouterr().err
 
 
 def test_the_console_script_is_the_same_program(machine):
@@ -157,14 +131,6 @@ def test_commands_options_and_devices_are_completed(machine, words, offers):
     machine.variables |= {"_ACCELCORE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
     done = machine.run()
     assert {line.partition(",")[2] for line in done.stdout.split()} == offers
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-def test_an_output_on_a_full_disk_is_one_message_and_no_finding(monkeypatch, capsys):
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main(["doctor", "--help"]) == 74
-    assert re.fullmatch("accelcore: the output is not complete: .*No space left on device\n", capsys.readouterr().err)
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(machine):

@@ -38,28 +38,12 @@ class Command(click.Command):
         except click.ClickException as error:
             if ctx.resilient_parsing:
                 raise
-            _show(error, ctx)
+            error.show()
             ctx.exit(USAGE)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            _show(error, ctx)
+            error.show()
             ctx.exit(USAGE)
-
-
-def _show(error: click.ClickException, ctx: click.Context) -> None:
-    """Print an error in the form of accelcore's own errors."""
-    text = error.format_message()
-    lines = [f"{ctx.find_root().info_name}: {text}"]
-    if isinstance(error, click.UsageError):
-        remedy = f"see {ctx.command_path} --help"
-        if isinstance(error, click.NoSuchOption) and error.possibilities:
-            text, remedy = error.message, f"did you mean {' or '.join(error.possibilities)}? Else {remedy}"
-        lines = [
-            f"{ctx.find_root().info_name}: {text[:1].lower()}{text[1:].removesuffix('.')}",
-            f"  usage: {ctx.get_usage().removeprefix('Usage: ')}",
-            f"  what to do: {remedy}",
-        ]
-    click.echo("\n".join(lines), err=True)
