@@ -175,12 +175,27 @@ def _stage(stage: str, record: Mapping[str, Any]) -> str:
         parts.append(
             f"Measured bf16 matmul ceiling: {ceiling / 1e12:,.0f} TFLOP/s. Batch: {record['settings']['batch']}."
         )
-    lines = [f"- {'met' if goal['met'] else '**missed**'}: {goal['text']}" for goal in record["goals"]]
+    lines = _goals(record["goals"])
     if record["status"] == FAILED:
         lines += [f"- **failed**: {_escaped(failure)}" for failure in record["failures"]]
     if lines:
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _goals(goals: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each missed goal, and one for all met goals that differ only in their subject."""
+    lines = [f"- **missed**: {goal['text']}" for goal in goals if not goal["met"]]
+    same: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for goal in goals:
+        if goal["met"]:
+            same.setdefault((goal["what"].rpartition(": ")[2], goal["bound"]), []).append(goal)
+    for (question, bound), met in same.items():
+        found = sorted(goal["measured"] for goal in met)
+        bounded = f"{'>=' if met[0]['at_least'] else '<='} {bound:g}"
+        several = f"met by {len(met)} cases: {question} {bounded}, measured {found[0]:.4g} to {found[-1]:.4g}"
+        lines.append(f"- {several}" if met[1:] else f"- met: {met[0]['text']}")
+    return lines
 
 
 def _circumstances(record: Mapping[str, Any]) -> str:

@@ -99,3 +99,11 @@ def test_a_page_without_markers_is_refused(folder, run):
 
 def test_the_page_in_the_tree_is_what_its_results_say():
     assert draw.main(["--check"]) == 0
+
+
+def test_met_goals_that_differ_in_their_subject_share_a_line(folder, run):
+    share = [Goal(f"{name}: share", 0.8, measured, at_least=True) for name, measured in (("a", 0.9), ("b", 0.7))]
+    add(folder, Findings({}, goals=[*share, Goal("c: share", 0.8, 0.85, at_least=True)]))
+    assert run() == 0
+    text = (folder / "page.md").read_text()
+    assert "- **missed**: b: share >= 0.8, measured 0.7\n- met by 2 cases: share >= 0.8, measured 0.85 to 0.9\n" in text
