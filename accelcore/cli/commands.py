@@ -8,13 +8,10 @@ name.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import keyword
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -32,7 +29,7 @@ from accelcore.devices.create import import_torch
 from accelcore.devices.plugins import BACKENDS, declared, describe, only_one, own_plugins
 from accelcore.devices.select import select
 from accelcore.errors import BackendUnavailableError, ConfigurationError, PluginError, UnknownBackendError
-from accelcore.util.text import shown
+from accelcore.util.text import shown, write_output
 
 COMMANDS = "accelcore.commands"  # group of entry points: the name of a command, and a `click.Command`
 
@@ -193,29 +190,15 @@ def new_backend(name: str, folder: str | None, torch_device: str) -> None:
 
 
 def write_backend(name: str, folder: Path | None = None, *, torch_device: str = "cpu") -> Path:
-    """Write the package, all of it or nothing, to a new folder, by default `accelcore-NAME` here; return the folder."""
+    """Write the package to a new folder, by default `accelcore-NAME` here; return the folder."""
     _check_new(name, torch_device)
     folder = Path(f"accelcore-{name}") if folder is None else folder
     if folder.exists():
         raise ConfigurationError(f"{folder} exists", remedy="name another folder with --folder, or remove it")
-    draft = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        for file, place in _PLACES.items():
-            path = draft / place.format(name=name) / file
-            path.parent.mkdir(exist_ok=True)
-            text = (files("accelcore.cli") / "template" / f"{file}.txt").read_text(encoding="utf-8")
-            text = text.replace("hostchip", name).replace('device = "cpu"', f'device = "{torch_device}"')
-            path.write_text(text, encoding="utf-8")
-        draft.chmod(0o755)  # mkdtemp lets nobody else read it
-        draft.rename(folder)
-    except OSError as error:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise ConfigurationError(
-            f"{folder} cannot be written", why=str(error), remedy="name another folder with --folder"
-        ) from error
+    for file, place in _PLACES.items():
+        text = (files("accelcore.cli") / "template" / f"{file}.txt").read_text(encoding="utf-8")
+        text = text.replace("hostchip", name).replace('device = "cpu"', f'device = "{torch_device}"')
+        write_output(folder / place.format(name=name) / file, text.encode())
     return folder
 
 
@@ -231,10 +214,6 @@ def _check_new(name: str, torch_device: str) -> None:
     if name in taken:
         raise ConfigurationError(
             f"the backend {name!r} exists", remedy=f"choose another name than {', '.join(sorted(taken))}"
-        )
-    if importlib.util.find_spec(f"accelcore_{name}") is not None:
-        raise ConfigurationError(
-            f"the package accelcore_{name} is installed", why="it has another purpose", remedy="choose another name"
         )
 
 

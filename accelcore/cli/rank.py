@@ -1,4 +1,4 @@
-"""Program that runs the script of `accelcore run`; only a script from stdin is run by Python itself.
+"""Program that runs the script of `accelcore run`.
 
 Its arguments: the launcher's process id, or 0 without a launcher; the names of packages to hide, separated by commas;
 then the arguments of `python`.

@@ -111,14 +111,7 @@ def run(
     if machines:
         _check_machines(machines, environ)
     launched = nproc > 1 or max_restarts > 0 or bool(machines)
-    stdin = script == "-" and not module
-    if stdin and launched:
-        raise ConfigurationError(
-            "a script from stdin cannot be started on several ranks, or again",
-            why="stdin can be read only once",
-            remedy="put the script in a file",
-        )
-    if not module and not stdin and not Path(script, "__main__.py").exists():  # Python runs a folder with that
+    if not module and not Path(script, "__main__.py").exists():  # Python runs a folder with that
         check_script(script)
     hidden = ""
     if emulate is not None:
@@ -127,14 +120,12 @@ def run(
             f"accelcore: EMULATED: {emulate} is imitated on the host; its speed and numerics prove nothing\n"
         )
     elif AUTOLOAD not in environ:
-        hidden = _turn_off_autoload(environ, hide=not stdin)  # only Python itself reads stdin
+        hidden = _turn_off_autoload(environ)
     if apex:
-        folder = Path.cwd() if module or stdin else Path(script).parent
+        folder = Path.cwd() if module else Path(script).parent
         environ["PYTHONPATH"] = _apex_path(environ, folder)
     if launched:
         command = _launcher(nproc, max_restarts, machines, hidden, program, environ)
-    elif stdin:
-        command = [sys.executable, *program]
     else:
         command = [sys.executable, rank.__file__, "0", hidden, *program]
     sys.stdout.flush()
@@ -232,7 +223,7 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
     return cast("Mapping[str, str]", variables)
 
 
-def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
+def _turn_off_autoload(environ: MutableMapping[str, str]) -> str:
     """Keep `import torch` from loading the runtimes of unusable backends; return the packages to hide."""
     found = plugins.autoloads()
     if not found:
@@ -244,13 +235,12 @@ def _turn_off_autoload(environ: MutableMapping[str, str], *, hide: bool) -> str:
     if not failing:
         return ""
     environ[AUTOLOAD] = "0"
-    hidden = ",".join(dict.fromkeys(autoload.package for autoload, _ in failing)) if hide else ""
+    hidden = ",".join(dict.fromkeys(autoload.package for autoload, _ in failing))
     reasons = "; ".join(
         f"import torch would load {autoload}, and {candidate.name} is not usable here: {candidate.probe.reason}"
         for autoload, candidate in failing
     )
-    also = f"; {hidden} is hidden from it" if hidden else ""
-    sys.stderr.write(f"accelcore: {AUTOLOAD}=0 for this run, because {reasons}{also}\n")
+    sys.stderr.write(f"accelcore: {AUTOLOAD}=0 for this run, because {reasons}; {hidden} is hidden from it\n")
     return hidden
 
 

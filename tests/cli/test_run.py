@@ -84,10 +84,6 @@ def test_a_variable_that_is_no_device_is_found_before_the_script_starts(machine)
     assert "Traceback" not in done.stderr
 
 
-def test_a_script_may_come_from_stdin(machine):
-    assert echoed(machine.run("run", "-", "a", stdin=None, input=ECHO))["argv"] == ["-", "a"]
-
-
 def test_the_script_is_the_process_so_its_signals_are_its_own(machine):
     machine.write("script.py", "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()\n")
     child = machine.start("run", "script.py", stdout=subprocess.PIPE)
@@ -187,7 +183,7 @@ def here(machine, monkeypatch):
         (["replay", "ref", "--steps", "4", "script.py"], "write options of accelcore before the first argument"),
         (["run", ""], "there is no such file, seen from"),
         (["run", "--nproc", "two", "script.py"], "'two' is not a valid number of ranks"),
-        (["run", "--nproc", "2", "-"], "stdin"),
+        (["run", "-"], "there is no script '-'"),
         (["run", "--nproc", "0", "script.py"], "--nproc"),
         (["run", "--nnodes", "2", "script.py"], "--nnodes cannot be used without --rdzv-endpoint or --master-addr"),
         (["run", "--rdzv-endpoint", "a:1", "script.py"], "--rdzv-endpoint cannot be used without --nnodes"),
