@@ -160,11 +160,11 @@ class Schedule:
     def _kind(self) -> str:
         return _TO_BE_MADE if self.is_to_be_made else type(self.scheduler).__name__
 
-    def prepare(self, kind: str, updates: int | None, state: dict[str, Any], weights: str) -> Callable[[], object]:
+    def prepare(self, kind: str, updates: int | None, state: dict[str, Any], path: str) -> Callable[[], object]:
         """Return the function that restores a scheduler; raise CheckpointError if it is another one than this.
 
         Makes the scheduler, if that was not possible before: it may add options to the optimizer's groups, which are
-        compared next. `weights` says how to load the checkpoint's model alone.
+        compared next. `path` is that of the checkpoint.
         """
         if self.is_to_be_made and updates is not None:
             self.make(updates)
@@ -175,10 +175,10 @@ class Schedule:
                 as_saved = "remove scheduler=, warmup= and schedule_by="
             raise CheckpointError(
                 f"the checkpoint has {saved}, and this trainer has {has}",
-                remedy=f"{as_saved}; or load the model only, for a run with a new schedule: {weights}",
+                remedy=f"{as_saved}; or {_new_run(path)}",
             )
         if None not in (updates, self.updates) and updates != self.updates:
-            raise _another_length(CheckpointError, updates, self.updates)
+            raise _another_length(CheckpointError, updates, self.updates, path)
         scheduler = self.scheduler
         return lambda: None if scheduler is None else scheduler.load_state_dict(state)
 
@@ -344,13 +344,16 @@ def _sequence(optimizer: Optimizer, first: LRScheduler, then: LRScheduler, miles
     return sequence
 
 
-def _another_length(kind: type[AccelError], saved: int | None, own: int | None) -> AccelError:
+def _new_run(path: str) -> str:
+    return f'begin a run with a new schedule, in another folder, by trainer.load("{path}", optimizer=True)'
+
+
+def _another_length(kind: type[AccelError], saved: int | None, own: int | None, path: str = "FOLDER") -> AccelError:
     return kind(
         f"the checkpoint's schedule was made for {saved} updates, and this training has {own}",
         why="the run that saved it had other epochs, batches, ranks or accumulate",
-        remedy="for a new schedule, write its model by `accelcore export FOLDER model.safetensors`, and start a run in "
-        'another folder with trainer.load("model.safetensors"). Or train as that run did. Or keep its schedule by '
-        f'total_steps={saved}: "cosine" and "linear" then train any later update at the learning rate 0',
+        remedy=f"{_new_run(path)}. Or train as that run did. Or keep its schedule by total_steps={saved}: "
+        '"cosine" and "linear" then train any later update at the learning rate 0',
     )
 
 

@@ -200,11 +200,7 @@ class Trainer(Checkpoints):
 
     def _epochs_ended(self) -> None:
         self._schedule.warn_if_cut()
-        if self._window.micro:
-            logger.warning(
-                "trainer.epochs(...) ended within a window, after %d of %d micro-batches: trainer.flush() closes it",
-                *(self._window.micro, self.accumulate),
-            )
+        self._window.warn_if_open()
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.
@@ -353,21 +349,25 @@ class Trainer(Checkpoints):
         self._preparation.repeat(self._step.check_refreshable, self._step.give_up)
         self._prepared()
 
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Load what another program has saved: the model, and the optimizer's state if the file has it.
+    def load(self, path: str | Path, *, optimizer: bool | None = None) -> dict[str, Any]:
+        """Load the model from a checkpoint, to begin a new run with it, or from another program's file.
+
+        Schedule, steps, position in the data, loss scale and random numbers stay as they are. All ranks must call it.
 
         Args:
-            path: a file of `torch.save` (`.pth`, `.pt`, Lightning's `.ckpt`) or of safetensors, or a folder of
-                accelerate's. It is read without running code (`weights_only`). Every rank reads it.
+            path: a checkpoint of `save`, or a folder of which the newest is taken. Or a file of `torch.save` (`.pth`,
+                `.pt`, Lightning's `.ckpt`; read without running code) or of safetensors, or a folder of accelerate's.
+            optimizer: whether to load the optimizer's state: moments, and numbers of updates. Its options, such as the
+                learning rate, stay. None: not of a checkpoint; of another program's file, and its options, too.
 
         Returns:
-            The rest of the file, such as its epoch, to use as you like: `trainer.epoch = rest["epoch"] + 1`,
-            `trainer.scheduler.load_state_dict(rest["scheduler"])`.
+            The checkpoint's `extra`; or the rest of another program's file, to use as you like: `trainer.epoch =
+            rest["epoch"] + 1`, `trainer.scheduler.load_state_dict(rest["scheduler"])`.
 
         Raises:
             CheckpointError: the file cannot be read or does not fit. The trainer is unchanged.
         """
-        return self.saver.load(path)
+        return self.saver.load(path, optimizer)
 
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
         return {"": self.saver.state(self.extra if extra is None else extra, writes=extra is not None)}

@@ -5,15 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelcore.checkpoint.manifest import MODEL, RANK, file_of
-from accelcore.checkpoint.store import Checkpoint, older
 from accelcore.errors import CheckpointError, logger
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
@@ -37,7 +34,7 @@ class Saved:
     own: Mapping[str, Any]  # the `own_state` of each part, by its name
     same_job: bool  # whether as many ranks saved it as there are now, so that `own` is this rank's own
     source: str  # "the checkpoint ..." or another program's file, as messages name it
-    weights: str  # how to load the model alone; empty for another program's file
+    path: str  # for `trainer.load`; empty for another program's file
     # the newest older checkpoint that was saved between two windows
     closed: Callable[[], Path | None] = lambda: None
 
@@ -120,7 +117,7 @@ class SchedulePart(Part):
             schedule["kind"],
             None if updates is None else _number(updates, "updates"),
             {} if state is None else as_dict(state, "schedule"),
-            saved.weights,
+            saved.path,
         )
         if schedule["by"] != self.schedule.by:
             raise CheckpointError(
@@ -328,45 +325,3 @@ def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str
     for name, value in saved.items():
         if not isinstance(value, Tensor) or name not in own or own[name].shape != value.shape:
             raise malformed(f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model")
-
-
-def read_saved(
-    checkpoint: Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
-) -> Saved:
-    """Read one trainer's part of a checkpoint, for this rank."""
-    saved_by = checkpoint.manifest["world_size"]
-    same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
-    of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
-    model = as_dict(checkpoint.read(file_of(trainer, MODEL), like_of), "model")
-    shared = as_dict(checkpoint.read(file_of(trainer, SHARED), like_of), "training state")
-    own = as_dict(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
-    if "state" not in (optimizer := as_dict(shared.get("optimizer"), "optimizer state")):
-        optimizer["state"] = {}
-        for file in of_ranks:  # each rank saved the state of the parameters that it updates
-            divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
-            optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
-    if not same_job:
-        within = as_dict(own.get("window"), "window", "micro")["micro"]
-        if within or as_dict(own.get("data"), "position in the data", "taken")["taken"]:
-            raise CheckpointError(
-                f"the checkpoint was saved within an epoch by a job of size {saved_by}, and this has size {world_size}",
-                remedy=f"resume in a job of size {saved_by}, or from a checkpoint saved at the end of an epoch",
-            )
-    weights = f'trainer.load("{checkpoint.path / file_of(trainer, MODEL)}.safetensors")'
-    if checkpoint.manifest["pieces"].get(file_of(trainer, MODEL)):  # every rank has saved a part of the model
-        option = f" --trainer {trainer}" if trainer else ""
-        weights = f'accelcore export{option} {checkpoint.path} FILE.safetensors, then trainer.load("FILE.safetensors")'
-
-    def is_closed(path: Path) -> bool:
-        return not Checkpoint(path).read(of_ranks[0])["window"]["micro"]
-
-    closed = partial(older, checkpoint.path, is_closed)
-    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", weights, closed)
-
-
-def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
-    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
-    if name.startswith("optimizer.state."):
-        name = name.removeprefix("optimizer.state.").rpartition(".")[0]
-    parameter = sharded.get(name.removeprefix("masters."))
-    return parameter if parameter is not None and parameter.shape == shape else None

@@ -22,14 +22,20 @@ from torch import Tensor
 
 from accelcore.backend import Backend
 from accelcore.checkpoint import store
-from accelcore.checkpoint.manifest import MODEL, RANK, digest_of_manifest, file_of
+from accelcore.checkpoint.manifest import MODEL, RANK, file_of
 from accelcore.errors import CheckpointError, ConfigurationError, logger, notice
 from accelcore.jobs.exchange import gather_objects
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
-from accelcore.training.saving.foreign import prepare_foreign
+from accelcore.training.saving.loading import (
+    check_position,
+    check_same,
+    check_trainers,
+    prepare_load,
+    read_saved,
+)
 from accelcore.training.saving.parts import (
     SHARED,
     DataStreamPart,
@@ -40,7 +46,6 @@ from accelcore.training.saving.parts import (
     SchedulePart,
     TrainedPart,
     WindowPart,
-    read_saved,
 )
 from accelcore.training.saving.trained_parts import MastersPart, ModelPart, OptimizerPart
 from accelcore.training.schedule import Schedule
@@ -193,16 +198,12 @@ class Checkpoints(ABC):
         with agreement.all_or_none("resume"), _as_checkpoint_error(folder):
             checkpoint = store.find(folder, (rank, world_size), best=best)
             if checkpoint is not None:
-                _check_trainers(trainings, checkpoint)
+                check_trainers(checkpoint, trainings)
                 for name, training in trainings.items():
                     saved = read_saved(checkpoint, name, rank, world_size, training.saver.sharded)
+                    check_position(saved, checkpoint.manifest["world_size"], world_size)
                     commits[name] = [part.prepare(saved) for part in training.parts]
-        if not agreement.all_equal("" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
-            raise CheckpointError(
-                f"the ranks do not find the same checkpoint in {folder}",
-                why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
-                remedy="give all ranks one folder that all of them see",
-            )
+        check_same(agreement, folder, checkpoint)
         if checkpoint is not None:
             _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
             if rank == 0:
@@ -239,13 +240,17 @@ class Saver:
         self._plan, self._scaler, self._schedule, self._stream, self._window = plan, scaler, schedule, stream, window
         self.backend = plan.backend
 
-    def load(self, path: str | Path) -> dict[str, Any]:
+    def load(self, path: str | Path, optimizer: bool | None) -> dict[str, Any]:
         training, file = self.state({}, writes=False), store.as_path(path)
-        _, agreement = _agreement({"": training})
+        backend, agreement = _agreement({"": training})
         agreement.wait_for_ranks("trainer.load()")
+        rank, world_size = backend.collectives.rank, backend.collectives.world_size
         with agreement.all_or_none("load"), _as_checkpoint_error(file):
-            commits, rest = prepare_foreign(training.parts, file)
+            commits, rest, checkpoint = prepare_load(training.parts, file, (rank, world_size), self.sharded, optimizer)
+        check_same(agreement, file, checkpoint)
         _commit({"": training}, {"": commits}, {"": self.steps}, agreement)
+        if checkpoint is not None and rank == 0:
+            notice("loaded the model%s of %s", " and the optimizer's state" if optimizer else "", checkpoint.path)
         return rest
 
     def check_resumable(self) -> None:
@@ -365,17 +370,6 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
         store.write_file(folder, file_of(name, SHARED), shared, rank=rank)
     own = {part.name: state for part in training.parts if (state := part.own_state()) is not None}
     store.write_file(folder, file_of(name, f"{RANK}{rank:05d}"), own)
-
-
-def _check_trainers(trainings: Trainings, checkpoint: store.Checkpoint) -> None:
-    saved = checkpoint.manifest["trainers"]
-    if saved.keys() != trainings.keys():
-        contains, resuming = (", ".join(filter(None, sorted(names))) or "one trainer" for names in (saved, trainings))
-        together = f"accelcore.Together({', '.join(f'{name}=...' for name in saved)}).resume(...)"
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
-            remedy="resume it as it was saved: by " + ("trainer.resume(...)" if "" in saved else together),
-        )
 
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:

@@ -288,7 +288,7 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any], saved: Saved)
                 if names
             ),
             remedy="build the model as it was when it was saved, or save and resume in another folder"
-            if saved.weights
+            if saved.path
             else "give the file of a model with these names and shapes, or build the model that it belongs to",
         )
 
@@ -312,8 +312,8 @@ def _another(saved: Saved, why: str) -> CheckpointError:
     return CheckpointError(
         f"{saved.source} belongs to another optimizer",
         why=why,
-        remedy=f"build the optimizer as it was when it was saved; for the weights only: {saved.weights}"
-        if saved.weights
+        remedy=f'build the optimizer as it was when it was saved; for the model only, call trainer.load("{saved.path}")'
+        if saved.path
         else "create the optimizer that it belongs to, or save a file without the optimizer's state",
     )
 

@@ -1,10 +1,15 @@
-"""Loading of what other programs saved: torch, accelerate, Lightning. No code in a file is run."""
+"""Reading of checkpoints, to resume or load them, and of what other programs saved: torch, accelerate, Lightning.
+
+No code in a file is run.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,9 +18,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from accelcore.checkpoint import store
+from accelcore.checkpoint.manifest import MANIFEST, MODEL, RANK, digest_of_manifest, file_of
+from accelcore.checkpoint.store import Checkpoint
 from accelcore.errors import CheckpointError, logger
 from accelcore.optim.shards import divided_as
-from accelcore.training.saving.parts import Part, Saved, as_dict
+from accelcore.training.agreement import Agreement
+from accelcore.training.saving.parts import SHARED, Part, Saved, as_dict
 from accelcore.util.text import first_line
 
 _MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
@@ -24,13 +33,124 @@ _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _OPTIMIZER_FILE = "optimizer.bin"
 _COMPILED = "_orig_mod."  # torch.compile adds it to the names of a module
+_NEEDS_STATE = ("amsgrad", "centered", "momentum")
+"""Options with which an optimizer has state that it does not have without them."""
 
 
-def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[], object]], dict[str, Any]]:
-    """Return the functions that restore the model and, if it was saved, the optimizer; and the rest of the file."""
+def read_saved(
+    checkpoint: Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
+) -> Saved:
+    """Read one trainer's part of a checkpoint, for this rank."""
+    saved_by = checkpoint.manifest["world_size"]
+    same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
+    of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
+    model = as_dict(checkpoint.read(file_of(trainer, MODEL), like_of), "model")
+    shared = as_dict(checkpoint.read(file_of(trainer, SHARED), like_of), "training state")
+    own = as_dict(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
+    if "state" not in (optimizer := as_dict(shared.get("optimizer"), "optimizer state")):
+        optimizer["state"] = {}
+        for file in of_ranks:  # each rank saved the state of the parameters that it updates
+            divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
+            optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
+
+    def is_closed(path: Path) -> bool:
+        return not Checkpoint(path).read(of_ranks[0])["window"]["micro"]
+
+    closed = partial(store.older, checkpoint.path, is_closed)
+    path = str(checkpoint.path / trainer)
+    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", path, closed)
+
+
+def check_position(saved: Saved, saved_by: int, world_size: int) -> None:
+    """Raise CheckpointError if a job of another size saved within an epoch: the data are divided in another way."""
+    if saved.same_job:
+        return
+    within = as_dict(saved.own.get("window"), "window", "micro")["micro"]
+    if within or as_dict(saved.own.get("data"), "position in the data", "taken")["taken"]:
+        raise CheckpointError(
+            f"the checkpoint was saved within an epoch by a job of size {saved_by}, and this has size {world_size}",
+            remedy=f"resume in a job of size {saved_by}, or from a checkpoint saved at the end of an epoch; or begin a "
+            f'new run, in another folder, by trainer.load("{saved.path}", optimizer=True)',
+        )
+
+
+def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
+    if name.startswith("optimizer.state."):
+        name = name.removeprefix("optimizer.state.").rpartition(".")[0]
+    parameter = sharded.get(name.removeprefix("masters."))
+    return parameter if parameter is not None and parameter.shape == shape else None
+
+
+def check_same(agreement: Agreement, folder: Path, checkpoint: Checkpoint | None) -> None:
+    """Raise CheckpointError if the ranks have found different checkpoints."""
+    if not agreement.all_equal("" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
+        raise CheckpointError(
+            f"the ranks do not find the same checkpoint in {folder}",
+            why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
+            remedy="give all ranks one folder that all of them see",
+        )
+
+
+def check_trainers(checkpoint: Checkpoint, trainings: Mapping[str, object]) -> None:
+    """Raise CheckpointError if a checkpoint has other trainers than these."""
+    saved = checkpoint.manifest["trainers"]
+    if saved.keys() != trainings.keys():
+        contains, resuming = (", ".join(filter(None, sorted(names))) or "one trainer" for names in (saved, trainings))
+        together = f"accelcore.Together({', '.join(f'{name}=...' for name in saved)}).resume(...)"
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
+            remedy="resume it as it was saved: by " + ("trainer.resume(...)" if "" in saved else together),
+        )
+
+
+def prepare_load(
+    parts: Sequence[Part], path: Path, share: tuple[int, int], sharded: Mapping[str, Tensor], optimizer: bool | None
+) -> tuple[list[Callable[[], object]], dict[str, Any], Checkpoint | None]:
+    """Return the functions that restore what `Trainer.load` takes, the rest, and the checkpoint if it is one.
+
+    `share`: rank and number of the ranks.
+    """
     named = {part.name: part for part in parts}
+    checkpoint, name = _find_checkpoint(path, share)
+    if checkpoint is None:
+        saved, rest = _saved_foreign(named, path, optimizer)
+        takes = "optimizer" in saved.shared
+    else:
+        saved, takes = read_saved(checkpoint, name, *share, sharded), bool(optimizer)
+        rest = saved.shared["extra"]
+    if optimizer:
+        theirs, ours = saved.shared["optimizer"], named["optimizer"].shared_state()
+        shared = {**saved.shared, "optimizer": _with_options(theirs, ours, saved.source)}
+        saved = replace(saved, shared=shared, own={"window": {"micro": 0}})  # the gradients of a window are left out
+    wanted = ["model", "masters", *(["optimizer", "trained"] if takes else [])]
+    return [named[part].prepare(saved) for part in wanted], rest, checkpoint
+
+
+def _find_checkpoint(path: Path, share: tuple[int, int]) -> tuple[Checkpoint | None, str]:
+    """Return the checkpoint at `path` or the newest in it, and the trainer's name; None for another program's file."""
+    if path.is_dir() and (path.parent / MANIFEST).is_file():  # one of several trainers
+        return Checkpoint(path.parent, share), path.name
+    if not ((path / MANIFEST).is_file() or any(path.glob(f"*/{MANIFEST}"))):
+        return None, ""
+    checkpoint = store.find(path, share)
+    if checkpoint is not None and "" not in (trainers := checkpoint.manifest["trainers"]):
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} holds several trainers: {', '.join(trainers)}",
+            remedy=f'give the folder of one: trainer.load("{checkpoint.path / next(iter(trainers))}")',
+        )
+    return checkpoint, ""
+
+
+def _saved_foreign(named: Mapping[str, Part], path: Path, optimizer: bool | None) -> tuple[Saved, dict[str, Any]]:
+    """Return the model and, if it is wanted, the optimizer of another program's file; and the rest of the file."""
     own = named["model"].shared_state()
-    model, optimizer, rest = _read_foreign(path, own.keys())
+    model, of_optimizer, rest = _read_foreign(path, own.keys())
+    if optimizer and of_optimizer is None:
+        raise CheckpointError(
+            f"{path} has no state of an optimizer",
+            remedy="remove optimizer=True; or give the folder that trainer.save returned, if it wrote this file",
+        )
     exact = {}
     for name, saved_value in list(model.items()):
         like = own.get(name)
@@ -40,14 +160,27 @@ def prepare_foreign(parts: Sequence[Part], path: Path) -> tuple[list[Callable[[]
                 model[name], exact[name] = value.to(like.dtype), value.float()
     masters = named["masters"].shared_state()
     shared: dict[str, Any] = {"masters": {name: exact[name] for name in masters if name in exact}}
-    wanted = ["model", "masters"]
-    if optimizer is not None:
-        shared["optimizer"] = by_name = _by_name(optimizer, named["optimizer"].shared_state(), path)
+    if of_optimizer is not None and optimizer is not False:
+        shared["optimizer"] = by_name = _by_name(of_optimizer, named["optimizer"].shared_state(), path)
         for name, entry in by_name["state"].items():
             by_name["state"][name] = {key: divided_as(value, own[name]) for key, value in entry.items()}
-        wanted.append("optimizer")
-    saved = Saved(model, shared, {}, same_job=True, source=str(path), weights="")
-    return [named[name].prepare(saved) for name in wanted], rest
+    return Saved(model, shared, {}, same_job=True, source=str(path), path=""), rest
+
+
+def _with_options(saved: Mapping[str, Any], own: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a saved optimizer with the options of this one."""
+    if (saved.get("kind", own["kind"]), len(saved["groups"])) != (own["kind"], len(own["groups"])):
+        return dict(saved)  # which is refused
+    groups = []
+    for theirs, ours in zip(saved["groups"], own["groups"], strict=True):
+        if needed := [key for key in _NEEDS_STATE if ours.get(key) and not theirs.get(key)]:
+            raise CheckpointError(
+                f"{source} has no optimizer state for {needed[0]}={ours[needed[0]]}",
+                why=f"the optimizer that was saved had {needed[0]}={theirs.get(needed[0])}",
+                remedy="give the optimizer that value, or load the model without optimizer=True",
+            )
+        groups.append({**ours, "params": theirs["params"]})
+    return {**saved, "groups": groups}
 
 
 def _by_name(state: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> dict[str, Any]:
