@@ -103,7 +103,6 @@ class Fakes:
         backends: Sequence[str] = (),
         extensions: Sequence[str] = (),
         emulators: Sequence[str] = (),
-        commands: Sequence[str] = (),
         distribution: str | None = None,
         value: str | None = None,
         keywords: str = "",
@@ -122,7 +121,7 @@ class Fakes:
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\nKeywords: {keywords}\n"
         )
         lines = []
-        groups = {"backends": backends, "extensions": extensions, "emulators": emulators, "commands": commands}
+        groups = {"backends": backends, "extensions": extensions, "emulators": emulators}
         for group, names in groups.items():
             lines += [f"[accelcore.{group}]", *(f"{name} = {value or module}" for name in names)]
         (metadata / "entry_points.txt").write_text("\n".join(lines))

@@ -1,9 +1,6 @@
 """The group of all commands, and the small commands. Each larger command has its own file.
 
-Other distributions bring commands by entry points of the group `accelcore.commands`. The value of such an entry point
-is a `click.Command`. `accelcore --help` lists the commands from metadata. A distribution is imported when one of its
-commands runs. A command of accelcore itself takes precedence over one that another distribution brings by the same
-name.
+`lint` and `port` come with a distribution of their own, which is imported when one of them runs.
 """
 
 from __future__ import annotations
@@ -13,7 +10,9 @@ import keyword
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,16 @@ from accelcore.cli.parity import record, replay
 from accelcore.cli.run import run
 from accelcore.cli.verify import commands as verify
 from accelcore.devices.create import import_torch
-from accelcore.devices.plugins import BACKENDS, declared, describe, only_one, own_plugins
+from accelcore.devices.plugins import BACKENDS, declared, own_plugins
 from accelcore.devices.select import select
-from accelcore.errors import BackendUnavailableError, ConfigurationError, PluginError, UnknownBackendError
+from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError
 from accelcore.util.text import shown, write_output
 
-COMMANDS = "accelcore.commands"  # group of entry points: the name of a command, and a `click.Command`
-
-_OFFERED = {
-    "lint": ("lint", "Find what ties a training script to one device, or is wrong on any device."),
-    "port": ("lint", "Rewrite a training script so that it runs on every device."),
+_OF_LINT = {
+    "lint": ("accelcore_lint.lint_command", "Find what ties a training script to one device, or is wrong on any."),
+    "port": ("accelcore_lint.port.port_command", "Rewrite a training script so that it runs on every device."),
 }
-"""Commands of accelcore's own distributions: the extra that installs it, and the line that `--help` shows."""
+"""Commands of accelcore-lint: the module of each, and the line that `--help` shows."""
 
 _UNKNOWN = "by torch"  # for an operator of a device that does not work here; only its backend knows more
 
@@ -51,48 +48,32 @@ _PLACES = {
 
 
 class Commands(click.Group):
-    """Group of accelcore's commands, and of commands of other distributions."""
+    """Group of accelcore's commands, and of those of accelcore-lint, whether it is installed or not."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_OFFERED, *(entry.name for entry in declared(COMMANDS))})
+        return sorted({*super().list_commands(ctx), *_OF_LINT})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None or cmd_name not in self.list_commands(ctx):
-            return own
-        labels = " and ".join(entry.label for entry in declared(COMMANDS) if entry.name == cmd_name)
-        line = _OFFERED[cmd_name][1] if cmd_name in _OFFERED else f"A command of {labels}"
-        return _Brought(cmd_name, short_help=line)
+        if cmd_name in _OF_LINT:
+            return _OfLint(cmd_name, short_help=_OF_LINT[cmd_name][1])
+        return super().get_command(ctx, cmd_name)
 
 
-class _Brought(click.Command):
-    """Stand-in for a command of another distribution, which is imported when the command is run or completed."""
+class _OfLint(click.Command):
+    """Stand-in for a command of accelcore-lint, which is imported when the command is run or completed."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        assert self.name is not None, "the group names it"
-        return _load(self.name).make_context(info_name, args, parent, **extra)
-
-
-def _load(name: str) -> click.Command:
-    offers = [entry for entry in declared(COMMANDS) if entry.name == name]
-    if not offers:
-        extra = _OFFERED[name][0]
-        raise ConfigurationError(
-            f"the command {name!r} is not installed",
-            why=f"accelcore-{extra} brings it",
-            remedy=f"pip install ./plugins/{extra} in a clone of accelcore",
-        )
-    offer = only_one(offers, f"the command {name!r}")
-    what, remedy = f"the command {name!r} of {offer.label}", f"repair or uninstall {offer.label}"
-    try:
-        command = offer.point.load()
-    except Exception as error:
-        raise PluginError(f"{what} is broken", why=describe(error), remedy=remedy) from error
-    if not isinstance(command, click.Command):
-        raise PluginError(f"{what} is {command!r}, not a click.Command", remedy=remedy)
-    return command
+        name = str(self.name)
+        if find_spec("accelcore_lint") is None:
+            raise ConfigurationError(
+                f"the command {name!r} is not installed",
+                why="accelcore-lint brings it",
+                remedy="pip install ./plugins/lint in a clone of accelcore",
+            )
+        command: click.Command = getattr(import_module(_OF_LINT[name][0]), name)
+        return command.make_context(info_name, args, parent, **extra)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
