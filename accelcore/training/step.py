@@ -67,9 +67,7 @@ class Step:
         self._warns = self._job.rank == 0  # asked once: torch.distributed needs a microsecond to answer
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
-        self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
-        if self._captured:  # its parameters keep gradients between windows
-            self.shared.watch()
+        self.shared = SharedParameters(plan.gradients.slots)
         self.calls = ScriptCalls(plan.optimizer, plan.gradients.slots, self._job, window.accumulate)
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -91,12 +89,11 @@ class Step:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self.shared.acquire()
         if not self.shared.is_open:
-            if self.shared.open(warns=self._warns):
+            if self.shared.open(warns=self._warns and not self._captured):  # graphs keep gradients between windows
                 self._gradients.clear()
             self.calls.window_opened()
             return
         self.shared.check_left()
-        self.shared.check_foreign()
         if self._window.micro == 0:
             self.calls.warn_if_updated()
 
@@ -167,10 +164,9 @@ class Step:
             start = share.to(scaled.dtype).expand_as(scaled)
         else:
             start = None if share is None else torch.full_like(scaled, share)
-        with self.shared.own_backward:
-            with self._arithmetic:
-                backward(self._gradients, scaled, start, retain_graph=retain_graph)
-            self._strategy.after_backward()
+        with self._arithmetic:
+            backward(self._gradients, scaled, start, retain_graph=retain_graph)
+        self._strategy.after_backward()
         if self._overwrites and outlast:  # the next call of the model overwrites them, but not a copy
             self._gradients.load_state(self._gradients.state())
         if outlast and not self._captured:  # a graph holds its gradients itself
@@ -190,7 +186,6 @@ class Step:
         """Update the parameters unless a graph has `updated` them; begin a window; step schedule; call observers."""
         self.shared.acquire()
         try:
-            self.shared.check_foreign()
             if not updated:
                 self.update_parameters(full=full)
             if self._captured:
@@ -235,11 +230,10 @@ class Step:
         self.finite.check(self._window.steps)
 
     def check_saved(self) -> None:
-        """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
+        """Raise TrainingError if the trainer has made no step of what is saved."""
         self.calls.check("trainer.save() was called")
         if self.is_open and self._window.steps == self._window.micro == 0:
             raise no_update("trainer.save() was called")
-        self.shared.check_foreign()
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
@@ -319,9 +313,7 @@ class Step:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.begin(opened=opened)
         self.calls.begin(opened=opened)
-        if opened:
-            self.shared.watch()
-        else:
+        if not opened:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
 

@@ -159,9 +159,7 @@ class ActivationCheckpointing(Stage):
         save = plan.options["checkpoint"].save if isinstance(plan.options["checkpoint"], Recompute) else ()
         device, (recomputed, offloaded) = plan.backend.device, _chosen_parts(plan)
         for module in dict.fromkeys((*recomputed, *offloaded)):
-            storage = ActivationStorage(
-                device, recompute=module in recomputed, save=save, offload=module in offloaded
-            )
+            storage = ActivationStorage(device, recompute=module in recomputed, save=save, offload=module in offloaded)
             storage.install(module)
             self._hooks.callback(storage.remove, module)
 
