@@ -169,25 +169,20 @@ class ResumedParameters:
 
 
 class ScriptCalls:
-    """Calls of the script for each batch, to detect updates without the trainer, and epochs that train nothing.
+    """Calls of the script for each batch, to detect calls that miss, and epochs that train nothing.
 
     It also sets whether an optimizer by name accepts a call of `step`, which is right only while the trainer updates.
 
     Attributes:
         last: "trainer(batch)" or "trainer.update()" if that was the trainer's last call, else "".
         added: whether a backward pass was added that no micro-batch has counted.
-        began: the steps of all trainers of the job, and how often each parameter was written to, when the epoch began;
-            None after any update, and outside of an epoch.
+        began: the steps of all trainers of the job when the epoch began; None after an update, and outside of an epoch.
     """
 
-    def __init__(self, optimizer: Optimizer, slots: Sequence[Slot], job: Collectives, accumulate: int) -> None:
+    def __init__(self, optimizer: Optimizer, job: Collectives, accumulate: int) -> None:
         self._optimizer, self._job, self._accumulate = optimizer, job, accumulate
         self._binding = getattr(optimizer, "binding", None)
-        updated = (each for group in optimizer.param_groups for each in group["params"])
-        self._updated: Tensor = next(updated, torch.empty(0))  # any of what it updates; a group may be empty
-        self._version: int | None = None  # its version when a window's first backward began, until that is compared
         self.last, self._warned = "", False
-        self._slots, self._unreached = slots, list(range(len(slots)))  # those that no window has given a gradient
         self.begin(opened=False)
         self.expect_step(False)
 
@@ -207,7 +202,7 @@ class ScriptCalls:
         """Begin a window, or, if `opened`, continue one."""
         self.added = opened
         self._place: object = None  # in the data, of the first loss of a micro-batch
-        self.began: tuple[dict[int, tuple[int, int]], list[int]] | None = None
+        self.began: dict[int, tuple[int, int]] | None = None
 
     def note(self, call: str) -> None:
         """Note the call that counts a micro-batch, or "" for a backward pass."""
@@ -231,58 +226,18 @@ class ScriptCalls:
         self._place = place
         self.note("")
 
-    def note_received(self, received: Sequence[bool]) -> None:
-        if self._unreached:
-            self._unreached = [number for number in self._unreached if not received[number]]
-
-    def window_opened(self) -> None:
-        self._version = self._updated._version
-
-    def warn_if_updated(self) -> None:
-        """Warn if the script has updated the parameters since the window's first backward pass."""
-        if self._version is not None and self._updated._version != self._version:
-            self._version = None
-            logger.warning(
-                "the parameters have changed between two calls of trainer.backward(...), and trainer.update() was not "
-                "called: call it instead of optimizer.step()"
-            )
-
     def epoch_begins(self) -> None:
-        self.began = dict(self._job.steps), self._versions()
+        self.began = dict(self._job.steps)
 
-    def check(self, when: str) -> bool:
-        """Return whether no trainer made a step since the epoch began; raise TrainingError if the script trained."""
-        if self.began is None or self.began[0] != self._job.steps:
+    def epoch_ends(self) -> bool:
+        """Return whether no trainer of the job made a step since the epoch began; log it once."""
+        if self.began is None or self.began != self._job.steps:
             return False
-        if all(map(int.__gt__, versions := self._versions(), self.began[1])) and versions:
-            raise TrainingError(
-                f"{when}, and the script changed the parameters without the trainer",
-                why="such updates are neither averaged over ranks, scaled, clipped nor counted, and step no scheduler",
-                remedy="call trainer(batch), or trainer.backward(loss) and trainer.update(), instead of "
-                "loss.backward() and optimizer.step()",
+        if not self._warned and self._job.rank == 0:
+            logger.warning(
+                "an epoch of trainer.batches(...) has ended without a step of a trainer, and counts as one of "
+                "trainer.epochs(n): to train, call trainer(batch), or trainer.backward(loss) and trainer.update(), "
+                "instead of loss.backward() and optimizer.step(); to evaluate, loop over trainer.evaluate(loader)"
             )
+        self._warned = True
         return True
-
-    def epoch_ends(self, *, had_batches: bool) -> None:
-        """Do what `check` does; warn once of an epoch that `had_batches` and no step, and of untrained parameters."""
-        if self.check("an epoch has ended"):
-            if had_batches and not self._warned:
-                self._warned = True
-                if self._job.rank == 0:
-                    logger.warning(
-                        "an epoch of trainer.batches(...) has ended without a step of a trainer, and counts as one of "
-                        "trainer.epochs(n): to train, call trainer(batch), or trainer.backward(loss) and "
-                        "trainer.update(); to evaluate, loop over trainer.evaluate(loader)"
-                    )
-        elif len(self._unreached) < len(self._slots):
-            names, self._unreached = [repr(self._slots[number].name) for number in self._unreached], []
-            if names and self._job.rank == 0:
-                logger.warning(
-                    "no gradient has reached the parameter %s in this epoch: look for torch.no_grad(), detach(), or a "
-                    "module that forward does not call; if this is on purpose, freeze it by requires_grad_(False)",
-                    " and ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else ""),
-                )
-
-    def _versions(self) -> list[int]:
-        members = (each for group in self._optimizer.param_groups for each in group["params"])
-        return [each._version for each in members if each.requires_grad]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
     ExponentialLR,
-    LambdaLR,
     LinearLR,
     LRScheduler,
-    MultiStepLR,
     ReduceLROnPlateau,
     SequentialLR,
     StepLR,
@@ -28,8 +25,6 @@ from accelcore.util.text import did_you_mean, is_whole
 ScheduleBy = Literal["window", "script"]
 
 Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an optimizer for a number of updates
-
-_MEANT = 'schedule_by="window", which ends this warning'
 
 _NONE = "NoneType"
 _TO_BE_MADE = "scheduler that is not made yet"
@@ -79,7 +74,7 @@ class Schedule:
         self._optimizer, self._compared = optimizer, self._make is None
         self._steps = scheduler is not None and by == "window"
         self._stays, self._has_warned = isinstance(scheduler, str), scheduler == "constant"
-        self._is_compared = False  # with the number of epochs
+        self._is_compared = self._stays  # with the number of epochs; a schedule by name fits
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         self._is_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
@@ -119,37 +114,20 @@ class Schedule:
             raise _another_length(ConfigurationError, self.updates, updates)
         self._compared = True
 
-    def warn_of_count(self, epochs: int | None, updates: int | None, accumulate: int, ranks: int) -> None:
-        """Log once that the scheduler seems to count epochs or batches, and not updates, after which it is stepped."""
+    def warn_of_length(self, epochs: int | None, updates: int | None) -> None:
+        """Log once that the scheduler seems to be made for another number of steps than that of the updates."""
         if self._is_compared or self._is_meant or not (self._steps and epochs and updates):
             return
         self._is_compared = True
-        if updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates):
-            logger.warning(
-                "%s seems to count epochs, but the trainer steps it after each update: the learning rate changes too "
-                'early. Give accel.trainer(..., schedule_by="script"), and call scheduler.step() after each epoch; or '
-                "make it for %d updates; or, if it counts updates on purpose, give %s",
-                type(self.scheduler).__name__,
-                updates,
-                _MEANT,
-            )
-        length = _length(self.scheduler)
-        if any(
-            updates < length and factor * (updates - epochs) < length <= factor * updates  # the last window is short
-            for factor in {accumulate, ranks, accumulate * ranks}
+        if _length(self.scheduler) > updates or (
+            updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates)
         ):
-            self._has_warned = True
             logger.warning(
-                "%s seems to be made for %d batches, but the trainer steps it after each of %d updates, with "
-                "accumulate=%d on %d ranks: the learning rate changes too late. Make it for %d updates, or give "
-                "scheduler=lambda optimizer, updates: ..., which gets this number; or, if it is right, give %s",
-                type(self.scheduler).__name__,
-                length,
-                updates,
-                accumulate,
-                ranks,
-                updates,
-                _MEANT,
+                "%s seems to be made for another number of steps: the trainer steps it after each of %d updates. Make "
+                "it for %d updates, or give scheduler=lambda optimizer, updates: ..., which gets this number. If it "
+                'counts epochs, give accel.trainer(..., schedule_by="script"), and call scheduler.step() after each '
+                'epoch. If it is right, give schedule_by="window", which ends this warning',
+                *(type(self.scheduler).__name__, updates, updates),
             )
 
     def state(self) -> dict[str, Any]:
@@ -223,38 +201,13 @@ class Schedule:
                 "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
                 "further, load the model into a new trainer, which makes a new schedule",
                 self.updates,
-                self._rates(),
+                " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)),
             )
         try:
             if not (has_ended and self._stays):
                 self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
-
-    def warn_if_cut(self) -> None:
-        """Log that the epochs have ended if the schedule is far from its end, or was never stepped."""
-        done = _last_epoch(self.scheduler)
-        if done is None:
-            return
-        length = self.updates or (_length(self.scheduler) if self._steps and not self._is_meant else 0)
-        if done < 0.9 * length and not self._has_warned:
-            logger.warning(
-                "trainer.epochs(...) has ended after %d of the %d updates that the schedule was made for, at the "
-                "learning rate %s. If the training ends here, %s. An epoch that is left by break has fewer updates; "
-                "accumulate= micro-batches are one update",
-                done,
-                length,
-                self._rates(),
-                f"give accel.trainer(..., total_steps={done})" if self._make else f"make it for {done} updates",
-            )
-        if self.by == "script" and not done:
-            logger.warning(
-                'trainer.epochs(...) has ended, and the scheduler was not stepped: with schedule_by="script", the '
-                "script calls scheduler.step(), such as after each epoch"
-            )
-
-    def _rates(self) -> str:
-        return " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups))
 
     def restored(self) -> None:
         """Continue with the scheduler as it is now."""
@@ -359,16 +312,10 @@ def _another_length(kind: type[AccelError], saved: int | None, own: int | None, 
 
 def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> bool:
     """Return whether a scheduler is over within `epochs` steps, or its learning rate is almost 0 after `updates`."""
-    if (length := getattr(scheduler, "T_max", None)) is not None:  # of a cosine
-        return bool(length <= epochs)
-    if isinstance(scheduler, MultiStepLR):
-        return max(scheduler.milestones, default=updates) <= epochs
     if isinstance(scheduler, StepLR | ExponentialLR):
-        size = getattr(scheduler, "step_size", 1)
-        return bool(size <= epochs and scheduler.gamma ** (updates // size) < 1e-6)
-    if isinstance(scheduler, LambdaLR):
-        with suppress(Exception):  # a function of the script may not be defined for these steps
-            return all(each(updates // 2) <= 1e-6 < each(epochs // 2) for each in scheduler.lr_lambdas)
+        return bool(scheduler.gamma ** (updates // getattr(scheduler, "step_size", 1)) < 1e-6)
+    if last := getattr(scheduler, "T_max", None) or max(getattr(scheduler, "milestones", ()), default=0):
+        return bool(last <= epochs)
     return any(_counts_epochs(each, epochs, updates) for each in getattr(scheduler, "_schedulers", ()))
 
 

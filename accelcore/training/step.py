@@ -68,7 +68,7 @@ class Step:
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self.shared = SharedParameters(plan.gradients.slots)
-        self.calls = ScriptCalls(plan.optimizer, plan.gradients.slots, self._job, window.accumulate)
+        self.calls = ScriptCalls(plan.optimizer, self._job, window.accumulate)
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
@@ -91,11 +91,8 @@ class Step:
         if not self.shared.is_open:
             if self.shared.open(warns=self._warns and not self._captured):  # graphs keep gradients between windows
                 self._gradients.clear()
-            self.calls.window_opened()
-            return
-        self.shared.check_left()
-        if self._window.micro == 0:
-            self.calls.warn_if_updated()
+        else:
+            self.shared.check_left()
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
@@ -211,14 +208,13 @@ class Step:
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
 
-    def end_epoch(self, began: int | None, *, had_batches: bool) -> None:
+    def end_epoch(self, began: int | None) -> None:
         """Report gradients and batches that updated nothing, and check that the parameters are finite.
 
         `began`: the number of steps when the epoch began; None if a window was open then.
         """
-        if had_batches and self.calls.check("an epoch has ended"):
+        if self.calls.epoch_ends():
             self._snapshot.check_trains(stepped=False)
-        self.calls.epoch_ends(had_batches=had_batches)
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")
@@ -231,7 +227,6 @@ class Step:
 
     def check_saved(self) -> None:
         """Raise TrainingError if the trainer has made no step of what is saved."""
-        self.calls.check("trainer.save() was called")
         if self.is_open and self._window.steps == self._window.micro == 0:
             raise no_update("trainer.save() was called")
 
@@ -251,7 +246,6 @@ class Step:
         gradients.collect()
         self._strategy.reduce(gradients, full=full)
         self._check_received()
-        self.calls.note_received(gradients.received)
         gradients.grads_to_masters()
         buffers = self._unscale_and_clip(full=full)
         try:

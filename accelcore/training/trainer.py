@@ -196,11 +196,7 @@ class Trainer(Checkpoints):
 
         After a `resume`, a loop over `range(total)` trains `total` epochs more.
         """
-        return self._stream.epochs(total, self._epochs_ended)
-
-    def _epochs_ended(self) -> None:
-        self._schedule.warn_if_cut()
-        self._window.warn_if_open()
+        return self._stream.epochs(total)
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.
@@ -231,13 +227,12 @@ class Trainer(Checkpoints):
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
         if self.backend.collectives.rank == 0:
-            ranks = self.backend.collectives.world_size
-            self._schedule.warn_of_count(self._stream.total_epochs, self.total_steps, self.accumulate, ranks)
+            self._schedule.warn_of_length(self._stream.total_epochs, self.total_steps)
         began = None if self._step.is_open else self.steps
         self._step.calls.epoch_begins()
-        taken = yield from self._stream.batches(loader, shard=shard)
+        yield from self._stream.batches(loader, shard=shard)
         self.flush()
-        self._step.end_epoch(began, had_batches=taken > 0)
+        self._step.end_epoch(began)
 
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.

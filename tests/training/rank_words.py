@@ -116,7 +116,7 @@ def trained(accel, job):
     loaders = {
         "plain": DataLoader(data, 4),
         "shuffled": DataLoader(data, 4, shuffle=True),
-        "dropping": DataLoader(data, 8, drop_last=True),
+        "dropping": DataLoader(data, 6, drop_last=True),
         "distributed": DataLoader(data, 4, sampler=DistributedSampler(data)),
         "subset": DataLoader(data, 4, sampler=SubsetRandomSampler(range(0, 20, 2))),
         "stream": DataLoader(Stream(), 4),

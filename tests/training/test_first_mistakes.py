@@ -178,24 +178,6 @@ def test_slips_outside_of_a_trainer_say_what_was_meant(accel, call, says):
         call(accel, accel.optimizers.create("sgd", net().parameters()))
 
 
-def test_optimizer_step_in_place_of_update_is_reported_at_the_next_backward(accel, caplog):
-    model = net()
-    trainer = accel.trainer(model, torch.optim.SGD(model.parameters()))
-
-    def warnings():
-        trainer.backward(model(torch.ones(2, 4)).sum())
-        return [record.getMessage() for record in caplog.records if "optimizer.step()" in record.getMessage()]
-
-    assert warnings() == []
-    assert warnings() == []  # a second loss of one micro-batch
-    trainer.update()
-    assert warnings() == []
-    trainer.optimizer.step()
-    assert len(warnings()) == 1
-    trainer.optimizer.step()
-    assert len(warnings()) == 1  # once a window
-
-
 @pytest.mark.parametrize("flat", [None, True, False])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_within_a_window_is_refused_and_between_two_does_nothing(accel, to_none, flat):

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     ExponentialLR,
-    LambdaLR,
     LinearLR,
     MultiStepLR,
     OneCycleLR,
@@ -228,46 +227,6 @@ def test_a_schedule_that_has_ended_trains_at_0_and_warns_once(accel, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "left", "options", "says"),
-    [
-        ("cosine", True, {}, "after 4 of the 6 updates that the schedule was made for, at the learning rate 0.025."),
-        ("cosine", False, {"total_steps": 12}, "after 6 of the 12 updates"),  # micro-batches, not windows
-        ("cosine", False, {}, ""),
-        ("constant", True, {}, ""),
-        (lambda optimizer: StepLR(optimizer, 1), False, {"schedule_by": "script"}, "the scheduler was not stepped"),
-        (lambda optimizer: StepLR(optimizer, 1, gamma=0.9), True, {}, ""),
-        (lambda optimizer: CosineAnnealingLR(optimizer, 20), False, {}, "6 of the 20 updates that the schedule was"),
-        # For 5 batches, of which 2 are an update: for batches of this and of all ranks, and for their sum.
-        (
-            lambda optimizer: CosineAnnealingLR(optimizer, 10),
-            False,
-            {},
-            "made for 10 batches, but the trainer steps it",
-        ),
-        (lambda optimizer: OneCycleLR(optimizer, 0.1, 10), False, {}, "Make it for 6 updates, or give scheduler="),
-        (lambda optimizer: CosineAnnealingLR(optimizer, 10), False, {"schedule_by": "window"}, ""),
-        (lambda optimizer: CosineAnnealingLR(optimizer, 6), False, {}, ""),
-    ],
-)
-def test_a_schedule_that_the_epochs_leave_before_its_end_is_reported(accel, caplog, scheduler, left, options, says):
-    model = nn.Linear(3, 2)
-    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    made = scheduler(optimizer) if callable(scheduler) else scheduler
-    trainer = accel.trainer(
-        model, optimizer, scheduler=made, loss=lambda model, rows: model(rows).sum(), accumulate=2, **options
-    )
-    for _ in trainer.epochs(2):
-        for number, batch in enumerate(trainer.batches(LOADER), start=1):
-            trainer(batch)
-            if left and number == 4:
-                break
-    assert [says in record.message for record in caplog.records] == [True] * bool(says)
-    caplog.clear()
-    assert list(trainer.epochs(2)) == []
-    assert "trainer.epochs(...) has ended" not in caplog.text
-
-
-@pytest.mark.parametrize(
     ("make_torchs", "raises"),
     [(CosineAnnealingLR, None), (lambda optimizer, updates: OneCycleLR(optimizer, 0.2, updates), "Tried to step 5")],
     ids=["cosine", "one cycle"],
@@ -290,39 +249,38 @@ def warm(optimizer, then, rising=2):
     return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=rising), then(optimizer)], [rising])
 
 
-BY_EPOCH = {  # for 8 epochs of 3 updates
+WRONG = {  # for 8 epochs of 3 updates, which are 5 batches
     "StepLR": lambda optimizer: StepLR(optimizer, 3),
     "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [3, 6]),
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 8),
     "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
-    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda epoch: max(0.0, 1 - epoch / 8)),
     "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 6)),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, 40),
 }
-BY_UPDATE = {
+RIGHT = {
     "StepLR": lambda optimizer: StepLR(optimizer, 1, gamma=0.9),
     "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [3, 20]),
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 24),
     "CosineAnnealingWarmRestarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 4),
     "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.9),
-    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.0][step]),
     "LinearLR": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=4),
     "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 22)),
 }
 
 
 @pytest.mark.parametrize(
-    ("by_epoch", "name", "is_function", "options"),
+    ("wrong", "name", "is_function", "options"),
     [
-        *((True, name, False, {}) for name in BY_EPOCH),
-        *((False, name, False, {}) for name in BY_UPDATE),
-        *((by_epoch, "StepLR", True, {}) for by_epoch in (True, False)),
+        *((True, name, False, {}) for name in WRONG),
+        *((False, name, False, {}) for name in RIGHT),
+        *((wrong, "StepLR", True, {}) for wrong in (True, False)),
         (True, "StepLR", False, {"schedule_by": "window"}),
     ],
 )
-def test_a_scheduler_that_counts_epochs_and_is_stepped_by_update_is_reported_unless_that_was_asked_for(
-    accel, caplog, name, is_function, by_epoch, options
+def test_a_scheduler_for_another_number_of_steps_is_reported_unless_it_was_asked_for(
+    accel, caplog, name, is_function, wrong, options
 ):
-    function = (BY_EPOCH if by_epoch else BY_UPDATE)[name]
+    function = (WRONG if wrong else RIGHT)[name]
     model = nn.Linear(3, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     scheduler = (lambda optimizer, updates: function(optimizer)) if is_function else function(optimizer)
@@ -331,10 +289,10 @@ def test_a_scheduler_that_counts_epochs_and_is_stepped_by_update_is_reported_unl
     )
     for epoch in trainer.epochs(8):
         for batch in trainer.batches(LOADER):
-            if epoch < 2 and name != "LambdaLR":
+            if epoch < 2:
                 trainer(batch)
-    lines = [record.message for record in caplog.records if "seems to count epochs" in record.message]
-    assert [line.split()[0] for line in lines] == [name] * (by_epoch and not options)
+    lines = [record.message for record in caplog.records if "another number of steps" in record.message]
+    assert [line.split()[0] for line in lines] == [name] * (wrong and not options)
     for word in ('schedule_by="script"', "24 updates", 'schedule_by="window"'):
         assert all(word in line for line in lines)
 

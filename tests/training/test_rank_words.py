@@ -103,7 +103,7 @@ def test_a_replica_averages_in_backward_and_begins_alike(job):
 def test_an_evaluation_has_every_row_once_over_all_ranks(job):
     every = [float(row) for row in range(20)]
     for name, expected in {
-        "plain": every, "shuffled": every, "distributed": every, "dropping": every[:16], "subset": every[::2],
+        "plain": every, "shuffled": every, "distributed": every, "dropping": every[:18], "subset": every[::2],
         "list": every, "few": every[:2],
     }.items():  # fmt: skip
         rows = [row for rank in job for row in rank["evaluated"][name]["rows"]]

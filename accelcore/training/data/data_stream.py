@@ -8,7 +8,7 @@ workers. A loader with `state_dict` and `load_state_dict` restores its own posit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -44,22 +44,19 @@ class DataStream:
     _source: tuple[Any, Any]
     _stateful: Any  # the loader of the current loop, if it knows its own position
     _saved: Any  # the position of such a loader in the checkpoint
-    _given: dict[int, tuple[int, int]] | None  # the steps of all trainers when the loop got its last batch
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._had_batches = self._in_epochs = False  # of epochs
-        self._empty = ""  # why the loader of an epoch had no batches
+        self._in_epochs = self._warned = False
         self._keeps_epoch = False  # whether the script has set the epoch
-        self._said: set[str] = set()
         self.total_epochs: int | None = None
         self._batches: int | None = None
         self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
         self.load_state_dict(_BEGINNING)
         _all.add(self)
 
-    def batches(self, loader: Iterable[Any], *, shard: bool) -> Generator[Any, None, int]:
-        """Yield one epoch of `loader`, or the rest of it after a resume; return how many batches the epoch had."""
+    def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
+        """Yield one epoch of `loader`, or the rest of it after a resume."""
         source = self._source_of(loader, shard)
         sampler = getattr(source, "sampler", None)
         if isinstance(sampler, DistributedSampler) and sampler is not getattr(loader, "sampler", None):
@@ -85,7 +82,6 @@ class DataStream:
         try:
             for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
                 self.taken += 1
-                self._given = dict(self._collectives.steps)
                 yield batch
                 if loop != self.loop:
                     raise TrainingError(
@@ -95,26 +91,21 @@ class DataStream:
                         "two loaders as one: zip(one, other)",
                     )
             if not self.taken:
+                why, remedy = "its data is empty", "give a loader with at least one batch"
                 if isinstance(loader, Iterator):
-                    raise TrainingError(
-                        "the iterator has no batches: this epoch would train nothing",
-                        why="an iterator or a generator gives its batches once, in one epoch",
-                        remedy="pass a list or a DataLoader",
-                    )
-                drops = getattr(loader, "drop_last", False)
-                self._empty = "look for drop_last=True: its data is less than a batch" if drops else "its data is empty"
-                if self._collectives.rank == 0:
-                    logger.warning("the loader has no batches, and this epoch trains nothing: %s", self._empty)
-            return self.taken
+                    why = "an iterator or a generator gives its batches once, in one epoch"
+                    remedy = "pass a list or a DataLoader"
+                elif getattr(loader, "drop_last", False):
+                    why = "its data is less than a batch, and drop_last=True drops it"
+                raise TrainingError("the loader has no batches: this epoch would train nothing", why=why, remedy=remedy)
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
-                self._had_batches = self._had_batches or self.taken > 0
                 self.epoch, self.taken = self.epoch + 1, 0
                 self._stateful = None
                 self._generators_start = [generator.get_state() for generator in generators]
 
-    def epochs(self, total: int, ended: Callable[[], object]) -> Iterator[int]:
-        """Return the epochs that are left of `total`; call `ended` after the last one. See `Trainer.epochs`."""
+    def epochs(self, total: int) -> Iterator[int]:
+        """Return the epochs that are left of `total`; see `Trainer.epochs`."""
         if not is_whole(total):
             raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
         self.total_epochs = total
@@ -125,13 +116,12 @@ class DataStream:
                 self.epoch,
                 total,
             )
-        return self._epochs(total, ended)
+        return self._epochs(total)
 
-    def _epochs(self, total: int, ended: Callable[[], object]) -> Iterator[int]:
+    def _epochs(self, total: int) -> Iterator[int]:
         # An epoch ends when the loop asks for the next one, even if its batches were not read here.
-        first = self.epoch
         while self.epoch < total:
-            epoch, loop, steps = self.epoch, self.loop, dict(self._collectives.steps)
+            epoch, loop = self.epoch, self.loop
             self._in_epochs = True
             try:
                 yield epoch
@@ -139,19 +129,6 @@ class DataStream:
                 self._in_epochs = False
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
-                if steps == self._collectives.steps:
-                    self._warn_once(
-                        "an epoch of trainer.epochs(...) has ended without a batch, and without a step of a trainer: "
-                        "write `for batch in trainer.batches(loader): trainer(batch)` in it"
-                    )
-        if self._empty and not self._had_batches:
-            raise TrainingError(
-                "the training has ended, and none of its epochs had a batch",
-                why=self._empty,
-                remedy="give a loader with at least one batch",
-            )
-        if self.epoch > first and self._collectives.rank == 0:
-            ended()
 
     def check_resumable(self) -> None:
         """Raise TrainingError in the loop over `epochs`."""
@@ -186,28 +163,18 @@ class DataStream:
 
         In a job a script may divide its data itself. It looks the same as a script that forgot to.
         """
-        if self._keeps_epoch or any(stream.epoch or stream.taken for stream in _all):
+        if self._keeps_epoch or self._warned or any(stream.epoch or stream.taken for stream in _all):
             return
+        self._warned = True
         in_job = self._collectives.world_size > 1
         same = ", and all ranks train on the same data unless the script divides it" if in_job else ""
-        self._warn_once(
-            "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
-            f"data{same}. Write `for batch in trainer.batches(loader):`. If the script finds its place in the "
-            "data itself, let it set trainer.epoch = epoch before each epoch: this warning then ends"
-        )
-
-    def warn_if_untrained(self) -> None:
-        """Warn once if no trainer has made a step since the loop got its last batch."""
-        if self.taken and self._given == self._collectives.steps:
-            self._warn_once(
-                "trainer.save() was called before a step on the batch that the loop got last: a run that resumes from "
-                "this checkpoint skips the batch. Call save after trainer(batch)"
+        if self._collectives.rank == 0:
+            logger.warning(
+                "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
+                "data%s. Write `for batch in trainer.batches(loader):`. If the script finds its place in the data "
+                "itself, let it set trainer.epoch = epoch before each epoch: this warning then ends",
+                same,
             )
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._said and self._collectives.rank == 0:
-            self._said.add(text)
-            logger.warning(text)
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; the transfer of each starts before the previous batch is used."""
@@ -238,7 +205,6 @@ class DataStream:
         self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
         self._source, self._stateful, self._saved = (None, None), None, state["loader"]
         self._form = state["form"]
-        self._given = None
 
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):

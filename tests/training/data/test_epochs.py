@@ -63,18 +63,6 @@ def test_an_epoch_counts_where_its_batches_were_read_in_another_way(accel):
     assert trainer.epoch == 2
 
 
-@pytest.mark.parametrize("way", ["loader", "batches", "break"])
-def test_a_window_that_is_open_when_the_epochs_end_is_reported(accel, caplog, way):
-    trainer = make(accel, accumulate=2)
-    for _ in trainer.epochs(1):
-        for batch in DATA if way == "loader" else trainer.batches(DATA):
-            trainer(batch)
-            if way == "break":
-                break
-    says = "ended within a window, after 1 of 2 micro-batches: trainer.flush()"
-    assert [says in record.message for record in caplog.records] == [True] * (way != "batches")
-
-
 @pytest.mark.parametrize("total", [-1, 2.0, True, None, "3"])
 def test_what_is_no_number_of_epochs_is_refused(accel, total):
     with pytest.raises(accelcore.ConfigurationError, match="number of epochs"):

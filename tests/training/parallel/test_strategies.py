@@ -208,7 +208,7 @@ def test_batches_that_nobody_divides_among_the_ranks_are_told_of_once(job):
     for loop in ("one call", "three calls"):
         told = [record for record in first[loop] if "came through trainer.batches(loader)" in record]
         assert len(told) == 1, loop
-        assert all("no gradient has reached the parameter 'never." in said for said in first[f"{loop}, streams"])
+        assert first[f"{loop}, streams"] == []
     assert not any(second.values())
 
 
