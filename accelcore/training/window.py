@@ -91,13 +91,6 @@ class Window:
             number = f", micro-batch {self.micro + 1} of {self.accumulate}" if self.accumulate > 1 else ""
             add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}{hint}")
 
-    def warn_if_open(self) -> None:
-        if self.micro:
-            logger.warning(
-                "trainer.epochs(...) ended within a window, after %d of %d micro-batches: trainer.flush() closes it",
-                *(self.micro, self.accumulate),
-            )
-
     def forget_weights(self) -> None:
         if self._total is not None:
             self._total.zero_()

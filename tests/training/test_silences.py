@@ -31,13 +31,6 @@ def test_what_a_trainer_was_made_with_cannot_be_replaced(accel, name):
     assert getattr(trainer, name, None) is before
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("lr", "param_groups"), ("max_steps", "total_steps"), ("log", "Log")])
-def test_another_librarys_attribute_cannot_be_set(accel, name, remedy):
-    trainer = make(accel)
-    with pytest.raises(accelcore.ConfigurationError, match=rf"trainer\.{name} (.|\n)*{remedy}"):
-        setattr(trainer, name, 1e-4)
-
-
 class Loss(nn.Module):
     """A criterion with a parameter of its own, which a model may hold, too."""
 
