@@ -20,8 +20,6 @@ from accelcore.util.text import first_line, kind_of, ranks
 
 _LETTER = 512  # bytes in which a rank describes its call to the others: enough for a tensor of torch's 64 dimensions
 
-_LOOKS = 4  # seconds that ranks wait for each other in the job's store
-
 
 def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:
     """Concatenate the rows of all ranks, in the order of ranks; see `Job.gather`."""
@@ -104,8 +102,8 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
     return list(told)
 
 
-def meet(collectives: Collectives, key: str, call: str) -> None:
-    """Wait a few seconds for all ranks in the job's store; raise an error if a rank will not come to `call`.
+def meet(collectives: Collectives, key: str, call: str, seconds: int = 4) -> None:
+    """Wait some seconds for all ranks in the job's store; raise an error if a rank will not come to `call`.
 
     A collective could also wait, but leaves a thread in it. When the other ranks end, this thread would write lines of
     torch's to stderr and abort the process. Only a collective notices ranks that were killed.
@@ -113,7 +111,7 @@ def meet(collectives: Collectives, key: str, call: str) -> None:
     store, ahead = job_store("meetings"), ""
     came = store.add(key, 1)
     goal = came + -came % collectives.world_size
-    for _ in range(_LOOKS):
+    for _ in range(seconds):
         end, pause = time.monotonic() + 1.0, 0.0001
         while came < goal and time.monotonic() < end:
             time.sleep(pause)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accelcore.devices.request import requested_trial
 from accelcore.errors import CheckpointError, ConfigurationError, UnsupportedError
@@ -125,7 +125,7 @@ class Runtime(ABC):
             batch: a tensor, an object with a `to` method, or dicts, lists, tuples and dataclasses of these. Others
                 in it are kept. Tensors that are already on the device are not copied.
         """
-        _refuse_loader(batch, "for batch in loader: batch = accel.runtime.to_device(batch)")
+        _refuse_loader(batch)
         return moved(batch, self.device)
 
     @final
@@ -134,7 +134,7 @@ class Runtime(ABC):
 
         With `streams`, transfers from pinned memory overlap other work.
         """
-        _refuse_loader(batch, "ready = accel.runtime.prefetch(batch) for one batch, and later batch = ready()")
+        _refuse_loader(batch)
         if not self.streams:
             moved = self.to_device(batch)
             return lambda: moved
@@ -171,9 +171,9 @@ class Runtime(ABC):
         return lambda: copy
 
 
-def _refuse_loader(batch: object, call: str) -> None:
-    if isinstance(batch, DataLoader | Iterator):
-        raise ConfigurationError(f"{kind_of(batch)} is not a batch", remedy=f"write: {call}")
+def _refuse_loader(batch: object) -> None:
+    if isinstance(batch, DataLoader | Dataset | Iterator):
+        raise ConfigurationError(f"{kind_of(batch)} is not a batch", remedy="pass one batch: for batch in loader: ...")
 
 
 class TorchRuntime(Runtime):

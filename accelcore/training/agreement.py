@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -26,6 +23,7 @@ from accelcore.util.text import first_line, ranks, repr_of
 _NOT_COMPARED = ("observers",)
 _COMPARED_BY_CLASS = ("loss", "weight", "clip", "scheduler")  # the repr of the user's objects says nothing
 _SHOWN = 5
+_PATIENCE = 30  # seconds; a rank that goes further than a call is found meanwhile, later at the job's timeout only
 
 
 class Agreement:
@@ -40,16 +38,9 @@ class Agreement:
         if group is None:
             return
         self._collectives.count(what)
-        meet(self._collectives, what, what)
-        barrier, ahead, interval = _started(partial(dist.monitored_barrier, group, wait_all_ranks=True)), "", 1.0
-        while not wait([barrier], interval).done:
-            # A rank that has only just met this one may be ahead, too. Two waits: this process may be stopped in one.
-            if ahead and not wait([barrier], 1.0).done:
-                raise not_all_came(what, ahead)
-            ahead = self._collectives.ahead()
-            interval = 1.0 if ahead else min(2 * interval, 60.0)
+        meet(self._collectives, what, what, seconds=_PATIENCE)
         try:
-            barrier.result()
+            dist.monitored_barrier(group, wait_all_ranks=True)
         except ValueError:  # not every kind of group can report the missing ranks
             self._collectives.barrier()
         except RuntimeError as error:
@@ -87,20 +78,6 @@ class Agreement:
         both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
         low, high = self._collectives.all_reduce(both, "min").tolist()
         return bool(low == -high)
-
-
-def _started(call: Callable[[], object]) -> Future[object]:
-    """Run `call` in a thread of its own, which the end of the process does not wait for."""
-    future: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001  # raised by `future.result`
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="accelcore: barrier", daemon=True).start()
-    return future
 
 
 def describe(plan: Plan) -> dict[str, str]:

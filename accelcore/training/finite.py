@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from accelcore.errors import DistributedError, TrainingError, logger
-from accelcore.jobs.exchange import exchange
+from accelcore.errors import TrainingError
 from accelcore.scaling.dynamic import is_finite
 from accelcore.training.gradients import Gradients, by_slot
 from accelcore.training.plan import Plan
@@ -24,17 +21,14 @@ _SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
 class FiniteCheck:
     """Look for NaN and inf in the parameters or masters: often in the first windows, later in every 64th.
 
-    A loss that is NaN or inf may leave them finite, and train nothing. This is logged once.
-
     The host reads the result of a look one window later, so that the device never waits for the host.
     """
 
-    losses: deque[tuple[int, Tensor, int]]  # window, loss and the loss's version, for each of the last micro-batches
+    losses: deque[tuple[int, Tensor]]  # window and loss of each of the last micro-batches
     due: float  # the window after which `window_ended` is to be called next; inf if there is no check
 
     def __init__(self, plan: Plan, steps: int) -> None:
         self._plan = plan
-        self._warned = False
         self._wanted = plan.options["on_nonfinite"] is not None and len(plan.gradients.values) > 0
         self.losses = deque(maxlen=2 * _EVERY * plan.options["accumulate"])
         self.begin(steps)
@@ -64,8 +58,6 @@ class FiniteCheck:
         """
         if self._wanted and self._found(agree=agree).item():
             self._examine(steps, agree=agree)
-        if self._wanted:
-            self._warn_of_losses()
 
     @torch.no_grad()
     def _found(self, *, agree: bool) -> Tensor:
@@ -82,41 +74,19 @@ class FiniteCheck:
             raise TrainingError(
                 f"after step {steps}, {'a parameter of another rank' if name is None else f'the parameter {name!r}'} "
                 "has values that are NaN or inf",
-                why=self._first_bad_loss(agree=agree),
+                why=self._first_bad_loss(),
                 remedy="resume from a checkpoint. Look for a NaN in the batch, a division by 0 or the root of 0; lower "
                 'the learning rate, or set clip_norm=. on_nonfinite="skip" skips an update whose gradients are not '
                 "finite; on_nonfinite=None never checks",
             )
 
-    def _kept_losses(self) -> list[tuple[int, float]]:
-        """Return steps and losses of the last micro-batches, except losses that the script has changed in place."""
-        return [(step, float(loss)) for step, loss, version in self.losses if loss._version == version]
-
-    def _warn_of_losses(self) -> None:
-        kept = [] if self._warned else self._kept_losses()
-        bad = [each for each in kept if not math.isfinite(each[1])]
-        if bad:
-            self._warned, job = True, self._plan.backend.collectives
-            logger.warning(
-                "%d of the last %d losses%s are NaN or inf, the first of step %d: %s. The parameters are finite: such "
-                "batches may train nothing. A cross-entropy is NaN if each label of a batch is ignore_index",
-                *(len(bad), len(kept), f" on rank {job.rank}" if job.world_size > 1 else "", *bad[0]),
-            )
-
-    def _first_bad_loss(self, *, agree: bool) -> str:
-        job = self._plan.backend.collectives
-        which = "on this rank " if job.world_size > 1 else ""
-        kept = self._kept_losses()
-        bad = next(((step, loss) for step, loss in kept if not math.isfinite(loss)), None)
-        if agree and which and self._plan.options["parallel"] != "none":
-            with suppress(DistributedError):  # only this rank's parameters were changed, by the script
-                told = [(*each, rank) for rank, each in enumerate(exchange(job, "trainer(batch)", bad)) if each]
-                if told:
-                    step, value, rank = min(told, key=itemgetter(0))
-                    return f"the first loss that was not finite is that of step {step} on rank {rank}: {value}"
+    def _first_bad_loss(self) -> str:
+        where = " on this rank" if self._plan.backend.collectives.world_size > 1 else ""
+        values = [(step, float(loss)) for step, loss in self.losses]
+        bad = next((each for each in values if not math.isfinite(each[1])), None)
         if bad is not None:
-            return f"the first loss {which}that was not finite is that of step {bad[0]}: {bad[1]}"
-        return f"the losses {which}of the last {len(kept)} micro-batches were finite" if kept else ""
+            return f"the first loss{where} that was not finite is that of step {bad[0]}: {bad[1]}"
+        return f"the losses{where} of the last {len(values)} micro-batches were finite" if values else ""
 
 
 def first_not_finite(gradients: Gradients, tensors: Sequence[Tensor | None]) -> str | None:

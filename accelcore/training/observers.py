@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from difflib import get_close_matches
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +66,6 @@ class Observer:
 
 EVENTS = tuple(name for name, member in vars(Observer).items() if isfunction(member))
 """The methods of `Observer` that may be overridden."""
-
-
-_WORDS = {
-    "train_begin": "begin", "train_start": "begin", "epoch_start": "epoch_begin", "batch_begin": "batch",
-    "batch_start": "batch", "batch_end": "step", "step_end": "step", "train_epoch_end": "epoch_end",
-}  # fmt: skip
-"""Other libraries' names of events."""
 
 
 class Hooks(ExitStack):
@@ -144,16 +136,6 @@ def observed(batches: Iterator[Any], listeners: Listeners, epoch_now: Callable[[
 def overrides(observer: Observer, event: str) -> bool:
     """Return whether an observer's class has a method of its own for an event."""
     return getattr(type(observer), event) is not getattr(Observer, event)
-
-
-def misspelt(observers: Sequence[Observer]) -> Iterator[tuple[Observer, str, str]]:
-    """Yield the methods that are almost named as events, as in other libraries: `on_loss`, `epoch_ends`."""
-    for observer in observers:
-        for name in sorted({name for kind in type(observer).__mro__[:-1] for name in vars(kind)} - {*dir(Observer)}):
-            word = name.removeprefix("on_")
-            close = [_WORDS[word]] if word in _WORDS else get_close_matches(word, EVENTS, n=1, cutoff=0.85)
-            if close and not word.startswith("_") and callable(getattr(type(observer), name)):
-                yield observer, name, close[0]
 
 
 def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:

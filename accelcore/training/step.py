@@ -14,7 +14,6 @@ from accelcore.optim.torch_routes import FusedStep
 from accelcore.scaling.contract import MARK, LossScaler
 from accelcore.training.agreement import check_replicas
 from accelcore.training.captured import CapturedStep
-from accelcore.training.data.sharding import checked_batch
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
 from accelcore.training.loss import (
@@ -98,7 +97,7 @@ class Step:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""
         try:
             if not is_on(batch, self._device):
-                batch = self._to_device(checked_batch(batch))
+                batch = self._to_device(batch)
             with self._region:
                 loss = self._loss(self._forward, batch)
             aux = None
@@ -119,7 +118,7 @@ class Step:
         self._open()  # not in the graph, which later micro-batches of a window replay
         try:
             if not is_on(batch, self._device):
-                batch = self._to_device(checked_batch(batch))
+                batch = self._to_device(batch)
             return captured(batch, self.forward_backward, self.update_parameters, first=first, last=last)
         except BaseException as error:
             if self.is_open:  # else `forward_backward` has dropped the window
@@ -140,7 +139,7 @@ class Step:
                 raise second_backward(self._window.steps + 1) from error
             raise
         loss = loss.detach()
-        self.finite.losses.append((self._window.steps + 1, loss, loss._version))
+        self.finite.losses.append((self._window.steps + 1, loss))
         tell(self._listeners.loss, loss)
 
     def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:

@@ -113,16 +113,6 @@ def test_the_norm_is_that_of_the_gradients_masters_get(accel):
     assert observer.of("norm") == [pytest.approx(exact, rel=0.02)]
 
 
-@pytest.mark.parametrize("name", ["on_loss", "epoch_ends", "on_train_epoch_end"])
-def test_a_method_that_is_almost_an_event_is_reported(accel, caplog, name):
-    Tracker = type("Tracker", (Observer,), {"step": print, "kept": print, name: print})
-    model = net()
-    accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of, observers=[Tracker()])
-    (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
-    assert f"Tracker.{name} " in said
-    assert said.endswith(("event loss?", "event epoch_end?"))
-
-
 class Course(Observer):
     """The events around data, and what the trainer is seen to be in them."""
 

@@ -150,25 +150,6 @@ def test_a_mean_weighs_batches_by_their_rows_and_refuses_what_has_none(accel):
     assert trainer.model.training
 
 
-def test_a_mean_of_predictions_against_targets_of_another_shape_is_reported_once(accel, caplog):
-    trainer = accel.trainer(model := nn.Linear(2, 1), accel.optimizers.create("sgd", model.parameters()))
-
-    def mean(function, sizes):
-        caplog.clear()
-        trainer.evaluate([(torch.ones(size, 2), torch.ones(size)) for size in sizes]).mean(function)
-        return [record.getMessage() for record in caplog.records]
-
-    def error(batch):
-        return (model(batch[0]) - batch[1]).square()
-
-    for function in (error, lambda batch: {"mse": error(batch), "rows": batch[1]}):
-        (said,) = mean(function, [7, 7, 1])
-        assert all(part in said for part in ("shape (7, 7)", "7 rows", "(7, 1)", "(7,)", "squeeze(1)"))
-        assert not mean(function, [7, 7, 1])
-    assert not mean(lambda batch: batch[0].new_ones(len(batch[0]), 9), [9, 9, 3])  # a value for each token
-    assert not mean(error, [1, 1])
-
-
 def test_a_mean_is_as_exact_as_its_values(accel):
     trainer, loader = make(accel), DataLoader(torch.arange(10.0), 4)
     assert trainer.evaluate(loader).mean(lambda batch: 0.1) == pytest.approx(0.1, rel=1e-14)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, TrainingError, logger
+from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
-from accelcore.util.containers import rows, tensors
+from accelcore.util.containers import tensors
 from accelcore.util.text import bound, kind_of, repr_of
 
 
@@ -39,8 +39,7 @@ class Evaluation(Batches):
 
             accuracy = trainer.evaluate(loader).mean(is_right)
 
-        Every rank must call this. The host waits for the device once, after the last batch. A warning is logged if
-        all results have the shape (n, n) for n rows, as predictions of shape (n, 1) minus targets of shape (n,) have.
+        Every rank must call this. The host waits for the device once, after the last batch.
 
         Args:
             function: returns a tensor of values, which all count alike: one for each row, or another number of them,
@@ -63,18 +62,12 @@ class Evaluation(Batches):
             )
         totals: dict[str, list[Tensor]] = defaultdict(list)
         counts: dict[str, int] = defaultdict(int)
-        square: dict[str, int] = {}  # for each name, the n of results of shape (n, n); 0 if one has another shape
         for batch in self:
             returned = function(batch)
             for name, value in (returned if isinstance(returned, Mapping) else {"": returned}).items():
                 total, count = _total(value, batch)
-                if (size := rows(batch)) > 1 and square.get(name, size):
-                    square[name] = size if isinstance(value, Tensor) and value.shape == (size, size) else 0
                 totals[name].append(total)
                 counts[name] += count
-        for name, size in square.items():
-            if size and self._collectives.rank == 0:
-                _warn_of_square(f"the result {name!r}" if name else "the result", size)
         own = {name: [torch.stack(parts).cpu().double().sum().item(), counts[name]] for name, parts in totals.items()}
         sums: dict[str, list[float]] = {}
         # A rank without batches knows no names.
@@ -89,15 +82,6 @@ class Evaluation(Batches):
             )
         means = {name: total / count if count else float("nan") for name, (total, count) in sums.items()}
         return means[""] if set(means) == {""} else means
-
-
-@cache
-def _warn_of_square(what: str, size: int) -> None:
-    logger.warning(
-        "%s of the function given to trainer.evaluate(...).mean() has shape (%d, %d) for a batch of %d rows, and its "
-        "mean is over all of these values. If predictions of shape (%d, 1) met targets of shape (%d,), use squeeze(1)",
-        *(what, size, size, size, size, size),
-    )
 
 
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:

@@ -123,16 +123,6 @@ def check_loader(loader: object) -> None:
         raise ConfigurationError(f"{kind_of(loader)} {what}", remedy="pass DataLoader(dataset, batch_size=...)")
 
 
-def checked_batch(batch: Any) -> Any:
-    """Return a batch; raise ConfigurationError for a loader, a dataset or an iterator in its place."""
-    if isinstance(batch, DataLoader | Dataset | Iterator):
-        raise ConfigurationError(
-            f"trainer(batch) got {kind_of(batch)}, not a batch",
-            remedy="write: for batch in trainer.batches(loader): trainer(batch)",
-        )
-    return batch
-
-
 def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     """Return a rank's share of `loader` for training, with the same number of batches on all ranks.
 

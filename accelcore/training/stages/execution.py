@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelcore.errors import ConfigurationError, UnsupportedError, logger
+from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
-from accelcore.training.observers import EVENTS, Hooks, Listeners, Observer, misspelt, overrides
+from accelcore.training.observers import EVENTS, Hooks, Listeners, Observer, overrides
 from accelcore.training.plan import Plan, Stage
 from accelcore.util.text import kind_of
 
@@ -39,8 +39,6 @@ class Observe(Stage):
                 available=", ".join(EVENTS),
                 remedy="give its methods the names of events",
             )
-        for observer, name, event in misspelt(observers):
-            logger.warning("%s.%s is not called: did you mean the event %s?", type(observer).__name__, name, event)
         plan.listeners = listeners = Listeners(observers)
         if plan.options["graph"] and (listeners.measures_norm or listeners.overflow or listeners.output):
             raise ConfigurationError(
