@@ -9,7 +9,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accelcore.devices.hookspecs import Probe
+from accelcore.devices.probe import Probe
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.util.text import is_number

@@ -24,8 +24,8 @@ from typing import Any
 import pluggy
 
 from accelcore.devices import hookspecs
-from accelcore.devices.hookspecs import Probe
 from accelcore.devices.misfits import misfits_of
+from accelcore.devices.probe import Probe
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import PluginError, logger
 from accelcore.known_faults import KnownFault

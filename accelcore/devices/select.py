@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from accelcore.devices import plugins
 from accelcore.devices.create import Found, create_backend
-from accelcore.devices.hookspecs import Probe
 from accelcore.devices.misfits import misfits_of
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
+from accelcore.devices.probe import Probe
 from accelcore.devices.request import Choice, parse, requested_device, unread, unread_variables
 from accelcore.errors import (
     AccelError,

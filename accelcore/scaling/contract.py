@@ -7,17 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
+from accelcore.scaling.overflow_streak import FindBad, OverflowStreak
 from accelcore.util.text import Settings, is_number
-
-if TYPE_CHECKING:
-    from accelcore.scaling.dynamic import OverflowStreak
 
 __all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
 
@@ -25,9 +23,6 @@ Given = Sequence[Tensor] | None  # gradients that a scaler reads; None: those of
 
 AnyRank = Callable[[Tensor], Tensor] | None
 """Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did; None: this rank decides alone."""
-
-FindBad = Callable[[], "str | None"]
-"""Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
 
 VERSION = 1  # version of the states written here. States of other libraries have none.
 
