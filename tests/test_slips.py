@@ -153,16 +153,6 @@ def test_what_is_no_function_of_a_batch_is_refused_before_any_is_read(accel, fun
         trainer.evaluate(1 / 0 for _ in range(1)).mean(function)
 
 
-def test_a_trainer_without_a_backend_says_how_one_is_made(accel):
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    for arguments in ((model, optimizer), (model, optimizer, "loss")):
-        with pytest.raises(ConfigurationError, match=r"accel\.trainer\(model, optimizer"):
-            accelcore.Trainer(*arguments)
-    assert accelcore.Trainer(accel, model, optimizer).model is model
-    assert accelcore.Trainer(backend=accel, model=model, optimizer=optimizer).model is model
-
-
 def test_a_trainer_may_be_copied_and_a_subclass_may_take_other_arguments(accel):
     class OfModel(accelcore.Trainer):
         def __init__(self, model):

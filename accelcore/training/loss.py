@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import ConfigurationError, TrainingError
-from accelcore.precision.policy import LOW_PRECISION
 from accelcore.scaling.contract import MARK
 from accelcore.util.text import bound, kind_of
 
-_OTHER_DTYPE = re.compile("(?i)bfloat16|half|mixed dtype")  # in torch's errors for operands of several dtypes
 _FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
 
 
@@ -74,12 +71,6 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
     if type(returned) is tuple:
         if len(returned) != 2:
             raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS_OF_LOSS}")
-        if not _is_scalar(returned[0]) and _is_scalar(returned[1]):
-            raise TrainingError(
-                "the second of the two values that were returned is a scalar, and the first is not",
-                why="the trainer reads a pair as (loss, outputs)",
-                remedy="return the loss first: (loss, outputs)",
-            )
         return returned[0], returned[1]
     if isinstance(returned, Mapping) and "loss" in returned:
         loss = returned["loss"]
@@ -94,10 +85,6 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
             remedy="put the labels into the batch",
         )
     return loss, returned
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _refuse_backward(*_: Any, **__: Any) -> None:
@@ -127,7 +114,10 @@ def no_loss(loss: object) -> TrainingError:
         without = ", without .item()" if isinstance(loss, float) else ""
         return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}{without}")
     if loss.numel() != 1:
-        return TrainingError(f"the loss has shape {tuple(loss.shape)}, and must be a scalar", remedy="use loss.mean()")
+        return TrainingError(
+            f"the loss has shape {tuple(loss.shape)}, and must be a scalar",
+            remedy="use loss.mean(); of two values that are returned, the first is the loss",
+        )
     if MARK in loss.__dict__:
         return TrainingError(
             "the loss is scaled by scaler.scale(loss)",
@@ -195,18 +185,3 @@ def _is_torchs(loss: Any) -> bool:
     """Return whether `loss` is a loss class, instance or function of torch, which takes outputs and targets."""
     home = loss if inspect.isclass(loss) or inspect.isroutine(loss) else type(loss)
     return str(getattr(home, "__module__", "")).partition(".")[0] == "torch"
-
-
-def hint_of(error: BaseException, model: object, loss: object, batch: object) -> str:
-    """Return how the script's loss is called, if an error takes model and batch for each other; or what arrays need."""
-    said = str(error).replace("'", "") if isinstance(error, TypeError | AttributeError) else ""
-    if "numpy.ndarray" in said:
-        return "; torch takes tensors: torch.from_numpy(array), or a DataLoader, which converts arrays"
-    if isinstance(error, RuntimeError | ValueError) and _OTHER_DTYPE.search(str(error)):
-        dtypes = {each.dtype for each in getattr(model, "parameters", tuple)()}
-        for low in (str(dtype).removeprefix("torch.") for dtype in LOW_PRECISION if dtype in dtypes):
-            return f"; the model is in {low}: cast the batch, or set Policy(model_dtype={low!r}, autocast={low!r})"
-    name, kind = type(model).__name__, type(batch).__name__
-    signs = (f"{name} object", f": {name} and", f" and {name}", f"{kind} object is not callable")
-    is_swapped = any(sign in said for sign in signs) and not isinstance(loss, LossOfModel)
-    return "; loss is called as loss(model, batch), and calls the model" if is_swapped else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +25,6 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
         self._training, self._warned = model.training, False
-        self._trains_in = model.training  # the mode in which the model is to be trained
         self._members = [list(group["params"]) for group in optimizer.param_groups]  # alive, so that ids stay theirs
         self._groups = self._groups_now()
         self._by_name = dict(model.named_parameters())
@@ -66,24 +64,6 @@ class ModelSnapshot:
         # A frozen parameter, too, has to be moved to the device, and to be the same on all ranks.
         if any(name not in self._by_name for name, _ in self._model.named_parameters()):
             raise self._changed()
-
-    def check_trains(self, *, stepped: bool = True) -> None:
-        """Raise TrainingError if the script evaluates where it reads batches to train on.
-
-        If the epoch `stepped`, the mode is no error: the loop may call `model.train()` for each batch.
-        """
-        mode = "model.eval() was called, and no trainer made a step"
-        evaluates = mode if self._trains_in and not self._model.training and not stepped else ""
-        if not torch.is_grad_enabled():
-            evaluates = "gradients are switched off, as by torch.no_grad()"
-        if evaluates:
-            raise TrainingError(
-                f"trainer.batches(loader) is read in evaluation: {evaluates}",
-                why="it gives batches to train on: each loop counts as an epoch, and in a job some rows come twice",
-                remedy="to evaluate, loop over trainer.evaluate(loader); to train, call model.train() after an "
-                "evaluation of your own. If this model is trained in evaluation mode, call model.eval() before "
-                "accel.trainer(...)",
-            )
 
     def check_refreshable(self) -> None:
         """Raise TrainingError for changes that `Trainer.refresh` cannot follow: replaced or unknown parameters."""
@@ -229,15 +209,14 @@ class ScriptCalls:
     def epoch_begins(self) -> None:
         self.began = dict(self._job.steps)
 
-    def epoch_ends(self) -> bool:
-        """Return whether no trainer of the job made a step since the epoch began; log it once."""
-        if self.began is None or self.began != self._job.steps:
-            return False
-        if not self._warned and self._job.rank == 0:
+    def warn_if_idle(self) -> None:
+        """Log once that no trainer of the job made a step since the epoch began."""
+        if self.began is None or self.began != self._job.steps or self._warned:
+            return
+        self._warned = True
+        if self._job.rank == 0:
             logger.warning(
                 "an epoch of trainer.batches(...) has ended without a step of a trainer, and counts as one of "
                 "trainer.epochs(n): to train, call trainer(batch), or trainer.backward(loss) and trainer.update(), "
                 "instead of loss.backward() and optimizer.step(); to evaluate, loop over trainer.evaluate(loader)"
             )
-        self._warned = True
-        return True

@@ -18,7 +18,6 @@ from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
 from accelcore.training.loss import (
     LossOfModel,
-    hint_of,
     no_gradient,
     no_loss,
     no_update,
@@ -106,7 +105,6 @@ class Step:
             weight = None if self._weight is None else self._weight(batch)
             self._add(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
-            self._window.note(error, batch, hint_of(error, self._forward, self._loss, batch))
             self.drop(error)
             raise
         loss = loss.detach().clone() if self._overwrites else loss.detach()
@@ -212,8 +210,7 @@ class Step:
 
         `began`: the number of steps when the epoch began; None if a window was open then.
         """
-        if self.calls.epoch_ends():
-            self._snapshot.check_trains(stepped=False)
+        self.calls.warn_if_idle()
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")
@@ -335,7 +332,6 @@ class Step:
         self.check()
         self._snapshot.check_model()
         if trains:
-            self._snapshot.check_trains()
             self._resumed.check()
 
     def check_refreshable(self) -> None:

@@ -10,13 +10,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, TrainingError, logger
+from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
@@ -35,7 +34,7 @@ from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 _numbers = count()
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
@@ -78,13 +77,6 @@ class Trainer(Checkpoints):
         UnsupportedError: the backend does not declare what is asked for. Model and optimizer are unchanged.
     """
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
-        is_own = cls.__init__ is Trainer.__init__ and (arguments or named)  # a subclass may differ; `copy` gives none
-        if is_own and not isinstance(next(iter(arguments), named.get("backend")), Backend):
-            remedy = "accel = accelcore.select(), and trainer = accel.trainer(model, optimizer, ...)"
-            raise ConfigurationError("accelcore.Trainer(...) needs a backend first", remedy=f"write {remedy}")
-        return super().__new__(cls)
-
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
     ) -> None:
@@ -109,7 +101,6 @@ class Trainer(Checkpoints):
         self.saver = Saver(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
         self._number = next(_numbers)
         self.aux: Any = None
-        self._lacks_autocast = plan.policy.autocast is not None  # until a step of the script's own enters it
         self._prepared()
         self._schedule.begin(given["total_steps"])
         for listener in plan.listeners.begin:
@@ -277,13 +268,10 @@ class Trainer(Checkpoints):
         self._step.check_failure()
         if self._window.micro == 0 or self._window.is_last:
             self._step.check_unchanged()
-        if self._lacks_autocast and torch.is_autocast_enabled(self.backend.device.type):
-            self._lacks_autocast = False
         return self._plan.forward
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for the forward pass and the loss."""
-        self._lacks_autocast = False
         return self._plan.contexts.make_region()
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, retain_graph: bool = False) -> None:
@@ -302,14 +290,6 @@ class Trainer(Checkpoints):
                 with `accumulate` above 1, `update` was not called after the last batch.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
-        if self._lacks_autocast:
-            self._lacks_autocast = False
-            if self.backend.collectives.rank == 0:
-                logger.warning(
-                    "the first step has not entered trainer.autocast(): if it entered no other autocast, its forward "
-                    "pass ran in the dtype of the model. Write: with trainer.autocast(): loss = "
-                    "criterion(trainer.forward(inputs), targets)"
-                )
         self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)
 
     def update(self) -> bool:

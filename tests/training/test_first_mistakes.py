@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import sys
 
 import pytest
 import torch
@@ -227,35 +226,6 @@ def test_a_loader_in_place_of_a_batch_is_refused_and_the_next_step_is_right(acce
     for _ in range(2):
         trainer(torch.ones(2, 4))
     assert trainer.steps == 1
-
-
-@pytest.mark.parametrize(
-    ("loss", "batch", "note"),
-    [
-        (lambda rows, net: net(rows[0]).sum(), [torch.ones(2, 4)], "loss is called as loss(model, batch)"),
-        (lambda rows, net: net(rows).sum(), torch.ones(2, 4), "loss is called as loss(model, batch)"),
-        (lambda output, target: (output - target).sum(), torch.ones(2, 4), "calls the model"),
-        (lambda model, batch: model(batch).sum(), torch.ones(2, 4).numpy(), "torch.from_numpy(array)"),
-    ],
-)
-def test_swapped_arguments_of_a_loss_and_arrays_get_a_note(accel, loss, batch, note):
-    model = net()
-    trainer = accel.trainer(model, sgd(model), loss=loss)
-    with pytest.raises(TypeError) as found:
-        trainer(batch)
-    if sys.version_info >= (3, 11):
-        assert any(note in each for each in found.value.__notes__), found.value.__notes__
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(4, 2), nn.LayerNorm(4)])
-def test_a_batch_of_another_dtype_than_a_bf16_model_gets_a_note_that_works(accel, layer):
-    model = copy.deepcopy(layer)
-    trainer = accel.trainer(model, sgd(model), precision="bf16-true", loss=lambda model, batch: model(batch).sum())
-    with pytest.raises(RuntimeError) as found:
-        trainer(torch.ones(2, 4))
-    trainer(torch.ones(2, 4, dtype=torch.bfloat16))
-    if sys.version_info >= (3, 11):
-        assert any("set Policy(model_dtype='bfloat16'" in each for each in found.value.__notes__)
 
 
 def test_a_loss_that_names_the_model_second_is_refused_when_the_trainer_is_made(accel):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -49,23 +48,6 @@ def test_parameters_of_the_loss_that_the_model_lacks_are_reported(accel, caplog,
         model.register_parameter("temperature", loss.temperature)
     make(accel, model, loss=loss)
     assert ["'temperature'" in line for line in caplog.messages] == [True] * (place == "beside the model")
-
-
-@pytest.mark.parametrize("precision", ["bf16", "O1", "fp32"])
-@pytest.mark.parametrize("way", ["none", "trainer's", "torch's", "whole"])
-def test_a_step_outside_of_autocast_is_reported_once(accel, caplog, precision, way):
-    trainer = make(accel, precision=precision)
-    context = {"trainer's": trainer.autocast, "torch's": lambda: torch.autocast("cpu", torch.bfloat16)}.get(way)
-    for batch in data(3):
-        if way == "whole":
-            trainer(batch)
-            continue
-        with context() if context else nullcontext():
-            loss = loss_of(trainer.forward, batch)
-        trainer.backward(loss)
-        trainer.update()
-    lines = [record.message for record in caplog.records if "with trainer.autocast():" in record.message]
-    assert len(lines) == (way == "none" and precision != "fp32")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -210,22 +192,6 @@ def test_an_evaluation_of_ones_own_that_leaves_the_model_in_evaluation_mode_is_r
         kept.model.train()
         kept(batch)
     assert caplog.text.count(says) == 1
-
-
-def test_an_evaluation_over_the_batches_to_train_on_is_refused_before_it_counts_as_an_epoch(accel):
-    trainer = make(accel, scheduler="linear")
-    frozen = make(accel, net().eval())
-    for epoch in trainer.epochs(1):
-        with torch.no_grad(), pytest.raises(accelcore.TrainingError, match=r"no_grad(.|\n)*trainer\.evaluate"):
-            next(trainer.batches(data(5)))
-        assert trainer.epoch == epoch
-        for batch in trainer.batches(data(3)):
-            trainer(batch)
-    assert trainer.total_steps == trainer.steps == 3
-    assert len(list(frozen.batches(data(3)))) == 3
-    trainer.model.eval()
-    with pytest.raises(accelcore.TrainingError, match=r"eval\(\)(.|\n)*trainer\.evaluate"):
-        list(trainer.batches(data(3)))
 
 
 def test_an_epoch_may_begin_in_evaluation_mode_if_it_trains(accel):
