@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import cast
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import (
@@ -37,6 +36,7 @@ from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.splits import is_idle, is_split, places
 from accelcore_lint.port.syntax import is_import, key_of, loses_comment, reasons_above, text_of
 from accelcore_lint.port.uses import STOPS
+from accelcore_lint.port.walk import find
 
 _FAILS = ("unknown name", "unknown function", "device call", "wait", "load")
 """Rules by which lines are left that raise an error on other devices. These ran without them so far."""
@@ -223,7 +223,7 @@ class Decisions(cst.CSTVisitor):
     def _members_in(self, node: cst.CSTNode) -> set[str]:
         """Return the attributes, as `self.peak`, that the method around a node uses."""
         method = next(each for each in self._facts.parents(node) if isinstance(each, (cst.FunctionDef, cst.ClassDef)))
-        return set(map(text_of, matchers.findall(method, matchers.Attribute())))
+        return set(map(text_of, find(method, cst.Attribute)))
 
     def _scope_of(self, node: cst.CSTNode) -> cst.CSTNode:
         scope = self._facts.function_of(node) or self._facts.module
@@ -251,7 +251,7 @@ class Decisions(cst.CSTVisitor):
         function = self._facts.function_of(node)
         if not name.isidentifier() or function is None:
             return False
-        found = matchers.findall(function, matchers.Name(name))
+        found = [use for use in find(function, cst.Name) if use.value == name]
         uses = [use for use in found if getattr(self._facts.parent(use), "attr", None) is not use]
         asked = sum(any(self._is_test(outer) for outer in (use, *self._facts.parents(use))) for use in uses)
         return 0 < asked == len(uses) - 1
@@ -346,7 +346,7 @@ class Decisions(cst.CSTVisitor):
             self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere
         statement = self._statement(node)
         if isinstance(statement, cst.SimpleStatementLine) and rule.name != "replicas":
-            attributes = set(map(text_of, matchers.findall(statement, matchers.Attribute())))
+            attributes = set(map(text_of, find(statement, cst.Attribute)))
             self._left_lines.append((self._scope_of(node), self._facts.names_in(statement) | attributes))
         comments = self.comments[statement]
         if decision.reason not in comments:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Collection, Iterator
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.uses import STOPS
+from accelcore_lint.port.walk import find
 
 Test = cst.FunctionDef | cst.ClassDef
 """What a decorator such as `pytest.mark.skipif` may skip."""
@@ -65,7 +65,7 @@ def tests_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
 
 def names_in(node: cst.CSTNode) -> set[str]:
     """Return all names in a node."""
-    return {cst.ensure_type(name, cst.Name).value for name in matchers.findall(node, matchers.Name())}
+    return {name.value for name in find(node, cst.Name)}
 
 
 def last_of(guard: Guard | None) -> cst.BaseSmallStatement | None:
@@ -101,8 +101,8 @@ def flag_in(guard: Guard | None) -> str:
 
 
 def _assigned(node: cst.CSTNode) -> set[str]:
-    made = matchers.findall(node, matchers.AssignTarget(matchers.Name() | matchers.Attribute()))
-    return {text_of(cst.ensure_type(target, cst.AssignTarget).target) for target in made}
+    made = (each.target for each in find(node, cst.AssignTarget))
+    return {text_of(target) for target in made if isinstance(target, (cst.Name, cst.Attribute))}
 
 
 def is_foreign(test: cst.BaseExpression, body: cst.CSTNode, extensions: Collection[str]) -> bool:

@@ -14,6 +14,7 @@ from accelcore_lint.port.syntax import dotted, is_guard, is_import, reasons_abov
 from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.uses import STOPS
 from accelcore_lint.port.vendors import DEVICES, MODULES
+from accelcore_lint.port.walk import children
 
 APEX: Mapping[str, frozenset[str]] = {
     "apex.amp": frozenset(
@@ -118,37 +119,20 @@ def _is_vendor(module: str) -> bool:
 
 def names_used(module: cst.Module) -> Counter[str]:
     """Count the names that a module uses, without those in import statements, attributes and keywords."""
-    visitor = _Names()
-    module.visit(visitor)
-    return visitor.found
-
-
-class _Names(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-        self.texts: list[str] = []
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
-
-    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
-        self.found[node.attr.value] -= 1
-
-    def visit_Arg(self, node: cst.Arg) -> None:
-        if node.keyword is not None:
-            self.found[node.keyword.value] -= 1
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.found[node.value] += 1
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        value = node.evaluated_value
-        if isinstance(value, str) and value.isidentifier():
-            self.found[value] += 1  # `__all__`, `getattr`, annotations
+    found, stack = Counter[str](), list[cst.CSTNode]([module])
+    while stack:
+        node = stack.pop()
+        if isinstance(node, cst.Name):
+            found[node.value] += 1
+        elif isinstance(node, cst.Attribute | cst.Arg):
+            stack.append(node.value)
+        elif isinstance(node, cst.SimpleString):
+            value = node.evaluated_value
+            if isinstance(value, str) and value.isidentifier():
+                found[value] += 1  # `__all__`, `getattr`, annotations
+        elif not isinstance(node, (cst.Import, cst.ImportFrom)):
+            stack += children(node)
+    return found
 
 
 class Imports(cst.CSTTransformer):
@@ -188,6 +172,9 @@ class Imports(cst.CSTTransformer):
         self._line = 0
         self._has_torch = False
         self._probes: set[cst.CSTNode] = set()
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return super().on_visit(node) and not isinstance(node, cst.SimpleStatementLine | cst.BaseExpression)
 
     def visit_Module(self, node: cst.Module) -> None:
         self._module = node

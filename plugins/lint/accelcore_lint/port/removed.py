@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from typing import TypeVar, cast
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.walk import find
 
 _MARK = "__accelcore_removed__"
 
@@ -62,7 +62,14 @@ def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]
     return module
 
 
-class _Unused(cst.CSTTransformer):
+class _Blocks(cst.CSTTransformer):
+    """Goes into blocks, and not into lines and conditions."""
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return super().on_visit(node) and not isinstance(node, cst.SimpleStatementLine | cst.BaseExpression)
+
+
+class _Unused(_Blocks):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
@@ -75,7 +82,7 @@ class _Unused(cst.CSTTransformer):
 
     def _used(self, block: Block) -> Block:
         made = [line for line in block.body if self._makes(line)]
-        if not made or len(matchers.findall(block, matchers.Name(self._name))) > len(made):
+        if not made or sum(each.value == self._name for each in find(block, cst.Name)) > len(made):
             return block
         kept = [line for line in block.body if line not in made]
         return block.with_changes(body=kept or [cst.SimpleStatementLine([cst.Pass()])])
@@ -85,7 +92,7 @@ class _Unused(cst.CSTTransformer):
         return isinstance(made, cst.Assign) and [text_of(target.target) for target in made.targets] == [self._name]
 
 
-class _Sweep(cst.CSTTransformer):
+class _Sweep(_Blocks):
     def __init__(self) -> None:
         super().__init__()
         self._elifs: set[cst.CSTNode] = set()

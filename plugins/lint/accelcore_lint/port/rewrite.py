@@ -28,6 +28,7 @@ from accelcore_lint.port.vendors import (
     tool_reason,
     vendor_lines,
 )
+from accelcore_lint.port.walk import walk
 
 _BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
 _UNKNOWN = "a word for one vendor's devices that no rule knows: see what other devices need here"
@@ -118,7 +119,7 @@ def _port(source: str, level: Level, known: Known) -> Outcome:
     wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
     facts = Facts(wrapper, level, known)
     decisions = Decisions(facts)
-    module.visit(decisions)
+    walk(module, decisions)
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=before)
     outcome.splits = decisions.splits
     if engine := facts.engine or engine_in(module.code):
@@ -208,6 +209,11 @@ class _Apply(cst.CSTTransformer):
         anchor = _import_anchor(facts, first)
         self._after: dict[cst.CSTNode, list[str]] = {anchor: imports} if anchor is not None and imports else {}
         self._above: dict[cst.CSTNode, list[str]] = {first: imports} if anchor is None and first is not None else {}
+        changed = (*decisions.rewrites, *decisions.comments, *self._before, *self._after, *self._above)
+        self._around = {outer for node in changed for outer in (node, *facts.parents(node))}
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return node in self._around
 
     def _bare(self, node: cst.CSTNode, made: object) -> object:
         """Return a new expression without parentheses that its place does not need."""
@@ -224,11 +230,11 @@ class _Apply(cst.CSTTransformer):
         rewrite = self._decisions.rewrites.get(original_node)
         if rewrite is not None:
             result = self._bare(original_node, rewrite.build(result))
-        if isinstance(result, cst.FormattedString) and not result.deep_equals(original_node):
+        if isinstance(result, cst.FormattedString) and result is not original_node:
             result = result.visit(_Requote(result.quote))
         if isinstance(original_node, cst.UnaryOperation) and isinstance(result, cst.UnaryOperation):
             result = _affirmed(original_node, result)
-        if isinstance(original_node, cst.If) and isinstance(result, cst.If):
+        if isinstance(original_node, cst.If) and isinstance(result, cst.If) and result is not original_node:
             result = _without_twin(original_node, result)
         comments = self._decisions.comments.get(original_node)
         if comments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 
 import libcst as cst
 from libcst import matchers
@@ -29,6 +30,7 @@ def loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
     return before > sum(after)
 
 
+@lru_cache(maxsize=8192)
 def text_of(node: cst.CSTNode) -> str:
     """Return the source of a node without the parentheses around it; `()` keeps them."""
     is_empty = isinstance(node, cst.Tuple) and not node.elements

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import libcst as cst
-from libcst import matchers, metadata
+from libcst import metadata
 
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.rule import Level
@@ -16,6 +16,7 @@ from accelcore_lint.port.survey import Survey
 from accelcore_lint.port.syntax import argument, dotted, is_guard, returns_name, text_of
 from accelcore_lint.port.uses import FORKS
 from accelcore_lint.port.vendors import STAR_IMPORT
+from accelcore_lint.port.walk import find, walk
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
 _SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
@@ -81,7 +82,7 @@ class Tree(Survey):
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
         self._names: dict[cst.CSTNode, str | None] = {}
         self._has_star = STAR_IMPORT.search(self.code) is not None
-        self.module.visit(self)
+        walk(self.module, self)
         self.indexes = set(self.numbered.values())
         self.imports_torch = self.imports_torch or (
             (self._has_star or known.meets_torch) and not any(_OF_TORCH.match(text_of(node)) for node in self.imports)
@@ -349,8 +350,7 @@ class Tree(Survey):
 
     def names_in(self, node: cst.CSTNode) -> set[str]:
         """Return the variables, functions and classes that a node names."""
-        names = [cst.ensure_type(each, cst.Name) for each in matchers.findall(node, matchers.Name())]
-        return {name.value for name in names if not self._is_member(name)}
+        return {name.value for name in find(node, cst.Name) if not self._is_member(name)}
 
     def _is_member(self, name: cst.Name) -> bool:
         parent = self.parent(name)

@@ -6,7 +6,6 @@ import re
 from typing import cast
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.engines import ENGINES
@@ -20,6 +19,7 @@ from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_that_hide
 from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.walk import find
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
@@ -182,9 +182,8 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(_GIVEN, node.children)
     if whole_test is node and isinstance(assign, cst.Assign) and holder is assign:
         name = text_of(assign.targets[0].target)
-        asked = matchers.findall(facts.module, matchers.IfExp()) if f"if {name} else" in facts.code else ()
-        choices = (cst.ensure_type(each, cst.IfExp) for each in asked)
-        if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in choices):
+        asked = find(facts.module, cst.IfExp) if f"if {name} else" in facts.code else ()
+        if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in asked):
             return Left(_ELSEWHERE, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, _available(facts, node)), some=True)
 

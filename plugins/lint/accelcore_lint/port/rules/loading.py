@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import cast
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.facts import Facts
@@ -15,9 +13,13 @@ from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, kind_source, location_source, whole
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.walk import find
 
 _TABLE = 'map_location of one vendor\'s devices: a device, or "cpu", moves all that is loaded'
 _TO_CPU = re.compile(r"map_location *= *([\"']cpu|torch\.device\([\"']cpu|lambda (\w+), *\w+: *\2(\.cpu\(|\b(?!\.)))")
+_NAMING = (cst.SimpleString, cst.FormattedString, cst.BinaryOperation)
+"""Expressions that may name a device with its index."""
+
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
 
@@ -70,7 +72,7 @@ def _is_state(load: cst.Call, facts: Facts) -> bool:
     name, scope = text_of(holder.targets[0].target), facts.function_of(load) or facts.module
     if len(holder.targets) != 1 or not name.isidentifier():
         return False
-    uses = map(facts.parent, matchers.findall(scope, matchers.Name(name)))
+    uses = (facts.parent(each) for each in find(scope, cst.Name) if each.value == name)
     read = [use for use in uses if not isinstance(use, cst.AssignTarget)]
     return bool(read) and all(isinstance(use, cst.Arg) and _is_restored(use, facts) for use in read)
 
@@ -96,9 +98,8 @@ def _decide_map(node: cst.Lambda | cst.Dict, facts: Facts) -> Rewrite | Left | N
     if not _is_map(node, facts):
         return None
     decision = _decide_table(node, facts) if isinstance(node, cst.Dict) else _decide_function(node, facts)
-    names = matchers.findall(node, matchers.SimpleString() | matchers.FormattedString() | matchers.BinaryOperation())
-    moves = matchers.findall(node, matchers.Attribute(attr=matchers.OneOf(*map(matchers.Name, DEVICES))))
-    if decision is None and (moves or any(index_of(cast("cst.BaseExpression", name))[0] for name in names)):
+    moves = any(each.attr.value in DEVICES for each in find(node, cst.Attribute))
+    if decision is None and (moves or any(index_of(each)[0] for kind in _NAMING for each in find(node, kind))):
         return Left(_TABLE, node.children)
     return decision
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Left, Rule
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.walk import find
 
 _REPLACED = "a test of the project replaces this function by its name: change both"
 
@@ -24,7 +24,7 @@ def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) 
         called = only.value if len(node.body) == 1 and isinstance(only, cst.Expr) else node
         if called is node:
             return None
-    calls = matchers.findall(called, matchers.Call()) if isinstance(node, cst.IfExp) else [called]
+    calls = find(called, cst.Call) if isinstance(node, cst.IfExp) else [called]
     names = {facts.name(call.func) for call in calls if isinstance(call, cst.Call)} & replaced
     return Left(_REPLACED, node.children) if names and not _is_in_test_without(names, node, facts) else None
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import libcst as cst
-from libcst import matchers
 
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.walk import find
 
 DTYPES = {
     "FloatTensor": "float32", "DoubleTensor": "float64", "HalfTensor": "float16", "BFloat16Tensor": "bfloat16",
@@ -140,7 +140,7 @@ def _default_of(name: cst.BaseExpression, facts: Facts) -> cst.Name | None:
         return None
     found = [param for param in function.params.params if param.name.value == text_of(name)]
     default = found[0].default if found and (function.name.value, text_of(name)) in facts.known.typed else None
-    uses = matchers.findall(function.body, matchers.Name(text_of(name)))
+    uses = [each for each in find(function.body, cst.Name) if each.value == text_of(name)]
     return default if isinstance(default, cst.Name) and len(uses) == 1 else None
 
 
