@@ -7,7 +7,7 @@ is an adapter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -200,6 +200,32 @@ def made_by(factory: Factory) -> Any:
     while isinstance(made, partial):
         made = made.func
     return made
+
+
+def check_members(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[int, str] | None = None, cause: Exception | None = None
+) -> None:
+    """Raise ConfigurationError if the groups of an optimizer have a parameter twice. `names`: by the parameters' ids.
+
+    Groups hold parameters, or pairs of a name and a parameter.
+    """
+    found: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        own = group.get("param_names") or [""] * len(group["params"])
+        for each, known in zip(group["params"], own, strict=True):
+            name, member = each if isinstance(each, tuple) else (known or (names or {}).get(id(each)), each)
+            before = found.get(id(member))
+            found[id(member)] = number
+            if before is None or not isinstance(member, Tensor):
+                continue
+            what = f"the parameter {name!r}" if name else f"a parameter of shape {tuple(member.shape)}"
+            where = f"twice in group {number}" if before == number else f"in the groups {before} and {number}"
+            raise ConfigurationError(
+                f"{what} is {where} of the optimizer",
+                why="each step would update it twice; modules that share a weight have one parameter",
+                remedy="give each parameter to one group, once"
+                + ("" if name else ". To see its name, give pairs, as from model.named_parameters()"),
+            ) from cause
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

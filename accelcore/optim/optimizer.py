@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.optim.binding import SWITCHES, Entry, GroupBinding, RunBinding, read_state
-from accelcore.optim.engine import Request, Route, as_engine, loss_by, needs_closure
+from accelcore.optim.engine import Request, Route, as_engine, check_members, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
 from accelcore.torch_internals import expect_no_step, has_step_hooks
@@ -170,7 +170,11 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in torch. With a trainer, call `trainer.refresh()` after it."""
-        super().add_param_group(param_group)
+        try:
+            super().add_param_group(param_group)
+        except ValueError as error:
+            check_members([*self.param_groups, param_group], cause=error)
+            raise
         if hasattr(self, "binding") and self.bound is None:
             self._choose_again(dict(self.state))
 

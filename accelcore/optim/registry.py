@@ -14,7 +14,7 @@ import torch
 from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.known_faults import KnownFault
 from accelcore.optim.binding import SWITCHES
-from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, made_by, name_of
+from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, check_members, made_by, name_of
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -168,7 +168,7 @@ class Optimizers:
 
         Raises:
             UnsupportedError: the optimizer is unknown, or no route supports the request; the message gives each reason.
-            ConfigurationError: a hyperparameter is unknown or out of range.
+            ConfigurationError: a hyperparameter is unknown or out of range, or a parameter is given twice.
         """
         name = self._known(name)
         try:
@@ -195,6 +195,7 @@ class Optimizers:
                 raise ConfigurationError(
                     f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
                 )
+        check_members(groups)
         empty = [str(number) for number, group in enumerate(groups) if not group["params"]]
         if empty:
             logger.warning("parameter group %s is empty: check how its parameters are chosen", " and ".join(empty))

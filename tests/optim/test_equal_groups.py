@@ -148,5 +148,35 @@ def test_a_class_of_one_group_refuses_more_and_duplicates_are_refused():
     named = [{"params": [(str(n), nn.Parameter(torch.ones(2)))], "lr": n + 1.0} for n in range(100)]
     with pytest.raises(accelcore.ConfigurationError, match="with/without names"):
         optimizers.create("adamw", [*named, {"params": parameters}])
-    with pytest.raises(accelcore.ConfigurationError, match="more than one parameter group"):
+    with pytest.raises(accelcore.ConfigurationError, match=r"shape \(2,\) is in the groups 2 and 4"):
         optimizers.create("adamw", [{"params": [parameter]} for parameter in [*parameters, parameters[2]]])
+
+
+def test_a_parameter_that_is_given_twice_is_named():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizers, named = accelcore.select("cpu").optimizers, list(model.named_parameters())
+    body, head = [{"params": named[:2]}, {"params": named[2:]}]
+    for groups, says in (
+        ([body, head, {"params": named[1:2]}], r"'0\.bias' is in the groups 0 and 2"),
+        ([*named, named[3]], r"'1\.bias' is twice in group 0"),
+        (list(model.parameters()) * 2, r"a parameter of shape \(3, 2\) is twice in group 0(.|\n)*named_parameters"),
+    ):
+        with pytest.raises(accelcore.ConfigurationError, match=says):
+            optimizers.create("adamw", groups)
+    optimizer = optimizers.create("adamw", [body])
+    with pytest.raises(accelcore.ConfigurationError, match=r"'0\.weight' is in the groups 0 and 1") as raised:
+        optimizer.add_param_group({"params": iter(named)})
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match="non-leaf"):
+        optimizer.add_param_group({"params": [("new", model[1].weight * 2)]})
+    optimizer.add_param_group(head)
+    assert len(optimizer.param_groups) == 2
+
+
+def test_a_trainer_refuses_an_optimizer_that_has_a_parameter_twice(accel):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model[1].bias]})
+    with pytest.raises(accelcore.ConfigurationError, match=r"'1\.bias' is in the groups 0 and 1"):
+        accel.trainer(model, optimizer)

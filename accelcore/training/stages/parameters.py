@@ -16,7 +16,7 @@ from torch.__future__ import set_swap_module_params_on_conversion as swap_parame
 
 from accelcore.errors import ConfigurationError, UnsupportedError, logger
 from accelcore.optim.binding import joint_groups
-from accelcore.optim.engine import needs_closure
+from accelcore.optim.engine import check_members, needs_closure
 from accelcore.optim.flat.memory import Run, Slot, unfit
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import divided_as
@@ -48,7 +48,8 @@ class Place(Stage):
                 why="they have no values",
                 remedy="make the model without torch.device('meta'), or load weights with assign=True first",
             )
-        names = {id(parameter) for parameter in plan.model.parameters()}
+        names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
+        check_members([{"params": members} for members in plan.groups()], names)
         strangers = sum(id(parameter) not in names for members in plan.groups() for parameter in members)
         if strangers:
             raise ConfigurationError(
