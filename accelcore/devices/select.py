@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from accelcore.devices import plugins
 from accelcore.devices.create import Found, create_backend
-from accelcore.devices.misfits import misfits_of
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
 from accelcore.devices.probe import Probe
-from accelcore.devices.request import Choice, parse, requested_device, unread, unread_variables
+from accelcore.devices.request import Choice, parse, requested_device
 from accelcore.errors import (
     AccelError,
     BackendUnavailableError,
@@ -98,10 +97,8 @@ def select(device: str | torch.device | None = None, *, local_rank: int | None =
     if text is None or text == "":
         source, text = "ACCEL_DEVICE", requested_device() or "auto"
 
-    (backend, candidate), passed_over = decide(
-        text, source, lambda found: (create_backend(found), found.candidate), local_rank=local_rank
-    )
-    _say_once(text, source, backend, candidate, passed_over)
+    backend, passed_over = decide(text, source, create_backend, local_rank=local_rank)
+    _say_once(text, source, backend, passed_over)
     return dataclasses.replace(backend, passed_over=passed_over)
 
 
@@ -287,7 +284,7 @@ def _how_to_have(name: str) -> str:
     return f"did you mean {near!r}?{needs} Else {advice}"
 
 
-def _say_once(text: str, source: str, backend: Backend, candidate: Candidate, passed_over: tuple[Probe, ...]) -> None:
+def _say_once(text: str, source: str, backend: Backend, passed_over: tuple[Probe, ...]) -> None:
     launch = read_launch()
     if launch is not None and launch.rank != 0:
         return
@@ -303,33 +300,12 @@ def _say_once(text: str, source: str, backend: Backend, candidate: Candidate, pa
             reasons = "; ".join(f"{probe.name} does not work: {probe.reason}" for probe in probes)
             silence = f"; ACCEL_DEVICE={backend.name} chooses it without this message" if is_auto else ""
             _log_once(level, f"{request} chose {backend.name}:{backend.index}; {reasons}{silence}")
-    extensions = (entry.distribution for entry in declared(plugins.EXTENSIONS))
-    _warn_of_misfits(("accelcore", *candidate.distributions, *extensions))
     for sentence in imitations():
         _log_once(logging.WARNING, sentence)
-    if is_auto and source == "ACCEL_DEVICE":
-        for sentence in _mistyped():
-            _log_once(logging.WARNING, sentence)
     unserved = unserved_device() if is_auto else None
     if unserved not in (None, backend.device.type):
         advice = f"`accelcore new-backend {unserved}` writes one"
         _log_once(logging.WARNING, f"torch has the device {unserved}, and no installed backend serves it: {advice}")
-
-
-def _mistyped() -> Iterator[str]:
-    """Yield a sentence for each variable that may be a mistyped ACCEL_DEVICE."""
-    if "ACCEL_DEVICE" in unread_variables(()).values():  # or a plugin's own, whose names take a probe
-        names = [name for candidate in plugins.probe_all().values() for name in candidate.probe.environment]
-        for name, near in unread_variables(names).items():
-            if near == "ACCEL_DEVICE":
-                yield unread(name, near)
-
-
-@cache
-def _warn_of_misfits(names: tuple[str, ...]) -> None:
-    """Warn if requirements of these distributions are not met, as doctor reports; once, because it takes 50 ms."""
-    if misfits := misfits_of(names):
-        logger.warning("%s: %s", "; ".join(misfits), plugins.how_to_fit())
 
 
 @cache

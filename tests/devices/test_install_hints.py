@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from pathlib import Path
@@ -66,25 +65,6 @@ def test_an_emulation_is_offered_for_a_device_that_the_machine_lacks(fakes, abse
 def require(fakes, module, requirement):
     (metadata,) = Path(fakes.modules[module]).glob("*.dist-info/METADATA")
     metadata.write_text(f"{metadata.read_text()}Requires-Dist: {requirement}\n")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_plugin_that_does_not_fit_this_accelcore_is_warned_of_once_in_a_job(fakes, caplog, monkeypatch, rank):
-    require(fakes, fakes.backend("dated", exclusive=False), "accelcore>=9")
-    job = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    for name, value in job.items():
-        monkeypatch.setenv(name, str(value))
-    for _ in range(2):
-        accelcore.select("dated")
-    found = [record for record in caplog.records if "requires accelcore>=9" in record.getMessage()]
-    assert len(found) == (rank == 0)
-    assert all(it.levelno == logging.WARNING and "pip install . ./plugins/cpu" in it.getMessage() for it in found)
-
-
-def test_plugins_that_fit_are_not_warned_of(fakes, caplog):
-    require(fakes, fakes.backend("fitting"), "accelcore>=0.0.1")
-    accelcore.select("fitting")
-    assert "install versions" not in caplog.text
 
 
 @pytest.mark.parametrize("fails", ["to load", "to create"])

@@ -211,19 +211,6 @@ def test_auto_does_not_warn_of_an_absent_device_whose_emulator_is_installed(
     assert bool(caplog.messages) == (not (absent and emulated) or wanted is not None)
 
 
-@pytest.mark.usefixtures("nothing_installed")
-def test_auto_names_a_variable_that_may_be_a_mistyped_accel_device(monkeypatch, fakes, caplog):
-    monkeypatch.delenv("ACCEL_DEVICE", raising=False)
-    fakes.backend("host", environment=("ACCEL_HOST_DEVICE",))
-    for name in ("ACCEL_DEVCIE", "ACCEL_HOST_DEVICE", "ACCEL_XYZ"):
-        monkeypatch.setenv(name, "cuda")
-    accelcore.select("host")
-    assert caplog.messages == []
-    for _ in range(2):
-        accelcore.select()
-    assert caplog.messages == ["ACCEL_DEVCIE is set, and nothing installed reads it: did you mean ACCEL_DEVICE?"]
-
-
 def test_a_first_choice_that_works_logs_nothing(fakes, caplog):
     fakes.backend("absent", **UNAVAILABLE)
     caplog.set_level(logging.DEBUG, logger="accelcore")
