@@ -124,41 +124,21 @@ def no_loss(loss: object) -> TrainingError:
             why="the trainer scales the loss and unscales the gradients itself, and would not unscale these",
             remedy='give it the loss without scaler.scale(); precision="fp16" or loss_scale= sets a loss scale',
         )
-    if not torch.is_grad_enabled():
-        return TrainingError(
-            "the loss has no graph, because gradients are off where the trainer is called",
-            remedy="call it outside of torch.no_grad(), and outside of a loop over trainer.evaluate(loader). An "
-            "evaluation that is left by break, and kept in a variable, leaves gradients off: delete it",
-        )
+    off = "" if torch.is_grad_enabled() else ", because gradients are off where the trainer is called"
     return TrainingError(
-        "the loss depends on no trained parameter",
-        remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss",
+        f"the loss depends on no trained parameter{off}",
+        remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss; and for a "
+        "loop over trainer.evaluate(loader) that was left by break and kept in a variable",
     )
 
 
-def second_backward(step: int) -> TrainingError:
-    """Return the error for a backward pass through a graph that an earlier one has freed."""
-    return TrainingError(
-        f"in step {step}, trainer.backward(loss) was called a second time for one forward pass",
-        why="the first call frees what backward needs",
-        remedy="add the losses of a forward pass up, and call trainer.backward(sum) once. Call detach() on what is kept"
-        " from an earlier batch",
-    )
-
-
-def wrong_update(*, after_batch: bool) -> TrainingError:
-    """Return the error for `trainer.update()` after `trainer(batch)`, or else without `trainer.backward(loss)`."""
-    if after_batch:
-        return TrainingError(
-            "trainer.update() was called after trainer(batch)",
-            why="trainer(batch) updates the parameters by itself, at the end of each window",
-            remedy="remove the call of trainer.update()",
-        )
+def wrong_update() -> TrainingError:
+    """Return the error for `trainer.update()` without `trainer.backward(loss)` before it."""
     return TrainingError(
         "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
         why=UNTREATED,
-        remedy="call trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it; to skip a "
-        "batch, call neither",
+        remedy="remove it after trainer(batch), which updates the parameters by itself. Otherwise call "
+        "trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it",
     )
 
 

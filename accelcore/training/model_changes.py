@@ -154,7 +154,6 @@ class ScriptCalls:
     It also sets whether an optimizer by name accepts a call of `step`, which is right only while the trainer updates.
 
     Attributes:
-        last: "trainer(batch)" or "trainer.update()" if that was the trainer's last call, else "".
         added: whether a backward pass was added that no micro-batch has counted.
         began: the steps of all trainers of the job when the epoch began; None after an update, and outside of an epoch.
     """
@@ -162,7 +161,7 @@ class ScriptCalls:
     def __init__(self, optimizer: Optimizer, job: Collectives, accumulate: int) -> None:
         self._optimizer, self._job, self._accumulate = optimizer, job, accumulate
         self._binding = getattr(optimizer, "binding", None)
-        self.last, self._warned = "", False
+        self._warned = False
         self.begin(opened=False)
         self.expect_step(False)
 
@@ -186,7 +185,7 @@ class ScriptCalls:
 
     def note(self, call: str) -> None:
         """Note the call that counts a micro-batch, or "" for a backward pass."""
-        self.last, self.added = call, not call
+        self.added = not call
         if self._binding is not None:
             self._binding.updated_by = call
 

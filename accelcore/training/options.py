@@ -168,6 +168,7 @@ _DEFAULTS = {
 
 _WORDS = {
     "mixed_precision": "precision", "autocast": "precision", "dtype": "precision", "use_amp": "precision",
+    "amp": "precision", "fp16": "precision", "bf16": "precision",
     "accumulate_grad_batches": "accumulate", "gradient_accumulation_steps": "accumulate", "grad_clip": "clip_norm",
     "gradient_clip_val": "clip_norm", "max_grad_norm": "clip_norm", "strategy": "parallel", "lr_scheduler": "scheduler",
     "criterion": "loss", "loss_fn": "loss", "callbacks": "observers", "gradient_checkpointing": "checkpoint",
@@ -177,24 +178,6 @@ _WORDS = {
     "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
 }  # fmt: skip
 """Other libraries' words for options of a trainer, and for values of `parallel`."""
-_ELSEWHERE = {
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "for epoch in trainer.epochs(10): ..."),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "accel.optimizers.create(name, parameters, lr=...)"),
-    **dict.fromkeys(("dataloader", "loader", "train_dataloader"), "for batch in trainer.batches(loader): ..."),
-    **dict.fromkeys(("device", "accelerator", "devices"), "accelcore.select(device)"),
-    **dict.fromkeys(("output_dir", "save_dir", "default_root_dir", "save_every"), "trainer.save(folder)"),
-    **dict.fromkeys(("resume", "resume_from_checkpoint"), "trainer.resume(folder)"),
-    **dict.fromkeys(("eval_loader", "val_dataloader", "eval_dataset"), "trainer.evaluate(loader)"),
-    **dict.fromkeys(("logger", "log_every", "logging_dir"), "observers=[accelcore.Log(folder)]"),
-    **dict.fromkeys(("ranks", "num_processes", "world_size"), "accelcore run --nproc 2 train.py in a shell"),
-    "amp": 'precision="bf16", or another one',
-    "fp16": 'precision="fp16"',
-    "bf16": 'precision="bf16"',
-    **dict.fromkeys(("ddp", "fsdp", "zero", "deepspeed"), 'parallel="ddp", or another strategy'),
-    "batch_size": "torch.utils.data.DataLoader(dataset, batch_size)",
-    "seed": "accel.runtime.seed(n)",
-}
-"""Other libraries' options of a trainer, and where accelcore takes them."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
@@ -205,9 +188,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(known),
-                remedy=f"write {_ELSEWHERE[name]}"
-                if name in _ELSEWHERE
-                else did_you_mean(_WORDS.get(name, name), known),
+                remedy=did_you_mean(_WORDS.get(name, name), known),
             )
         word = value.__name__ if isinstance(value, type) else value
         if name == "parallel" and isinstance(word, str) and word in _WORDS:

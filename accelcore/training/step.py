@@ -21,7 +21,6 @@ from accelcore.training.loss import (
     no_gradient,
     no_loss,
     no_update,
-    second_backward,
     split_loss,
     wrong_update,
 )
@@ -133,8 +132,6 @@ class Step:
             self._add(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
             self.drop(error)
-            if "backward through the graph a second time" in str(error):
-                raise second_backward(self._window.steps + 1) from error
             raise
         loss = loss.detach()
         self.finite.losses.append((self._window.steps + 1, loss))
@@ -228,10 +225,8 @@ class Step:
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
-        if self.calls.last == "trainer(batch)":
-            raise wrong_update(after_batch=True)
         if not self.calls.added:
-            error = wrong_update(after_batch=False)
+            error = wrong_update()
             self.drop(error)
             raise error
 

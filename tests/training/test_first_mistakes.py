@@ -141,9 +141,8 @@ def test_a_backend_lives_in_a_config(accel):
         ({"max_grad_norm": 1.0}, "did you mean 'clip_norm'"),
         ({"recompute": nn.Linear}, "did you mean 'checkpoint'"),
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
-        ({"max_epochs": 3}, r"trainer\.epochs\("),
-        ({"lr": 1e-3}, r"optimizers\.create\("),
-        ({"fp16": True}, 'precision="fp16"'),
+        ({"lr": 1e-3}, "no option 'lr'(.|\n)*available"),
+        ({"fp16": True}, "did you mean 'precision'"),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
         ({"parallel": accelcore.FSDP}, r"make it: parallel=FSDP\(\)"),
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
@@ -202,9 +201,7 @@ def test_what_updates_by_itself_needs_no_update_and_no_step(accel, accumulate):
     optimizer = accel.optimizers.create("adamw", model.parameters(), lr=0.1)
     trainer = accel.trainer(model, optimizer, loss=lambda model, batch: model(batch).sum(), accumulate=accumulate)
     trainer(torch.ones(2, 4))
-    with pytest.raises(
-        accelcore.TrainingError, match=r"after trainer\(batch\)(.|\n)*remove the call of trainer\.update"
-    ):
+    with pytest.raises(accelcore.TrainingError, match=r"trainer\.update\(\) was called(.|\n)*after trainer\(batch\)"):
         trainer.update()
     trainer.flush()
     with pytest.raises(accelcore.TrainingError, match=r"remove the call of optimizer\.step\(\): trainer\(batch\)"):
@@ -237,17 +234,6 @@ def test_a_loss_that_names_the_model_second_is_refused_when_the_trainer_is_made(
 def test_an_offload_of_a_model_without_parts_says_what_to_do(accel):
     with pytest.raises(ConfigurationError, match=r"chooses no part(.|\n)*remove offload="):
         accel.trainer(model := net(), sgd(model), offload=nn.Linear)
-
-
-def test_a_second_backward_of_one_forward_pass_is_named_and_a_kept_graph_allows_it(accel):
-    model = net()
-    trainer = accel.trainer(model, sgd(model))
-    loss = trainer.forward(torch.ones(1, 4)).sum()
-    trainer.backward(loss, retain_graph=True)
-    trainer.backward(loss)
-    with pytest.raises(accelcore.TrainingError, match=r"in step 1(.|\n)*second time(.|\n)*add the losses") as caught:
-        trainer.backward(loss)
-    assert type(caught.value.__cause__) is RuntimeError
 
 
 def test_a_model_whose_layers_were_all_replaced_is_named(accel):

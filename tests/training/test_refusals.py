@@ -67,7 +67,7 @@ def test_a_micro_batch_without_a_gradient_is_refused_and_the_next_window_is_righ
     first, second, third = data(3)
     odd.backward(loss_of(odd.forward, first))
     odd.update()
-    with pytest.raises(accelcore.TrainingError, match=r"since the last update(.|\n)*skip a batch"):
+    with pytest.raises(accelcore.TrainingError, match="since the last update"):
         odd.update()
     for trainer in (odd, even):
         for batch in (second, third):

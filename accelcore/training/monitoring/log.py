@@ -21,7 +21,7 @@ from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, draw, line_of, read_records
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import item
-from accelcore.util.text import is_number, is_whole, kind_of, replace_file
+from accelcore.util.text import is_number, is_whole, replace_file
 
 _OLD = "log-before.jsonl"
 _OWN = ("step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "memory_peak", "seconds")
@@ -120,22 +120,16 @@ class Log(Meter):
             self._report()
             self._flush()
 
-    def write(self, *unnamed: object, **values: float | Tensor) -> None:
+    def write(self, **values: float | Tensor) -> None:
         """Write a line of figures of your own, such as `accuracy=0.9`, at the present step. Any rank may call it.
 
         Args:
-            unnamed: nothing; a figure needs a name.
             values: numbers, or tensors of one element.
 
         Raises:
-            ConfigurationError: a value has no name, or a name of the log's own figures, or is not a number; or the log
-                was given to no trainer.
+            ConfigurationError: a value has a name of the log's own figures, or is not a number; or the log was given to
+                no trainer.
         """
-        if unnamed:
-            raise ConfigurationError(
-                f"log.write got {kind_of(unnamed[0])} without a name",
-                remedy="name each figure: log.write(accuracy=0.9), or log.write(**figures) for a dict",
-            )
         found = {name: item(value) for name, value in values.items()}
         for name, value in found.items():
             if name in _OWN:
