@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from accelcore_lint.port.hiding import Hiding, first_of, scope_of
 from accelcore_lint.port.imports import imports_torch, may_lack_torch
 from accelcore_lint.port.rule import Level
-from accelcore_lint.port.syntax import common_guard, is_guard, run_on_import, text_of
+from accelcore_lint.port.syntax import common_guard, is_guard, text_of
 from accelcore_lint.port.tree import Tree
 
 _NAMES = {
@@ -74,9 +75,10 @@ class Place:
         candidates = _NAMES[Level.TORCH if self._torch_level else Level.ROLES]
         device = made.get(self._value)
         chosen = [device] if device else [] if self._torch_level else list(tree.backends)
-        self._existing = {self._scope(name): name for name in chosen}
+        self._existing = {scope_of(self._tree, name): name for name in chosen}
         free = (name for name in (*candidates, *(f"{candidates[-1]}_{n}" for n in range(2, 99))) if name not in taken)
         self.name = chosen[0].value if chosen else next(free)
+        self._hiding = Hiding(tree, at_torch_level=self._torch_level)
         self._sites: list[cst.CSTNode] = []
         self._local: dict[tuple[cst.FunctionDef, str], list[cst.CSTNode]] = defaultdict(list)
         current = made.get(self._current_value)
@@ -109,14 +111,14 @@ class Place:
             self._asking.append(site)
             # Without a check: that would fix which devices are visible, and an import of the original does not.
             return f"({self._current_value})" if self._in_lambda(site) and self._asks(site) else self._unchecked
-        function, hidden = self._scope(site), self._hides(site)
+        function, hidden = scope_of(self._tree, site), self._hiding.hides(site)
         forks = (call for call in self._tree.forking if self._tree.line(call) > self._tree.line(site))
-        below = function in (self._scope(call) for call in forks) and not self._asks(site)
+        below = function in (scope_of(self._tree, call) for call in forks) and not self._asks(site)
         if below or self._tree.names_before_fork([site, *self._tree.parents(site)], function):
             self._asking.append(site)  # A process that is forked below cannot use CUDA if its parent asked for it.
             return self._unchecked
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
-        if not self._torch_level and takes_current and self._is_placed(site):
+        if not self._torch_level and takes_current and self._hiding.is_placed(site):
             if hidden and function is not None and not isinstance(function.body, cst.IndentedBlock):
                 raise UnplacedError("the function is one line: give it a line that chooses the device")
             if self._tree.forks and function is None:
@@ -136,7 +138,7 @@ class Place:
     def _is_new_question(self, site: cst.CSTNode) -> bool:
         """Return whether a site is evaluated on import, by a line that asks no device in the original."""
         around = [site, *self._tree.parents(site)]
-        if self._scope(site) is not None or any(map(is_guard, around)):
+        if scope_of(self._tree, site) is not None or any(map(is_guard, around)):
             return False
         return self._in_lambda(site) or not self._asks(site)
 
@@ -165,8 +167,10 @@ class Place:
 
     def check_question(self, site: cst.CSTNode) -> None:
         """Raise an error if a line that asks for no device in the original must not ask: some are hidden below it."""
-        scope, tree = self._scope(site), self._tree
-        late = any(tree.line(site) < tree.line(each) and scope in (self._scope(each), None) for each in tree.hidden_by)
+        scope, tree = scope_of(self._tree, site), self._tree
+        late = any(
+            tree.line(site) < tree.line(each) and scope in (scope_of(self._tree, each), None) for each in tree.hidden_by
+        )
         if self._torch_level and late and not self._asks(site, _FIXES):
             raise UnplacedError(self._obstacle(site))
 
@@ -182,12 +186,12 @@ class Place:
 
     def _chosen_for(self, site: cst.CSTNode) -> cst.Name | None:
         """Return the name of a device that the script already chooses, in the function around a site or before."""
-        return self._existing.get(self._scope(site)) or self._existing.get(None)
+        return self._existing.get(scope_of(self._tree, site)) or self._existing.get(None)
 
     def _use(self, site: cst.CSTNode) -> None:
-        function = self._scope(site)
+        function = scope_of(self._tree, site)
         tree = self._tree
-        late = self._hides(site) and not tree.spawns
+        late = self._hiding.hides(site) and not tree.spawns
         if self._torch_level:
             late = late or tree.is_library or tree.forks or tree.known.forks
         if function is not None and late and isinstance(function.body, cst.IndentedBlock):
@@ -195,32 +199,14 @@ class Place:
         else:
             self._sites.append(site)
 
-    def _is_placed(self, site: cst.CSTNode) -> bool:
-        """Return whether the device can be chosen after all statements that hide devices."""
-        function = self._scope(site)
-        return not self._hides(site) or all(
-            self._runs_after(function, each)
-            or (function is self._scope(each) and self._is_below(site, each))
-            or self._is_set_first(each, site)
-            for each in self._tree.hidden_by
-        )
-
-    def _is_set_first(self, target: cst.CSTNode, site: cst.CSTNode) -> bool:
-        """Return whether the guard hides devices before the function around a site can run: nothing above names it."""
-        tree, guard = self._tree, common_guard([target], self._tree.parents)
-        if guard is None or self._scope(site) is None:
-            return False
-        lines = [each for each in (*tree.module.body, *guard.body.body) if tree.line(each) < tree.line(target)]
-        words = re.findall(r"\w+", "\n".join(run_on_import(line) for line in lines if line is not guard))
-        (top,) = (each for each in tree.parents(site) if tree.parent(each) is tree.module)
-        return isinstance(top, (cst.FunctionDef, cst.ClassDef)) and top.name.value not in tree.reached(words)[0]
-
     def _obstacle(self, site: cst.CSTNode) -> str:
         if self._may_lack_torch:
             return _OPTIONAL
-        function = self._scope(site)
+        function = scope_of(self._tree, site)
         is_apart = not self._torch_level and self.is_apart(site)
-        if not self._is_placed(site) or (not is_apart and self._is_repeated(function) and self._hides(site)):
+        if not self._hiding.is_placed(site) or (
+            not is_apart and self._is_repeated(function) and self._hiding.hides(site)
+        ):
             remedy = "set it where the script is started" if self._torch_level else "choose the device by ACCEL_DEVICE"
             return f"an environment variable may hide devices below this line: {remedy} instead"
         if is_apart:
@@ -229,7 +215,7 @@ class Place:
             chosen = self._chosen_for(site)
             if chosen is None:
                 return "the backend is chosen in another function: pass it to this one"
-            early = function is self._scope(chosen) and self._tree.line(site) < self._tree.line(chosen)
+            early = function is scope_of(self._tree, chosen) and self._tree.line(site) < self._tree.line(chosen)
             return "the device is chosen below this line" if early else ""
         return ""
 
@@ -247,57 +233,21 @@ class Place:
 
         It is apart if the script starts the process, but not in the function around the site, or chooses by hand.
         """
-        function = self._scope(site)
+        function = scope_of(self._tree, site)
         if self._tree.has_guard and self._tree.in_default(site):
             return True  # it is set when another file imports this one
         return self.by_hand or (
             self._tree.spawns and (function is None or function.name.value not in self._tree.spawned)
         )
 
-    def _hides(self, site: cst.CSTNode) -> bool:
-        """Return whether devices are hidden after a device would be chosen for a site."""
-        tree, function = self._tree, self._scope(site)
-        for target in tree.hidden_by:
-            setter = self._scope(target)
-            if setter is not None and (setter is not function or not tree.is_called_once(setter)):
-                return True
-            if not self._is_below(site, target):
-                return True
-        return False
-
-    def _is_below(self, site: cst.CSTNode, target: cst.CSTNode) -> bool:
-        """Return whether a site is in a statement below one that hides devices, in the same block."""
-        holder = self._scope(target) or common_guard([site, target], self._tree.parents)
-        first = self._first(holder.body if holder is not None else self._tree.module, [site])
-        return self._tree.line(first) >= self._tree.line(target)
-
-    def _runs_after(
-        self, function: cst.FunctionDef | None, target: cst.CSTNode, callees: tuple[cst.FunctionDef, ...] = ()
-    ) -> bool:
-        """Return whether a function only runs after a statement that hides devices."""
-        tree, setter = self._tree, self._scope(target)
-        if function is None or function is setter or function in callees or self._torch_level:
-            return False
-        name = function.name.value
-        calls = [call for call in tree.calls if text_of(call.func) == name]
-        if any(tree.line(call) < tree.line(target) and self._scope(call) is setter for call in calls):
-            return False
-        if tree.spawns:
-            return True  # A process that is started has the variables of its parent.
-        known = bool(calls) and tree.functions.get(name) is function and tree.uses[name] == len(calls)
-        seen = (*callees, function)
-        return known and all(
-            scope is setter or self._runs_after(scope, target, seen) for scope in map(self._scope, calls)
-        )
-
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
         tree = self._tree
-        found = [(self._first(function.body, sites), line) for (function, line), sites in self._local.items()]
+        found = [(first_of(self._tree, function.body, sites), line) for (function, line), sites in self._local.items()]
         if self._current_sites and not self._has_current:
             guard = common_guard(self._current_sites, self._tree.parents)
             block = guard.body if guard is not None else tree.module
-            found.append((self._first(block, self._current_sites), f"{self.current} = {self._current_value}"))
+            found.append((first_of(self._tree, block, self._current_sites), f"{self.current} = {self._current_value}"))
         if not self._existing and self._sites:
             found += self._backend_lines().items()
         added: dict[cst.CSTNode, str] = {}
@@ -307,10 +257,12 @@ class Place:
 
     def _backend_lines(self) -> dict[cst.CSTNode, str]:
         tree = self._tree
-        scopes = {self._scope(site) for site in self._sites}
+        scopes = {scope_of(self._tree, site) for site in self._sites}
         if not self._torch_level and tree.spawns:
             return {
-                self._first(scope.body, self._sites): f"{self.name} = accelcore.select(local_rank={self._rank(scope)})"
+                first_of(
+                    self._tree, scope.body, self._sites
+                ): f"{self.name} = accelcore.select(local_rank={self._rank(scope)})"
                 for scope in scopes
                 if scope is not None
             }
@@ -321,12 +273,12 @@ class Place:
             and not others
             and (self._tree.is_called_once(scope) or scope is tree.functions.get("main"))
         ):
-            return {self._first(scope.body, self._sites): line}
+            return {first_of(self._tree, scope.body, self._sites): line}
         if scopes == {None} and (guard := common_guard(self._sites, self._tree.parents)) is not None:
-            return {self._first(guard.body, self._sites): line}
+            return {first_of(self._tree, guard.body, self._sites): line}
         if not self._torch_level and self._is_for_functions():
             line = f'if __name__ != "__mp_main__":\n    {line}'
-        return {self._first(tree.module, self._sites): line}
+        return {first_of(self._tree, tree.module, self._sites): line}
 
     def _is_for_functions(self) -> bool:
         """Return whether a module with a guard needs the backend in functions only, and not to import the module.
@@ -335,7 +287,7 @@ class Place:
         runs a function that needs the backend, it selects for itself.
         """
         guards = [each for each in self._tree.module.body if is_guard(each)]
-        around = [list(self._tree.parents(site)) for site in self._sites if self._scope(site) is None]
+        around = [list(self._tree.parents(site)) for site in self._sites if scope_of(self._tree, site) is None]
         inside = all(any(guard in outer for guard in guards) for outer in around)
         lines = (line for site in self._sites for line in (site, *self._tree.parents(site)))
         tops = (line for line in lines if self._tree.parent(line) is self._tree.module)
@@ -361,15 +313,6 @@ class Place:
         late = all(imports_torch(self._tree, node) for node in nodes)
         return needed if late else needed | {self._tree.torch_import}
 
-    def _scope(self, site: cst.CSTNode) -> cst.FunctionDef | None:
-        """Return the outermost function whose body holds a site."""
-        found, inner = None, site
-        for outer in self._tree.parents(site):
-            if isinstance(outer, cst.FunctionDef) and inner is outer.body:
-                found = outer
-            inner = outer
-        return found
-
     def _running(self, site: cst.CSTNode, function: cst.FunctionDef) -> cst.FunctionDef:
         """Return the function that runs when a site does: in a decorator of a module, the one that it returns.
 
@@ -389,12 +332,3 @@ class Place:
     def _is_repeated(self, function: cst.FunctionDef | None) -> bool:
         """Return whether a function of this process may run more than once: choosing a device each time is slow."""
         return function is not None and not (self._tree.spawns or self._tree.is_called_once(function))
-
-    def _first(self, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
-        """Return the first statement of a block that holds one of the sites; in a `with` if that holds them all."""
-        around = {id(outer) for site in sites for outer in (site, *self._tree.parents(site))}
-        first = next(statement for statement in block.body if id(statement) in around)
-        inner = first.body if isinstance(first, cst.With) else None
-        if isinstance(inner, cst.IndentedBlock) and all(inner in self._tree.parents(site) for site in sites):
-            return self._first(inner, sites)  # what the `with` begins may choose devices
-        return first

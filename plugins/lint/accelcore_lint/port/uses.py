@@ -65,8 +65,12 @@ _USES = {
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
 """
 
-ASSERTED = re.compile(rf"\b(?:assert\b[^\n#]*|if\b[^\n#]*\bnot )\bin *[\[({{][^\])}}]*[\"']({_DEVICES})[\"']")
-"""A line that stops for other names of devices than those of a list."""
+ASSERTED = re.compile(
+    rf"\b(?:assert\b[^\n#]*|if\b[^\n#]*\bnot )\bin *[\[({{][^\])}}]*[\"']({_DEVICES})[\"']"
+    rf"|\bassert\b[^\n#]*\w(?<!\.type) *== *[\"']({_DEVICES})[\"']"
+    rf"|\bif\b[^\n#]*\w(?<!\.type) *!= *[\"']({_DEVICES})[\"'][^\n#]*:\s*raise\b"
+)
+"""A line that stops for other names of devices than those of a list, or than these."""
 
 HIDDEN = (
     "a file of the project hides all devices by CUDA_VISIBLE_DEVICES, which others do not read: ask an option instead"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from accelcore_lint.flow import STEP, Flow, Window, flows
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.rules.divided_loss import divisions
-from accelcore_lint.script import Script, last_name, mentions
+from accelcore_lint.script import Script, argument, last_name, mentions
 
 _ENDLESS = re.compile("range|cycle|count|infinite")
 
@@ -17,7 +17,9 @@ _ENDLESS = re.compile("range|cycle|count|infinite")
 def _check(script: Script) -> Iterator[Mark]:
     for flow in flows(script):
         for window in () if flow.foreign else flow.windows:
-            if not (_counts_batches(script, window) or _counts_again(flow, window)) or _leaves_out(script, window):
+            if not (_counts_batches(script, window) or _counts_again(flow, window)):
+                continue
+            if _leaves_out(script, window) or _has_whole_windows(script, window):
                 continue
             count = ast.unparse(window.count)
             if window.flushes and divisions(window):
@@ -91,6 +93,38 @@ def _leaves_out(script: Script, window: Window) -> bool:
             if any(mentions(value, counter) for value in (*parts, *values)):
                 return True
     return False
+
+
+def _has_whole_windows(script: Script, window: Window) -> bool:
+    """Return whether the file may give the loader as many batches as whole windows have.
+
+    It draws them by a sampler that is not torch's, or computes a number as in `size // n * n` and `size - size % n`.
+    """
+    for call in script.all(ast.Call):
+        makes = last_name(call.func).endswith("DataLoader")
+        for name in ("batch_sampler", "sampler") if makes else ():
+            value = argument(call, name)
+            if value is not None and not (isinstance(value, ast.Constant) or _is_torchs(script, value)):
+                return True
+    return any(
+        isinstance(each.op, ast.Mult | ast.Sub)
+        and any(
+            isinstance(part, ast.BinOp)
+            and isinstance(part.op, ast.FloorDiv if isinstance(each.op, ast.Mult) else ast.Mod)
+            and mentions(part.right, window.count)
+            for part in (each.left, each.right)
+        )
+        for each in script.all(ast.BinOp)
+    )
+
+
+def _is_torchs(script: Script, sampler: ast.expr) -> bool:
+    """Return whether a sampler can only be None or one of torch's, which know nothing of windows."""
+    values = script.names.values(sampler) if isinstance(sampler, ast.Name | ast.Attribute) else [sampler]
+    parts = [part for each in values for part in ([each.body, each.orelse] if isinstance(each, ast.IfExp) else [each])]
+    made = [each for each in parts if not isinstance(each, ast.Constant)]
+    names = [script.names.resolve(each.func) if isinstance(each, ast.Call) else "" for each in made]
+    return bool(values) and all(name.startswith("torch.utils.data.") for name in names)
 
 
 def _steps_elsewhere(flow: Flow, window: Window) -> bool:

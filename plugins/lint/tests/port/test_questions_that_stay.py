@@ -296,31 +296,6 @@ def test_a_condition_with_a_check_in_it_is_no_assertion():
     assert "if torch.accelerator.is_available():" in port_source(source, Level.TORCH).source
 
 
-@pytest.mark.parametrize(
-    ("line", "kept"),
-    [
-        ("assert device in ['cuda', 'cpu']", True),
-        ("if device not in ('cpu', 'cuda'):\n        raise ValueError(device)", True),
-        ("print(device in ['cuda', 'cpu'])", False),
-    ],
-)
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        "device = 'cuda' if torch.cuda.is_available() else 'cpu'",
-        "if torch.cuda.is_available():\n        device = 'cuda'\n    else:\n        device = 'cpu'",
-    ],
-)
-def test_a_name_of_a_device_stays_if_a_list_of_such_names_is_asserted(chosen, line, kept):
-    source = f"import torch\n\n\ndef f():\n    {chosen}\n    {line}\n    return device\n"
-    module = imported(port_source(source, Level.TORCH).source)
-    with (
-        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")),
-        mock.patch.object(torch.accelerator, "is_available", return_value=True),
-    ):
-        assert module.f() == ("cpu" if kept else "meta")
-
-
 @pytest.mark.parametrize("flag", ["config['use_cuda']", "config.use_cuda"])
 @pytest.mark.parametrize(("below", "kept"), [("Net().cuda()", True), ("torch.ones(1).cuda()", False)])
 def test_a_question_stays_that_turns_off_a_flag_of_a_line_that_is_left(flag, below, kept):

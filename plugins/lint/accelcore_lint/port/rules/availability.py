@@ -199,17 +199,29 @@ def _takes_given_name(choice: cst.IfExp, facts: Facts) -> bool:
     looks_up = isinstance(name, cst.Call) and text_of(name.func).split(".")[-1] in _LOOKS_UP
     if not (looks_up or isinstance(name, (cst.Name, cst.Attribute, cst.Subscript))):
         return False
-    if _NUMBER.search(text_of(name)) or facts.is_whole(name) or facts.is_local_rank(name):
+    if facts.is_whole(name) or facts.is_local_rank(name):
         return False
-    if isinstance(name, cst.Attribute) and (option := facts.options.get(name.attr.value)) is not None:
+    option = facts.options.get(name.attr.value) if isinstance(name, cst.Attribute) else None
+    if _NUMBER.search(text_of(name)) and not _is_text(name, option, facts):
+        return False
+    if option is not None:
         default, kind = argument(option, "default"), argument(option, "type")
         if kind is not None and text_of(kind) == "int":
             return False
         is_ported = default is not None and index_of(default)[0] and are_read_in(facts, option)
+        is_ported = is_ported and is_device_name(text_of(name).split(".")[-1])
         return argument(option, "choices") is not None or not is_ported
     known = [value for value in facts.values(name) if value is not choice]
     is_ported = is_device_name(text_of(name)) and bool(known) and all(_is_device(value, facts) for value in known)
     return not is_ported or facts.is_given(text_of(name), name)
+
+
+def _is_text(name: cst.BaseExpression, option: cst.Call | None, facts: Facts) -> bool:
+    """Return whether what is called the number of a device is a text, by its option or by what is assigned to it."""
+    given = [argument(option, "default")] if option is not None else facts.values(name)
+    kind = argument(option, "type") if option is not None else None
+    texts = (cst.SimpleString, cst.FormattedString)
+    return (kind is not None and text_of(kind) == "str") or any(isinstance(each, texts) for each in given)
 
 
 def _is_device(value: cst.BaseExpression, facts: Facts) -> bool:

@@ -7,16 +7,8 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from accelcore_lint.port.device_names import (
-    branches,
-    index_of,
-    index_source,
-    is_device_name,
-    is_for_autocast,
-    numbered,
-    with_index,
-    with_type,
-)
+from accelcore_lint.port.device_names import branches, index_of, is_device_name, is_for_autocast
+from accelcore_lint.port.device_sources import device_source, has_indexes, kind_source, location_source
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
@@ -38,6 +30,7 @@ _LOOKS_UP = ("get", "pop", "setdefault", "getattr", "getenv")
 """Functions that return a default if there is no such key or attribute."""
 
 NAMED = "the name of a device, of which this file asserts that it is one of a list: add others there"
+CHOSEN = "the default of an option whose choices are devices"
 DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
 
 _MAY_LACK = "device index {} under a condition that asks for any device: there may be one only, so ask for their number"
@@ -59,85 +52,6 @@ def names_option(facts: Facts, node: cst.CSTNode) -> bool:
     """Return whether a string is the name of the script's own option: `add_argument("--gpu", dest="cuda")`."""
     arg = facts.parent(node)
     return isinstance(arg, cst.Arg) and arg.keyword is not None and arg.keyword.value == "dest"
-
-
-def _has_indexes(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression) -> bool:
-    """Return whether the port names a device by its index, as the script does; not if it is only a default."""
-    is_default = text_of(index) != "0" and facts.in_default(site) is not None
-    return not is_default and (facts.level is Level.TORCH or facts.place.is_apart(site))
-
-
-def _refused(index: cst.BaseExpression) -> Left:
-    return Left(
-        f"device index {text_of(index)}: a process has one device here, which ACCEL_DEVICE or the launcher chooses"
-    )
-
-
-def _needs_index(facts: Facts, site: cst.CSTNode) -> bool:
-    """Return whether a device is one that the script then makes current, or that a process group gets."""
-    bound = [argument(call, "device_id") for call in facts.calls]
-    if any(outer in bound for outer in (site, *facts.parents(site))):
-        return True
-    outer = [site, *facts.parents(site)]
-    assign = next((node for node in outer if isinstance(node, (cst.Assign, cst.BaseStatement))), None)
-    names = [text_of(target.target) for target in assign.targets] if isinstance(assign, cst.Assign) else []
-    return any(text_of(made) in names for made in (*facts.made_current, *filter(None, bound)))
-
-
-def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
-    """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
-    named = index is not None and facts.level is not Level.TORCH and facts.place.by_hand and _needs_index(facts, site)
-    is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
-    if facts.is_own(index) and is_own and not named:
-        device = facts.device(site) if index is None else facts.place.device(site)
-        if index is None or device.endswith(".device") or not facts.compares(site):
-            return device
-        return with_index(facts.torch, device, index_source(index))
-    assert index is not None, "the device without an index is the process's own"
-    if not _has_indexes(facts, site, index):
-        return _refused(index)
-    if facts.level is not Level.TORCH and facts.sets_device(index, site) and not named:
-        return facts.place.device(site)
-    if facts.is_whole(index) or facts.is_local_rank(index):
-        return f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
-    if facts.sets_device(index, site):
-        return facts.place.device(site)
-    if facts.in_default(site) is None and isinstance(site, cst.Call) and facts.name(site.func) == "torch.device":
-        return f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
-    if (
-        isinstance(site, cst.BaseExpression) and index_of(site)[1] is index
-    ):  # in the name of a device it may also be a text
-        return kind_source(facts, site, index)
-    return Left(f"device index {text_of(index)}: it is not certain that this is a whole number")
-
-
-def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
-    """Return the source of the device's name as a string, or the reason why it is not certain."""
-    own = facts.is_own(index)
-    if index is None or (own and text_of(index) == "0"):
-        return facts.place.kind(site) if index is None else _first(facts, site)
-    if _has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
-        text = index_source(index)
-        return numbered(facts.place.kind(site), text) if '"' not in text else _refused(index)
-    return f"str({facts.place.device(site)})" if own else _refused(index)
-
-
-def _first(facts: Facts, site: cst.CSTNode) -> str:
-    """Return the source of the name of the process's device, with its index where something may compare it."""
-    device, kind = facts.place.device(site), facts.place.kind(site)
-    if device.endswith(".device"):
-        return f"str({device})"
-    return f'({numbered(kind, "0")} if {kind} != "cpu" else "cpu")' if facts.compares(site) else kind
-
-
-def location_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
-    """Return the source of a `map_location`: that of the CPU has no index, as torch.load refuses "cpu:0"."""
-    plain = index is None or (text_of(index) == "0" and facts.is_own(index))
-    if index is None or plain or not _has_indexes(facts, site, index):
-        return device_source(facts, site, index)
-    source = facts.place.device(site) if facts.sets_device(index, site) else kind_source(facts, site, index)
-    is_numbered = isinstance(source, str) and source.startswith('f"')
-    return f'({source} if {facts.place.kind(site)} != "cpu" else "cpu")' if is_numbered else source
 
 
 def _chosen(facts: Facts, node: cst.BaseExpression) -> list[cst.BaseExpression] | None:
@@ -180,6 +94,9 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         return None
     if facts.submits and is_device_name(key_of(facts.parent(node))):
         return Left(DECLARED, node.children)
+    option = facts.parent(facts.parent(node) or node)
+    if isinstance(option, cst.Call) and option in facts.options.values() and argument(option, "choices") is not None:
+        return Left(CHOSEN, node.children)
     if is_further(further := index_of(names[0])[1]) and is_below_any(names[0], facts.parents):
         return Left(_MAY_LACK.format(text_of(further or node)), node.children)
     reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps_questions
@@ -194,7 +111,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     if isinstance(node, cst.Call):
         source = device_source(facts, node, index) if not isinstance(choice, cst.IfExp) else _inline(facts, node, index)
         source = _as_device(facts, source)
-    elif index is not None and _has_indexes(facts, node, index) and not (text_of(index) == "0" and facts.is_own(index)):
+    elif index is not None and has_indexes(facts, node, index) and not (text_of(index) == "0" and facts.is_own(index)):
         return None  # the string is rewritten, and the choice stays
     else:
         source = _inline(facts, node, index)
@@ -252,11 +169,19 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return None
     if isinstance(wanted, Left):
         return wanted
+    if ASSERTED.search(facts.code) and not _is_for_torch(facts, node):
+        return Left(NAMED)
     if is_further(index) and is_below_any(node, facts.parents):
         return Left(_MAY_LACK.format(text_of(index or node)))
     source_of = {"location": location_source, "kind": kind_source}.get(wanted, device_source)
     source = source_of(facts, node, index)
     return source if isinstance(source, Left) else whole(node, source)
+
+
+def _is_for_torch(facts: Facts, node: cst.CSTNode) -> bool:
+    """Return whether a device is an argument of a function of torch, or of a move, and no other line gets its name."""
+    calls = [outer.func for outer in facts.parents(node) if isinstance(outer, cst.Call)]
+    return any((facts.name(func) or "").startswith("torch.") or text_of(func).endswith(".to") for func in calls)
 
 
 def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
@@ -333,7 +258,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
         if not any(map(is_device_name, options)):
             return None
         if argument(call, "choices") is not None:
-            return Left("the default of an option whose choices are devices")
+            return Left(CHOSEN)
         return "kind" if nested or are_read_in(facts, call) else Left(DECLARED)
     if text_of(call.func).split(".")[-1] in _LOOKS_UP and call.args[-1] is arg and not first:
         key = call.args[-2].value

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import libcst as cst
 
 from accelcore_lint.port.device_names import index_of
+from accelcore_lint.port.device_sources import device_source, kind_source, location_source
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import AVAILABLE, device_source, kind_source, location_source, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
 from accelcore_lint.port.walk import find

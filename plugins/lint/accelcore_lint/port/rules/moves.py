@@ -8,11 +8,12 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.device_names import index_source, is_device_name
+from accelcore_lint.port.device_sources import device_source
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.own_classes import movers
 from accelcore_lint.port.receivers import is_own, is_torchs
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import SETTINGS, device_source
+from accelcore_lint.port.rules.device_strings import SETTINGS
 from accelcore_lint.port.syntax import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.device_names import index_source
+from accelcore_lint.port.device_sources import device_source
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import device_source
 from accelcore_lint.port.syntax import argument, text_of
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")

@@ -1,0 +1,89 @@
+"""Sources of a device, of its name and of a `map_location`, for the index that a script gives."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from accelcore_lint.port.device_names import index_of, index_source, numbered, with_index, with_type
+from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.rule import Left, Level
+from accelcore_lint.port.syntax import argument, text_of
+
+
+def has_indexes(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression) -> bool:
+    """Return whether the port names a device by its index, as the script does; not if it is only a default."""
+    is_default = text_of(index) != "0" and facts.in_default(site) is not None
+    return not is_default and (facts.level is Level.TORCH or facts.place.is_apart(site))
+
+
+def _refused(index: cst.BaseExpression) -> Left:
+    return Left(
+        f"device index {text_of(index)}: a process has one device here, which ACCEL_DEVICE or the launcher chooses"
+    )
+
+
+def _needs_index(facts: Facts, site: cst.CSTNode) -> bool:
+    """Return whether a device is one that the script then makes current, or that a process group gets."""
+    bound = [argument(call, "device_id") for call in facts.calls]
+    if any(outer in bound for outer in (site, *facts.parents(site))):
+        return True
+    outer = [site, *facts.parents(site)]
+    assign = next((node for node in outer if isinstance(node, (cst.Assign, cst.BaseStatement))), None)
+    names = [text_of(target.target) for target in assign.targets] if isinstance(assign, cst.Assign) else []
+    return any(text_of(made) in names for made in (*facts.made_current, *filter(None, bound)))
+
+
+def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
+    named = index is not None and facts.level is not Level.TORCH and facts.place.by_hand and _needs_index(facts, site)
+    is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
+    if facts.is_own(index) and is_own and not named:
+        device = facts.device(site) if index is None else facts.place.device(site)
+        if index is None or device.endswith(".device") or not facts.compares(site):
+            return device
+        return with_index(facts.torch, device, index_source(index))
+    assert index is not None, "the device without an index is the process's own"
+    if not has_indexes(facts, site, index):
+        return _refused(index)
+    if facts.level is not Level.TORCH and facts.sets_device(index, site) and not named:
+        return facts.place.device(site)
+    if facts.is_whole(index) or facts.is_local_rank(index):
+        return f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
+    if facts.sets_device(index, site):
+        return facts.place.device(site)
+    if facts.in_default(site) is None and isinstance(site, cst.Call) and facts.name(site.func) == "torch.device":
+        return f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
+    if (
+        isinstance(site, cst.BaseExpression) and index_of(site)[1] is index
+    ):  # in the name of a device it may also be a text
+        return kind_source(facts, site, index)
+    return Left(f"device index {text_of(index)}: it is not certain that this is a whole number")
+
+
+def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of the device's name as a string, or the reason why it is not certain."""
+    own = facts.is_own(index)
+    if index is None or (own and text_of(index) == "0"):
+        return facts.place.kind(site) if index is None else _first(facts, site)
+    if has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
+        text = index_source(index)
+        return numbered(facts.place.kind(site), text) if '"' not in text else _refused(index)
+    return f"str({facts.place.device(site)})" if own else _refused(index)
+
+
+def _first(facts: Facts, site: cst.CSTNode) -> str:
+    """Return the source of the name of the process's device, with its index where something may compare it."""
+    device, kind = facts.place.device(site), facts.place.kind(site)
+    if device.endswith(".device"):
+        return f"str({device})"
+    return f'({numbered(kind, "0")} if {kind} != "cpu" else "cpu")' if facts.compares(site) else kind
+
+
+def location_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of a `map_location`: that of the CPU has no index, as torch.load refuses "cpu:0"."""
+    plain = index is None or (text_of(index) == "0" and facts.is_own(index))
+    if index is None or plain or not has_indexes(facts, site, index):
+        return device_source(facts, site, index)
+    source = facts.place.device(site) if facts.sets_device(index, site) else kind_source(facts, site, index)
+    is_numbered = isinstance(source, str) and source.startswith('f"')
+    return f'({source} if {facts.place.kind(site)} != "cpu" else "cpu")' if is_numbered else source

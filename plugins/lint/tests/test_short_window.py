@@ -1,0 +1,40 @@
+"""ACC306, where the script may make windows of equal length itself."""
+
+import pytest
+from accelcore_lint.lint import check
+
+SOURCE = """
+import torch
+from samplers import Whole
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+
+
+def load(data, args):
+    {line}
+
+
+def train(model, optimizer, loader, args):
+    for i, batch in enumerate(loader):
+        (model(batch) / args.accumulate).backward()
+        if (i + 1) % args.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("return DataLoader(data)", True),
+        ("return DataLoader(data, sampler=RandomSampler(data), batch_sampler=None)", True),
+        ("sampler = DistributedSampler(data) if args.ranks else None; return DataLoader(data, sampler=sampler)", True),
+        ("args.steps = len(data) // args.accumulate; return DataLoader(data)", True),
+        ("return DataLoader(data, batch_sampler=Whole(data, args.accumulate))", False),
+        ("return DataLoader(data, sampler=Whole(data) if args.whole else None)", False),
+        ("size = len(data) // args.accumulate * args.accumulate; return DataLoader(data[:size])", False),
+        ("return DataLoader(data[: len(data) - len(data) % args.accumulate])", False),
+    ],
+)
+def test_a_window_is_short_unless_the_script_may_give_whole_ones(line, found):
+    codes = [finding.code for finding in check(SOURCE.format(line=line))]
+    assert ("ACC306" in codes) is found
