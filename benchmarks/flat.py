@@ -54,20 +54,17 @@ def run(quick: bool) -> Iterator[Table]:
 
 
 def _sizes(widths: Sequence[int], rounds: int) -> Table:
-    """The update alone, and whole steps, of as many parameters of each size."""
+    """Steps of as many parameters of each size."""
     rows = []
     for width in widths:
         trainings = {name: _Training(*_chain(width), ANSWERS[name]) for name in (TENSORS, FLAT)}
         for training in trainings.values():
             training.step()
             training.freeze()
-        gradients = [torch.full_like(weight, 1e-3) for weight in trainings[TENSORS].weights]
         # Small ones are done so soon that they can be measured more often.
         more = rounds * max(1, 128 // width)
-        updates = {name: _updating(training, gradients) for name, training in trainings.items()}
-        size = f"{width * width} elements"
-        rows.append(Row(f"{size}: update", _compare(updates, more)[FLAT]))
-        rows.append(Row(f"{size}: step", _compare({n: t.step for n, t in trainings.items()}, more)[FLAT]))
+        found = _compare({name: training.step for name, training in trainings.items()}, more)[FLAT]
+        rows.append(Row(f"{width * width} elements", found))
     return Table(
         title=f"{LAYERS} parameters of one size: {FLAT}, relative to {TENSORS}",
         base=f"{TENSORS}, the same size",
@@ -95,15 +92,6 @@ class _Training:
         """Let the weights be, so that what is timed is the same arithmetic from first to last."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-
-
-def _updating(training: _Training, gradients: Sequence[Tensor]) -> Callable[[], None]:
-    def update() -> None:
-        for weight, gradient in zip(training.weights, gradients, strict=True):
-            weight.grad = gradient
-        training.trainer.update()
-
-    return update
 
 
 def _check_alike(trainings: Mapping[str, _Training]) -> None:
