@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import accelcore
 from accelcore.cli import main
+from accelcore.cli.doctor import diagnosis
 
 # `accelcore run`, in a process that has imported torch: the launcher that it would become runs there. torch looks for
 # the name of each event's method through all loaded modules, for more than a second in all.
@@ -87,17 +89,24 @@ class Machine:
         options = {"capture_output": True, "timeout": 100, "stdin": subprocess.DEVNULL} | options
         return subprocess.run([sys.executable, *arguments], cwd=self.folder, env=self.environ, text=True, **options)
 
-    def doctor(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """The exit code and the JSON. The command runs in this process; what it asks of plugins it asks of children."""
-        out, err = io.StringIO(), io.StringIO()
-        with self._patch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    def doctor(self, *arguments: str) -> tuple[int, dict[str, Any], str]:
+        """The exit code, the JSON, and the text of the same diagnosis.
+
+        The command runs in this process; what it asks of plugins it asks of children.
+        """
+        out, text, err = io.StringIO(), io.StringIO(), io.StringIO()
+        with self._patch.context() as patch, contextlib.redirect_stderr(err):
             patch.setattr(sys, "path", [*self.sites, *sys.path])
             patch.chdir(self.folder)
             for name, value in self.variables.items():
                 patch.setenv(name, value)
-            code = main(["doctor", "--json", *arguments])
+            patch.setattr(diagnosis, "diagnose", cache(diagnosis.diagnose))
+            with contextlib.redirect_stdout(out):
+                code = main(["doctor", "--json", *arguments])
+            with contextlib.redirect_stdout(text):
+                assert main(["doctor", *arguments]) == code
         assert "Traceback" not in err.getvalue()
-        return code, json.loads(out.getvalue())
+        return code, json.loads(out.getvalue()), text.getvalue()
 
 
 @pytest.fixture

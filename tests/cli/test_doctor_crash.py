@@ -36,15 +36,15 @@ def named(entries, name):
 
 
 def test_backends_that_end_their_process_are_named_and_the_rest_is_shown_as_usual(machine):
-    """Each way to end in both places, when the plugin is loaded and when it is probed."""
+    """Each way to end in one of two places, when the plugin is loaded or when it is probed."""
     places = {"loaded": "{}", "probed": PROBE}
-    cases = {f"{place}-{number}": crash for number, crash in enumerate(CRASHES) for place in places}
+    cases = {f"{list(places)[number % 2]}-{number}": crash for number, crash in enumerate(CRASHES)}
     for name, crash in cases.items():
         code = NO_CORE + places[name.partition("-")[0]].format(crash)
         machine.fakes.install(code, backends=[name], distribution=f"plugin-{name}")
     machine.fakes.install("raise KeyError('LICENSE_FILE')", backends=["odd"])
     machine.fakes.install("", extensions=["fine"])
-    code, report = machine.doctor()
+    code, report, _ = machine.doctor()
     assert code == report["exit_code"] == 1
     for name, crash in cases.items():
         rotten = named(report["backends"], name)
@@ -60,7 +60,7 @@ def test_backends_that_end_their_process_are_named_and_the_rest_is_shown_as_usua
 
 def test_the_line_that_crashed_is_told(machine):
     module = machine.fakes.install(NO_CORE + PROBE.format("os.abort()"), backends=["rotten"])
-    _, report = machine.doctor()
+    _, report, _ = machine.doctor()
     reason = named(report["backends"], "rotten")["reason"]
     assert reason.endswith("in accelcore_probe")
     assert f"{module}.py" in reason
@@ -69,13 +69,13 @@ def test_the_line_that_crashed_is_told(machine):
 def test_select_is_foreseen_to_crash_where_it_does_and_to_work_where_it_does(machine):
     """That it works where this is foreseen, test_doctor_select.py shows."""
     machine.fakes.install(NO_CORE + SEGFAULT, backends=["rotten"])
-    _, report = machine.doctor()
+    _, report, text = machine.doctor()
     assert report["selection"]["chosen"] is None
     assert "SIGSEGV" in report["selection"]["error"]["why"]
-    assert "would not return  ACCEL_DEVICE is not set" in machine.run("doctor").stdout
+    assert "would not return  ACCEL_DEVICE is not set" in text
     assert machine.python("-c", SELECT).returncode == -signal.SIGSEGV
     machine.variables["ACCEL_DEVICE"] = "cpu"
-    code, report = machine.doctor()
+    code, report, _ = machine.doctor()
     assert (report["selection"]["chosen"], report["selection"]["error"]) == ("cpu:0", None)
     assert code == 1, "rotten is broken all the same"
 
@@ -84,7 +84,7 @@ def test_an_extension_that_ends_its_process_is_named(machine):
     machine.fakes.install(NO_CORE + "os._exit(3)", extensions=["faster"], distribution="faster-plugin")
     machine.fakes.install("raise KeyError('LICENSE_FILE')", extensions=["odd"])
     machine.variables["ACCEL_DEVICE"] = "cpu"
-    code, report = machine.doctor()
+    code, report, _ = machine.doctor()
     assert code == 1
     assert report["broken"] == ["extension faster", "extension odd"]
     faster = named(report["extensions"], "faster")

@@ -44,7 +44,7 @@ def test_a_rank_foresees_its_own_device(machine, monkeypatch):
 
 def test_a_device_variable_that_is_empty_is_not_set(machine):
     machine.variables["ACCEL_DEVICE"] = ""
-    _, report = machine.doctor()
+    _, report, _ = machine.doctor()
     assert (report["selection"]["request"], report["selection"]["source"]) == ("auto", "default")
     assert report["selection"]["chosen"] == "cpu:0"
 
@@ -52,5 +52,5 @@ def test_a_device_variable_that_is_empty_is_not_set(machine):
 def test_a_device_that_cannot_be_had_is_exit_code_1(machine):
     for asked, code in (("cpu", 0), ("nowhere,cpu", 0), ("nowhere", 1), ("?", 1)):
         machine.variables["ACCEL_DEVICE"] = asked
-        found, report = machine.doctor()
+        found, report, _ = machine.doctor()
         assert (found, report["broken"]) == (code, ["select()"] * code)
