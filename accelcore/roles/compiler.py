@@ -118,12 +118,12 @@ def _compile(module: nn.Module, options: Mapping[str, Any]) -> Callable[..., Any
 class _Guarded:
     """Calls the compiled module; if the compiler fails, calls the eager module from then on.
 
-    torch.compile compiles, and fails, at the first call. Errors of the model itself are raised unchanged.
+    torch.compile compiles, and fails, at the first call. Errors of the model itself are raised unchanged. If a part of
+    the model ran before another failed to compile, it runs twice: it draws random numbers and counts a batch again.
     """
 
     def __init__(self, eager: nn.Module, compiled: Callable[..., Any], result: Compiled) -> None:
         self._eager, self._call, self._result = eager, compiled, result
-        self._has_run = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -136,43 +136,17 @@ class _Guarded:
                 f"torch {torch.__version__} has no {BACKWARD_PASS_AUTOCAST}, and would compile the whole backward pass "
                 "under autocast in low precision; torch 2.10 has it"
             )
-        # One part of the model may run before another fails to compile, and then runs again on the same batch.
-        restore = None if self._has_run else _snapshot(self._eager)
         cache = without_graph_cache if is_autocast_enabled() and AUTOCAST_IN_CACHE in self._result.avoids else _USUAL
         try:
             with backward_outside_autocast, cache:  # the workarounds of the two known faults
-                output = self._call(*args, **kwargs)
+                return self._call(*args, **kwargs)
         except compiler_error() as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             # Dynamo's first line names the backend, the second one its error.
             self._run_eagerly(f"the compiler failed: {' '.join(line.strip() for line in lines[:2])}")
-            if restore is not None:
-                restore()
             return self._eager(*args, **kwargs)
-        self._has_run = True
-        return output
 
     def _run_eagerly(self, reason: str) -> None:
         logger.warning("the model runs eagerly: %s", reason)
         self._result.compiled, self._result.reason, self._result.module = False, reason, self._eager
-        self._call, self._has_run = self._eager, True
-
-
-def _snapshot(module: nn.Module) -> Callable[[], None]:
-    """Copy buffers and random generators, which a forward pass changes; return a function that restores them."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
-    modules = {device: torch.get_device_module(device) for device in devices}
-    # The CPU's module has no such function; its generator is `host`.
-    states = {d: own.get_rng_state(d) for d, own in modules.items() if hasattr(own, "get_rng_state")}
-    host = torch.get_rng_state()
-
-    def restore() -> None:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for device, state in states.items():
-            modules[device].set_rng_state(state, device)
-        torch.set_rng_state(host)
-
-    return restore
+        self._call = self._eager

@@ -193,36 +193,6 @@ def test_an_error_of_the_models_own_reaches_the_user_as_without_a_compiler(compi
     assert [record for record in caplog.records if record.name == "accelcore"] == []
 
 
-class Worn(nn.Module):
-    """Has a memory: running statistics, and random numbers drawn."""
-
-    def __init__(self, broken=False):
-        super().__init__()
-        self.norm, self.drop, self.broken = nn.BatchNorm1d(4), nn.Dropout(0.5), broken
-
-    def forward(self, x):
-        x = self.drop(self.norm(x))
-        if self.broken:
-            torch._dynamo.graph_break()
-        return x * 2
-
-
-# Dynamo says this when it resumes behind a graph break; as an error it would end the compilation before its time.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
-@pytest.mark.parametrize("broken", [False, True], ids=["at the first graph", "at the second graph"])
-def test_falling_back_counts_a_batch_once_and_draws_its_random_numbers_once(compiler, broken):
-    def run(call, module):
-        torch.manual_seed(9)
-        return call(X), module.norm.running_mean, module.norm.num_batches_tracked, torch.rand(1)
-
-    module, twin, count = Worn(broken), Worn(broken), Counting(fail_at=(2,) if broken else (1,))
-    compiled = compiler.compile(module, {"backend": count})
-    for ours, theirs in zip(run(compiled.module, module), run(twin, twin), strict=True):
-        assert torch.equal(ours, theirs)
-    assert not compiled.compiled
-    assert count.graphs == (2 if broken else 1)
-
-
 @pytest.mark.parametrize(
     "options",
     [{"mode": "bogus"}, {"backend": "bogus"}, {"bogus": True}, {"options": {"bogus": 1}}],
