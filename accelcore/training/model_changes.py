@@ -134,7 +134,7 @@ class ResumedParameters:
             raise TrainingError(
                 self.describe(self._differing),
                 why="the resumed training would have other results than the run that saved it",
-                remedy="after trainer.resume(...), freeze or unfreeze as that run had, by requires_grad_, and call "
+                remedy="after trainer.resume or trainer.load, freeze or unfreeze as that run had, and call "
                 "trainer.refresh(). In a loop over epochs write `if epoch >= 1`, not `if epoch == 1`. To train other "
                 "parameters on purpose, call trainer.refresh() before the first step",
             )

@@ -75,6 +75,7 @@ class Schedule:
         self._steps = scheduler is not None and by == "window"
         self._stays, self._has_warned = isinstance(scheduler, str), scheduler == "constant"
         self._is_compared = self._stays  # with the number of epochs; a schedule by name fits
+        self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         self._is_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
@@ -111,7 +112,7 @@ class Schedule:
         if updates is not None and self.scheduler is None:
             self.make(updates)
         elif updates not in (None, self.updates):
-            raise _another_length(ConfigurationError, self.updates, updates)
+            raise _another_length(ConfigurationError, self.updates, updates, self._checkpoint)
         self._compared = True
 
     def warn_of_length(self, epochs: int | None, updates: int | None) -> None:
@@ -157,7 +158,7 @@ class Schedule:
             )
         if None not in (updates, self.updates) and updates != self.updates:
             raise _another_length(CheckpointError, updates, self.updates, path)
-        scheduler = self.scheduler
+        scheduler, self._checkpoint = self.scheduler, path
         return lambda: None if scheduler is None else scheduler.load_state_dict(state)
 
     def warn_if_unknown(self) -> None:
@@ -301,7 +302,7 @@ def _new_run(path: str) -> str:
     return f'begin a run with a new schedule, in another folder, by trainer.load("{path}", optimizer=True)'
 
 
-def _another_length(kind: type[AccelError], saved: int | None, own: int | None, path: str = "FOLDER") -> AccelError:
+def _another_length(kind: type[AccelError], saved: int | None, own: int | None, path: str) -> AccelError:
     return kind(
         f"the checkpoint's schedule was made for {saved} updates, and this training has {own}",
         why="the run that saved it had other epochs, batches, ranks or accumulate",

@@ -25,7 +25,7 @@ from accelcore.errors import CheckpointError, logger
 from accelcore.optim.shards import divided_as
 from accelcore.training.agreement import Agreement
 from accelcore.training.saving.parts import SHARED, Part, Saved, as_dict
-from accelcore.util.text import first_line
+from accelcore.util.text import first_line, nearest
 
 _MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")
@@ -212,10 +212,11 @@ def _read_foreign(path: Path, names: Collection[str]) -> tuple[dict[str, Any], d
     Prefixes of wrappers (`module.`, `_orig_mod.`, the attribute of a LightningModule) are removed from the saved names.
     """
     if not path.exists():
+        near = nearest(path.name, (beside.name for beside in path.parent.glob("*")))
         raise CheckpointError(
-            f"there is no file {path}",
+            f"there is no file or folder {path}",
             why=f"seen from {Path.cwd()}",
-            remedy="correct the path; trainer.resume(folder) reads what trainer.save(folder) saved",
+            remedy=f"did you mean {path.with_name(near)}?" if near else "correct the path",
         )
     tree = _of_folder(path) if path.is_dir() else _read(path)
     if not isinstance(tree, Mapping):
@@ -268,8 +269,9 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     if name is None:
         raise CheckpointError(
             f"there is no model in {folder}",
-            available=f"known file names: {', '.join(_FILES)}",
-            remedy="give the folder that has one; trainer.resume(folder) reads what trainer.save(folder) saved",
+            why=f"it has neither a checkpoint nor one of the files {', '.join(_FILES)}",
+            available=store.beneath(folder),
+            remedy="give the folder that has one",
         )
     files, model = [name], {}
     if name.endswith(".json"):  # an index of several files

@@ -23,7 +23,7 @@ from torch import Tensor
 from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MODEL, RANK, file_of
-from accelcore.errors import CheckpointError, ConfigurationError, logger, notice
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger, notice
 from accelcore.jobs.exchange import gather_objects
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import Agreement
@@ -241,6 +241,12 @@ class Saver:
         self.backend = plan.backend
 
     def load(self, path: str | Path, optimizer: bool | None) -> dict[str, Any]:
+        if self.step.is_open:
+            raise TrainingError(
+                "trainer.load() was called within a window",
+                why="its gradients belong to the present weights",
+                remedy="load before the loop over the batches, or call trainer.flush() before",
+            )
         training, file = self.state({}, writes=False), store.as_path(path)
         backend, agreement = _agreement({"": training})
         agreement.wait_for_ranks("trainer.load()")

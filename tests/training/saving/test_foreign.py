@@ -162,7 +162,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(accel, tmp_path, tree,
 def test_what_is_no_such_file(accel, tmp_path):
     (tmp_path / "text.pth").write_text("nothing")
     (tmp_path / "empty").mkdir()
-    for path, says in (("text.pth", "not a file of torch.save"), ("empty", r"trainer\.resume"), ("x.pth", "x.pth")):
+    for path, says in (
+        ("text.pth", "not a file of torch.save"),
+        ("empty", "neither a checkpoint nor"),
+        ("x.pth", "x.pth"),
+    ):
         with pytest.raises(CheckpointError, match=says):
             make(accel).load(tmp_path / path)
 

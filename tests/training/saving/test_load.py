@@ -213,3 +213,31 @@ def _assert_same_state(one, other):
     for number, entry in theirs.items():
         for key, value in entry.items():
             torch.testing.assert_close(ours[number][key], value, rtol=0, atol=0)
+
+
+def test_a_load_within_a_window_is_refused(accel, tmp_path):
+    path = make(accel).save(tmp_path)
+    trainer = make(accel, accumulate=2)
+    trainer(DATA[0])
+    with pytest.raises(accelcore.TrainingError, match=r"within a window(.|\n)*flush"):
+        trainer.load(path)
+    trainer.flush()
+    trainer.load(path)
+
+
+def test_a_path_that_is_wrong_names_what_is_near(accel, tmp_path):
+    path = make(accel).save(tmp_path / "runs" / "first")
+    for given, says in ((path.parent.with_name("frist"), "did you mean .*first"), (tmp_path, "runs/first")):
+        with pytest.raises(CheckpointError, match=says):
+            make(accel).load(given, optimizer=True)
+
+
+def test_a_schedule_of_another_length_names_the_checkpoint_to_load(accel, tmp_path):
+    trainer = make(accel, scheduler="cosine")
+    train(trainer, 1)
+    path = trainer.save(tmp_path)
+    longer = make(accel, scheduler="cosine")
+    longer.resume(tmp_path)
+    with pytest.raises(accelcore.ConfigurationError, match="optimizer=True") as raised:
+        train(longer, 2)
+    assert f'"{path}"' in str(raised.value)
