@@ -19,11 +19,12 @@ import accelcore
 from accelcore.cli import main
 from accelcore.cli.doctor import diagnosis
 
-# `accelcore run`, in a process that has imported torch: the launcher that it would become runs there. torch looks for
-# the name of each event's method through all loaded modules, for more than a second in all.
+# `accelcore run`, in a process that has imported torch: the launcher that it would become runs there, and its ranks
+# are forks of it. torch looks for the name of each event through all loaded modules, for more than a second in all.
 LAUNCH = """
-import os, runpy, sys
+import atexit, os, runpy, signal, subprocess, sys, threading
 from accelcore.cli import main
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 def execve(file, command, environ):
@@ -33,7 +34,39 @@ def execve(file, command, environ):
     sys.argv = command[2:]
     runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 
+class Rank(subprocess.Popen):
+    def __init__(self, args, *, env, **options):
+        super().__init__(args, env=env, preexec_fn=lambda: become(args[2:], env), **options)
+
+def become(command, environ):
+    # As a new Python does it, up to its end.
+    os.closerange(3, 1024)  # Popen waits until its pipe is closed
+    os.environ.clear()
+    os.environ.update(environ)
+    atexit._clear()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv, sys.excepthook, code = list(command), sys.__excepthook__, 0
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = 120
+    os._exit(code)
+
 os.execve = execve
+if "REAL_RANKS" not in os.environ:
+    subprocess_handler.Popen = Rank
 dynamic_rendezvous.get_method_name = lambda: ""
 main(["run", *sys.argv[1:]])
 """
@@ -111,12 +144,15 @@ class Machine:
 
 @pytest.fixture
 def launch(machine: Machine, fork: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run `accelcore run` with these arguments, and its launcher, in a fork; its ranks are processes, as a user's."""
+    """Run `accelcore run` with these arguments, and its launcher and ranks, in forks.
 
-    def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    With REAL_RANKS in the environment, the ranks are processes, as a user's.
+    """
+
+    def launch(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(machine.folder)
         done: subprocess.CompletedProcess[str]
-        done = fork(machine.write("launch.py", LAUNCH), *arguments, **machine.environ).finish()
+        done = fork(machine.write("launch.py", LAUNCH), *arguments, **machine.environ, **environ).finish()
         return done
 
     return launch

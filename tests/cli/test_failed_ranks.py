@@ -23,9 +23,9 @@ def unset(monkeypatch):
 def run(machine, launch):
     """A script on two ranks: what the launcher returned, and what it and the ranks wrote."""
 
-    def run(code):
+    def run(code, **environ):
         machine.write("train.py", code)
-        done = launch("--device", "cpu", "--nproc", 2, "train.py")
+        done = launch("--device", "cpu", "--nproc", 2, "train.py", **environ)
         assert "ChildFailedError" not in done.stderr
         assert "torch/distributed/run.py" not in done.stderr
         assert "OMP_NUM_THREADS" not in done.stderr
@@ -90,7 +90,8 @@ def test_a_hook_of_the_scripts_own_is_called_and_a_rank_that_has_not_imported_to
         "import sys, os, signal\n"
         "if os.environ['RANK'] == '1': signal.pause()\n"
         "sys.excepthook = lambda kind, error, trace: print('own hook', file=sys.stderr)\n"
-        "{}['a']\n"
+        "{}['a']\n",
+        REAL_RANKS="1",
     )
     assert (code, said) == (1, "own hook\naccelcore: rank 0 failed first, with exit code 1: KeyError: 'a'\n")
 
