@@ -39,6 +39,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What scripts import, some of it when they first need it; nothing here starts a thread.
 _PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "safetensors.torch", "pytest"),
+    "matplotlib.figure",  # of the examples and the pages; one that is not installed is passed over
     *("accelcore.devices.select", "accelcore.training.trainer", "accelcore_cpu.backend"),
     *("scipy.linalg", "scipy.optimize", "scipy.sparse", "scipy.stats"),  # what scikit-learn needs, in the examples
 ]

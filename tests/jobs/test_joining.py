@@ -137,7 +137,7 @@ def test_a_script_may_destroy_the_group_itself(accel, meeting):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("closed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_process_whose_job_was_left_by_an_error_writes_what_it_has_and_does_not_end_with_0(closed, tmp_path):
     file = tmp_path / "results"
     script = (
