@@ -153,7 +153,7 @@ class Decisions(cst.CSTVisitor):
                 opens = False
             if original_node is not guard or isinstance(guard, Test):
                 opens = whole  # what follows an early return, or a test
-            foreign = any(is_foreign(test, body_of(guard), self._facts.extensions) for test in tests_of(guard))
+            foreign = any(is_foreign(test, guard, self._facts.extensions) for test in tests_of(guard))
             if self._unset & names_in(body_of(guard)) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
@@ -180,7 +180,7 @@ class Decisions(cst.CSTVisitor):
                 self._placing += [text_of(test)] if places(original_node) else []
                 whole = not lines and (actions > 0 or is_portable(original_node, self._facts.is_whole))
                 self._guarded.append((self._scope_of(original_node), text_of(test), closed, whole))
-                if is_foreign(test, body_of(cast("Guard", original_node)), self._facts.extensions):
+                if is_foreign(test, cast("Guard", original_node), self._facts.extensions):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
         # What asserts that there is a device stays if another question in its function does: they are asked last.
         for name, rule, node, decision in sorted(

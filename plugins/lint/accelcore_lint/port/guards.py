@@ -24,9 +24,10 @@ _CHOSEN_FLAG = re.compile(r"([\w.]+) *= *(?:True|False|0|1)(?: *#.*)?")
 
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
-    r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b"
+    r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b|\.gpu\.\w+\("
 )
 """Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
+Also functions that a module `gpu` beside one for the CPU has.
 
 PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA only.
 """
@@ -105,11 +106,14 @@ def _assigned(node: cst.CSTNode) -> set[str]:
     return {text_of(target) for target in made if isinstance(target, (cst.Name, cst.Attribute))}
 
 
-def is_foreign(test: cst.BaseExpression, body: cst.CSTNode, extensions: Collection[str]) -> bool:
-    """Return whether what a condition guards uses a vendor's tools beside torch, such as compiled `extensions`."""
-    names = (names_in(test) | names_in(body)) & set(extensions)
+def is_foreign(test: cst.BaseExpression, guard: Guard, extensions: Collection[str]) -> bool:
+    """Return whether a condition decides about a vendor's tools beside torch, such as compiled `extensions`."""
+    body = body_of(guard)
+    other = guard.orelse if isinstance(guard, cst.If | cst.IfExp) else None
+    parts = [test, body, *([other] if other is not None else [])]
     named = isinstance(body, cst.BaseExpression) and _GPU.fullmatch(text_of(body))
-    return bool(names or named) or _FOREIGN.search(text_of(test) + text_of(body)) is not None
+    used = any(names_in(part) & set(extensions) or _FOREIGN.search(text_of(part)) for part in parts)
+    return bool(named) or used
 
 
 def is_portable(node: cst.CSTNode, is_whole: Callable[[cst.BaseExpression], bool]) -> bool:

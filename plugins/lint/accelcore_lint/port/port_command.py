@@ -128,14 +128,14 @@ def _check(paths: tuple[Path, ...], level: Level, steps: int, arguments: Sequenc
 
 def ported_together(paths: Sequence[Path], level: Level, project: Project, named: Sequence[Path]) -> list[Ported]:
     """Port files: once, and again where a question that stays in another file of the program decides."""
-    files = {path: _ported(path, level, project.known(path), named=path in named) for path in paths}
-    while True:
-        kept = project.keeping([path for path, ported in files.items() if ported.outcome and ported.outcome.splits])
-        again = [path for path in files if kept.known(path) is not project.known(path)]
-        if not again:
-            return list(files.values())
-        project = kept
-        files |= {path: _ported(path, level, project.known(path), named=path in named) for path in again}
+    files, used = dict[Path, Ported](), dict[Path, Known]()
+    while again := [path for path in paths if used.get(path) is not project.known(path)]:
+        for path in again:
+            used[path] = project.known(path)
+            files[path] = _ported(path, level, used[path], named=path in named)
+            if (outcome := files[path].outcome) and outcome.splits:
+                project = project.keeping([path])  # so that those that follow are ported once
+    return [files[path] for path in paths]
 
 
 def _ported(path: Path, level: Level, known: Known, *, named: bool) -> Ported:

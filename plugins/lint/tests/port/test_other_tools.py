@@ -55,6 +55,18 @@ def test_a_condition_on_an_extension_of_one_vendor_stays(line, test):
     assert "is_available()" not in port_source(own, Level.ROLES).source
 
 
+@pytest.mark.parametrize(
+    ("run", "kept"), [("src.gpu.run", True), ("nms_cuda.run", True), ("faiss.index_cpu_to_gpu", True), ("run", False)]
+)
+@pytest.mark.parametrize("test", ["not x.is_cuda", "not torch.cuda.is_available()"])
+def test_a_condition_stays_whose_other_branch_has_an_extension(test, run, kept):
+    source = (
+        "import faiss\nimport nms_cuda\nimport torch\nfrom lib import run, src\n\n\ndef f(x, out):\n"
+        f"    if {test}:\n        src.cpu.run(x, out)\n    else:\n        {run}(x, out.cuda())\n"
+    )
+    assert (f"if {test}:" in port_source(source, Level.ROLES).source) is kept
+
+
 def test_a_module_of_the_project_is_no_extension():
     source = "import torch\nimport ops_cuda\n\n\ndef f(x):\n    if x.is_cuda:\n        return ops_cuda.run(x.cuda())\n"
     ported = port_source(source, Level.ROLES, Known(modules=frozenset({"ops_cuda"}))).source
