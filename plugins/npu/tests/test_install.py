@@ -54,11 +54,15 @@ pytestmark = pytest.mark.skipif(any(Path("/dev").glob("davinci[0-9]")), reason="
 
 
 def test_scripts_run_on_the_cpu_and_say_why_unless_npus_are_emulated_here_and_npu_is_refused_with_what_to_do(
-    run, tmp_path
+    run, fork, tmp_path
 ):
-    """Where torch_npu keeps a script from saying `import torch`, `accelcore run` starts it."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    result = run("-m", "accelcore", "run", str(tmp_path / "script.py"), TORCH_DEVICE_BACKEND_AUTOLOAD=None)
+    """Where torch_npu keeps a script from saying `import torch`, `accelcore run` starts it; elsewhere it is a fork."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    if torch_npu:
+        result = run("-m", "accelcore", "run", str(script), TORCH_DEVICE_BACKEND_AUTOLOAD=None)
+    else:
+        result = fork(script).finish()
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("cpu [")
