@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from accelcore.devices.probe import Probe
 from accelcore.errors import ConfigurationError
@@ -132,9 +132,7 @@ class Backend:
         """
         return {"pin_memory": self.capabilities.pinned_memory}
 
-    def trainer(
-        self, model: nn.Module, optimizer: Optimizer, *others: NoReturn, **options: Unpack[TrainerOptions]
-    ) -> Trainer:
+    def trainer(self, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]) -> Trainer:
         """Prepare a model and its optimizer for training on this device.
 
         The options are `loss`, `scheduler`, `precision`, `accumulate`, `clip_norm`, `parallel`, `compile` and more:
@@ -142,11 +140,6 @@ class Backend:
         """
         from accelcore.training.trainer import Trainer
 
-        if others:
-            raise ConfigurationError(
-                "accel.trainer() takes a model and an optimizer, and each option by its name",
-                remedy="write accel.trainer(model, optimizer, loss=...)",
-            )
         return Trainer(self, model, optimizer, **options)
 
     def replicate(self, module: nn.Module, **options: Any) -> nn.Module:

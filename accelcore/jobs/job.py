@@ -10,18 +10,17 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsFloat, TextIO, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.errors import ConfigurationError, DistributedError, logger
+from accelcore.errors import DistributedError, logger
 from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
-from accelcore.util.text import kind_of
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -159,11 +158,6 @@ class Job:
         Each rank has the same weight. If ranks have seen different numbers of rows, `gather` the values of all rows.
         """
         if not isinstance(value, Tensor):
-            if not isinstance(value, SupportsFloat):
-                raise ConfigurationError(
-                    f"mean takes a number or a tensor, not {kind_of(value)}",
-                    remedy="make a tensor of it, as by torch.tensor(...)",
-                )
             return float(self.mean(torch.tensor(value, dtype=torch.float64)).item())
         if value.is_complex():
             return torch.view_as_complex(self.mean(torch.view_as_real(value.detach().resolve_conj())))

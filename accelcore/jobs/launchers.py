@@ -125,10 +125,6 @@ class Launch:
     own_devices: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rank", "world_size", "local_rank"):
-            value = getattr(self, name)
-            if type(value) is not int and (name, value) != ("local_rank", None):
-                raise ConfigurationError(f"{name}={value!r} is not a whole number", remedy="give an int")
         if self.world_size < 1:
             raise ConfigurationError(f"world_size={self.world_size} is less than 1", remedy="give 1 or more")
         if not 0 <= self.rank < self.world_size:

@@ -64,14 +64,7 @@ class CapturedStep:
                 self._hold()
         leaves, structure = _flatten(batch)
         key = (last, structure, _kinds(leaves), self._hyperparameters())
-        try:
-            graph = self._graphs.get(key)
-        except TypeError as error:
-            raise TrainingError(
-                "a batch holds a value that is neither a tensor nor hashable",
-                why=f"a graph bakes such values in, and is looked up by them: {error}",
-                remedy="put tensors, numbers and strings into the batch, or remove graph=True",
-            ) from error
+        graph = self._graphs.get(key)
         if graph is None:
             work = self._work(forward_backward, close, last=last)
             if not self._warm or key not in self._kinds:

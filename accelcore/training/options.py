@@ -48,9 +48,6 @@ class FSDP(Settings):
     def __post_init__(self) -> None:
         if self.wrap is not None:
             check_parts(self.wrap, "wrap")
-        for name in ("reshard_after_forward", "cpu_offload"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r} is not a bool", remedy="give True or False")
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,6 @@ class Recompute(Settings):
 
     def __post_init__(self) -> None:
         check_parts(self.parts, "parts")
-        if strange := [each for each in self.save if not isinstance(each, OpOverload)]:
-            raise ConfigurationError(
-                f"save contains {strange[0]!r}, which is not an operator",
-                remedy="list overloads, such as torch.ops.aten.mm.default",
-            )
 
 
 class TrainerOptions(TypedDict, total=False):

@@ -101,7 +101,7 @@ class Schedule:
 
     def check_updates(self, updates: int | None) -> None:
         """Make the scheduler, or compare it with the number of updates, once; None: the number is unknown."""
-        if self._compared:
+        if self._compared or updates == 0:  # an empty loader raises next
             return
         if updates is None and self.scheduler is None:
             raise ConfigurationError(
@@ -260,11 +260,6 @@ def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
 
 def _make(make: Make, optimizer: Optimizer, updates: int, warmup: float) -> LRScheduler:
     """Make a scheduler: a linear rise over the first `warmup` updates, if there are any, and then `make`'s."""
-    if not updates:
-        raise ConfigurationError(
-            "there is no update to make a schedule for, because the loader has no batches",
-            remedy="look for drop_last=True, and at the length of the data",
-        )
     rising = warmup if isinstance(warmup, int) else round(warmup * updates)
     if rising >= updates:
         raise ConfigurationError(

@@ -203,8 +203,6 @@ class Trainer(Checkpoints):
                 same number of batches: with `drop_last=True` surplus rows are dropped, else some rows come twice.
             shard: False if the loader already yields this rank's share.
         """
-        if not isinstance(shard, bool):
-            raise ConfigurationError(f"shard={shard!r} is not True or False", remedy="give one of them")
         read = self._read(loader, shard=shard)
         if self._plan.listeners.reads_data:
             read = observed(read, self._plan.listeners, lambda: self._stream.epoch)

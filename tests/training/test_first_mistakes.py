@@ -245,12 +245,6 @@ def test_a_model_whose_layers_were_all_replaced_is_named(accel):
         trainer(torch.ones(2, 4))
 
 
-def test_a_share_is_asked_for_by_true_or_false(accel):
-    model = net()
-    with pytest.raises(ConfigurationError, match="shard='no'"):
-        accel.trainer(model, sgd(model)).batches([torch.ones(2, 4)], shard="no")
-
-
 @pytest.mark.parametrize("loss", [lambda batch: batch.sum(), lambda model, batch, weight: batch.sum()])
 def test_a_loss_of_other_arguments_is_refused_when_the_trainer_is_made(accel, loss):
     model = net()

@@ -327,5 +327,5 @@ def test_what_makes_no_schedule_is_refused(accel, options, message):
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_a_loader_without_batches_makes_no_schedule_and_is_named(accel, warmup):
     trainer, _ = make(accel, warmup=warmup)
-    with pytest.raises(accelcore.ConfigurationError, match="the loader has no batches"):
+    with pytest.raises(accelcore.TrainingError, match="the loader has no batches"):
         train(trainer, 2, DataLoader(ROWS, 20, drop_last=True))

@@ -102,13 +102,6 @@ def test_a_dtype_that_is_not_declared_is_refused(accel):
         )
 
 
-def test_an_option_without_its_name_is_refused_with_what_to_write(accel):
-    model = net()
-    optimizer = accel.optimizers.create("sgd", model.parameters())
-    with pytest.raises(accelcore.ConfigurationError, match=r"(?s)each option by its name.*optimizer, loss=\.\.\.\)"):
-        accel.trainer(model, optimizer, lambda model, rows: model(rows).sum())
-
-
 def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
     for name, value in {
         "RANK": "0",

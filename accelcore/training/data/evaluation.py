@@ -19,7 +19,7 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import tensors
-from accelcore.util.text import bound, kind_of, repr_of
+from accelcore.util.text import kind_of
 
 
 class Evaluation(Batches):
@@ -55,11 +55,6 @@ class Evaluation(Batches):
                 that differ in dimension 0.
             ConfigurationError: there are no rows at all.
         """
-        if bound(getattr(function, "forward", function), None) is None:
-            raise ConfigurationError(
-                f"mean takes a function of a batch, not {repr_of(function)}",
-                remedy="write mean(lambda batch: criterion(trainer.model(batch[0]), batch[1]))",
-            )
         totals: dict[str, list[Tensor]] = defaultdict(list)
         counts: dict[str, int] = defaultdict(int)
         for batch in self:

@@ -42,12 +42,6 @@ class Place(Stage):
             raise ConfigurationError(
                 "the model is already wrapped in DataParallel", remedy='pass the bare module, and parallel="ddp"'
             )
-        if empty := [name for name, one in plan.model.named_parameters() if one.is_meta]:
-            raise ConfigurationError(
-                f"{len(empty)} of the model's parameters are on the meta device, such as {empty[0]!r}",
-                why="they have no values",
-                remedy="make the model without torch.device('meta'), or load weights with assign=True first",
-            )
         names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
         check_members([{"params": members} for members in plan.groups()], names)
         strangers = sum(id(parameter) not in names for members in plan.groups() for parameter in members)

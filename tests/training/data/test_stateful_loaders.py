@@ -7,8 +7,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-import accelcore
-
 
 class Numbers:
     """A loader with torchdata's protocol, that remembers what it was asked for."""
@@ -103,7 +101,7 @@ def test_the_loader_has_to_be_the_one_that_was_saved(accel, tmp_path):
     for loader, says in (([torch.ones(1, 1)] * 8, "this list has no state_dict"), (Numbers(4), "it has no such place")):
         trainer = make(accel)
         trainer.resume(tmp_path)
-        with pytest.raises(accelcore.CheckpointError, match=says):
+        with pytest.raises(Exception, match=says):  # of the loader, it is the loader's own
             next(iter(trainer.batches(loader)))
 
 

@@ -188,8 +188,3 @@ def test_what_cannot_be_is_refused(accel, options, error, says):
     with pytest.raises(error, match=says):
         train(accel, model=model, **options)
     assert type(model.blocks[0]) is Block
-
-
-def test_operators_are_named_by_their_overloads():
-    with pytest.raises(ConfigurationError, match=r"save contains .*mm"):
-        Recompute(Block, save=[torch.mm])
