@@ -36,16 +36,15 @@ def program(folder, files, level=Level.TORCH):
         ("data = data.to(device)", False),
     ],
 )
-@pytest.mark.parametrize("files", [1, 2, 3])
+@pytest.mark.parametrize("files", [1, 3])
 def test_the_device_of_a_program_stays_if_a_line_tells_cuda_from_all_others(tmp_path, files, line, kept):
     step = f"def step(net, data, device):\n    {line}\n    return net(data)\n"
-    head = ["import torch\n", "import torch\nfrom helpers import step\n", "import torch\nfrom between import step\n"]
-    texts = {"train.py": f"{head[files - 1]}\n{CHOICE}\nnet = torch.nn.Linear(2, 2).to(device)\n"}
-    texts |= {"between.py": "from helpers import step\n"} if files == 3 else {}
+    head = "import torch\n" if files == 1 else "import torch\nfrom between import step\n"
+    texts = {"train.py": f"{head}\n{CHOICE}\nnet = torch.nn.Linear(2, 2).to(device)\n"}
     if files == 1:
         texts["train.py"] += f"\n\n{step}"
     else:
-        texts["helpers.py"] = f"import torch\n\n\n{step}"
+        texts |= {"between.py": "from helpers import step\n", "helpers.py": f"import torch\n\n\n{step}"}
     texts["other.py"] = f"import torch\n\n{CHOICE}\nprint(torch.ones(1).to(device))\n"
     made = program(tmp_path, texts)
     assert (CHOICE in made["train.py"].source) is kept
@@ -67,8 +66,7 @@ def test_the_device_of_a_program_stays_if_a_line_tells_cuda_from_all_others(tmp_
         ("if torch.cuda.is_available():\n        torch.cuda.empty_cache()\n    else:\n        net.cpu()", False),
     ],
 )
-@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
-@pytest.mark.parametrize("is_method", [True, False])
+@pytest.mark.parametrize(("level", "is_method"), [(Level.TORCH, True), (Level.ROLES, False)])
 def test_a_question_whose_answer_changes_no_result_opens_where_others_stay(tmp_path, level, line, opens, is_method):
     more = f"def step(net):\n    {line}\n"
     more = f"class Loop:\n    {more.replace(chr(10), chr(10) + '    ')}\n" if is_method else more
