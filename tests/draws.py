@@ -83,12 +83,6 @@ CALLS |= {
     "_standard_gamma.out": _call("_standard_gamma.out", RATES, out=EMPTY),
     "_sample_dirichlet": _call("_sample_dirichlet", RATES),
     "_sample_dirichlet.out": _call("_sample_dirichlet.out", RATES, out=EMPTY),
-    "rrelu": _call("rrelu", -ONES, 0.1, 0.9, True),
-    "rrelu_": _call("rrelu_", -ONES, 0.1, 0.9, True),
-    "rrelu_with_noise": _call("rrelu_with_noise", -ONES, ONES, 0.1, 0.9, True),
-    "rrelu_with_noise_": _call("rrelu_with_noise_", -ONES, ONES, 0.1, 0.9, True),
-    "rrelu_with_noise.out": _call("rrelu_with_noise.out", -ONES, ONES, 0.1, 0.9, True, out=EMPTY),
-    "rrelu_with_noise_functional": _call("rrelu_with_noise_functional", -ONES, ONES, 0.1, 0.9, True),
     "native_dropout": _call("native_dropout", ONES, 0.3, True),
     "native_dropout.out": _call("native_dropout.out", ONES, 0.3, True, out0=EMPTY, out1=EMPTY.bool()),
     "scaled_dot_product_attention": _call("scaled_dot_product_attention", QUERY, QUERY, QUERY, None, 0.5),
@@ -161,6 +155,10 @@ def drawing():
 ELSEWHERE = {
     "_fused_sdp_choice": "chooses a kernel", "_nested_tensor_softmax_with_shape": "draws nothing",
     "_scaled_dot_product_flash_attention_for_cpu": "refuses dropout",
+    **dict.fromkeys((
+        "rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise.out",
+        "rrelu_with_noise_functional",
+    ), "refused in training: hardly anybody uses it"),
     "_scaled_dot_product_fused_attention_overrideable": "a vendor's to fill in",
     **dict.fromkeys((
         "_cudnn_attention_backward", "_cudnn_attention_forward", "_cudnn_init_dropout_state",

@@ -130,31 +130,6 @@ def _normal(
     return _given((drawn * spread + center).to(given[0].dtype), given[0].device, out)
 
 
-def _rrelu_with_noise(
-    torchs: Kernel,
-    self: Tensor,
-    noise: Tensor,
-    lower: float = 0.125,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: torch.Generator | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    if training:
-        # One number for each element, needed or not: otherwise one element's last bit could shift all others.
-        slopes = _uniforms(torchs, self.shape, generator) * (upper - lower) + lower
-        noise.copy_(torch.where(self <= 0, slopes.to(self), 1))
-        result = self * noise
-    else:
-        result = torch.nn.functional.leaky_relu(self, (lower + upper) / 2)
-    return result if out is None else out.resize_(self.shape).copy_(result)
-
-
-def _rrelu_with_noise_(torchs: Kernel, self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    return self.copy_(_rrelu_with_noise(torchs, self, *arguments, **options))
-
-
 def _randperm(torchs: Kernel, n: int, *, generator: torch.Generator | None = None, out: Tensor) -> Tensor:
     drawn = torchs(n, generator=generator, out=torch.empty(n, dtype=torch.int64))
     return out.resize_(n).copy_(drawn)
@@ -174,9 +149,6 @@ def host_kernels() -> dict[OpOverload, Kernel]:
         _aten.bernoulli_.Tensor: (_bernoulli_, uniform),
         _aten.bernoulli.out: (_bernoulli_out, uniform),
         _aten.exponential_.default: (_exponential_, uniform),
-        _aten.rrelu_with_noise.default: (_rrelu_with_noise, uniform),
-        _aten.rrelu_with_noise.out: (_rrelu_with_noise, uniform),
-        _aten.rrelu_with_noise_.default: (_rrelu_with_noise_, uniform),
         _aten.randperm.generator_out: (_randperm, _aten.randperm.generator_out),
         _aten.multinomial.out: (_compute, _aten.multinomial.default),
     }
