@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import cast
 
 from accelcore_lint.flow import BACKWARD, STEP, ZERO, Event, Flow, flows
 from accelcore_lint.rule import Mark, Rule
@@ -51,9 +52,8 @@ def _skips(flow: Flow, step: Event) -> bool:
 
 def _never(flow: Flow) -> Iterator[Mark]:
     for step in flow.of(STEP):
-        assert isinstance(step.node, ast.Call)
         backward = [event for event in flow.of(BACKWARD) if event.loop is step.loop and not event.excludes(step)]
-        made = _made_here(flow, step.node)
+        made = _made_here(flow, step)
         if step.loop is not None and backward and made and flow.order(backward[0]) < flow.order(step):
             yield Mark(
                 step.node,
@@ -63,9 +63,13 @@ def _never(flow: Flow) -> Iterator[Mark]:
             return
 
 
-def _made_here(flow: Flow, call: ast.Call) -> bool:
+def _made_here(flow: Flow, step: Event) -> bool:
+    """Return whether an optimizer of torch is made in this script, and not again for each step of it."""
+    call, names = cast("ast.Call", step.node), flow.script.names
     of = call.func.value if isinstance(call.func, ast.Attribute) else call
-    names = flow.script.names
+    values = [value for each in (of, *call.args) if (value := names.value(each)) is not None]
+    if any(step.loop in names.ancestors(value) for value in values):
+        return False  # as in a test, of parameters that are new, too
     made = {names.made_by(of), *(names.made_by(argument) for argument in call.args)}
     return any(name.startswith("torch.optim.") for name in made)
 

@@ -1,4 +1,4 @@
-"""ACC306, where the script may make windows of equal length itself."""
+"""Scripts that look wrong and are not: windows that they make whole themselves, and optimizers for one step."""
 
 import pytest
 from accelcore_lint.lint import check
@@ -38,3 +38,16 @@ def train(model, optimizer, loader, args):
 def test_a_window_is_short_unless_the_script_may_give_whole_ones(line, found):
     codes = [finding.code for finding in check(SOURCE.format(line=line))]
     assert ("ACC306" in codes) is found
+
+
+@pytest.mark.parametrize(("indent", "found"), [("", True), ("    ", False)])
+def test_gradients_of_an_optimizer_for_one_step_need_not_be_cleared(indent, found):
+    made = "    model = build()\n    optimizer = torch.optim.SGD(model.parameters(), lr=1)\n".replace(
+        "    ", f"    {indent}"
+    )
+    begin, loop = ("", made) if indent else (made, "")
+    source = (
+        f"import torch\n\n\ndef check(build, cases):\n{begin}    for case in cases:\n{loop}"
+        "        model(case).mean().backward()\n        optimizer.step()\n"
+    )
+    assert ("ACC304" in [finding.code for finding in check(source)]) is found
