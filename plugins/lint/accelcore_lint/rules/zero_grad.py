@@ -68,7 +68,7 @@ def _made_here(flow: Flow, step: Event) -> bool:
     call, names = cast("ast.Call", step.node), flow.script.names
     of = call.func.value if isinstance(call.func, ast.Attribute) else call
     values = [value for each in (of, *call.args) if (value := names.value(each)) is not None]
-    if any(step.loop in names.ancestors(value) for value in values):
+    if any(above is step.loop for value in values for above in names.ancestors(value)):
         return False  # as in a test, of parameters that are new, too
     made = {names.made_by(of), *(names.made_by(argument) for argument in call.args)}
     return any(name.startswith("torch.optim.") for name in made)
