@@ -109,9 +109,8 @@ def initialize(
     if not enabled:
         state.enabled, state.loss_scalers = False, []
         return models if optimizers is None else (models, optimizers)
-    for name, number in (("num_losses", num_losses), ("ddp_replica_count", ddp_replica_count)):
-        if not is_whole(number, 1):
-            raise AmpError(f"{name}={number!r} is not a whole number of 1 or more", remedy="give one, or remove it")
+    if not is_whole(num_losses, 1):
+        raise AmpError(f"num_losses={num_losses!r} is not a whole number of 1 or more", remedy="give one, or remove it")
     properties = _resolve(given)
     all_models, all_optimizers = listed(models, nn.Module, "model"), listed(optimizers, Optimizer, "optimizer")
     _check_models(all_models)

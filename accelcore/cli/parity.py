@@ -128,11 +128,6 @@ def replay(
       accelcore replay -m ref mypackage.train
     """  # noqa: D301  # click reads the backspace: what follows keeps its lines
     folder = Path(out) if out else beside(Path(reference), "-replay")
-    if Path(reference).is_file():
-        raise ConfigurationError(
-            f"{reference} is a file, not a recording",
-            remedy=f"the recording comes first: accelcore replay {script} {reference}",
-        )
     if batch and report:
         raise ConfigurationError("--batch writes no page", remedy="remove --report; --json prints the result")
     # No checkpoint is saved, so that each run begins where the one before began.

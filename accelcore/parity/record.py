@@ -102,8 +102,6 @@ class Record(Observer):
                 why=f"steps={steps}, counted from 1",
                 remedy="name steps within those",
             )
-        if not isinstance(batches, bool):
-            raise ConfigurationError(f"batches={batches!r} is not a bool", remedy="give True or False")
         if random not in (None, "everywhere"):
             raise ConfigurationError(f"random={random!r} is unknown", remedy='give "everywhere" or None')
         self._random, self._steps, self._batches = random, steps, batches

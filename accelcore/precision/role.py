@@ -168,7 +168,7 @@ class TorchPrecision(Precision):
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:
         """Return the context of `fp32` for a valid mode. A device with other switches than torch's overrides this."""
-        legacy_setting(torch.get_float32_matmul_precision)  # raises now if it could not be restored later
+        torch.get_float32_matmul_precision()  # raises now if it could not be restored later
         return self._switched(self._fast_setting if fast else "highest")
 
     def table(self, name: str = "torch") -> frozenset[str]:
@@ -182,7 +182,7 @@ class TorchPrecision(Precision):
     @contextmanager
     def _switched(self, setting: str) -> Iterator[None]:
         # The legacy setter on purpose: after a write through the new API, inductor's legacy reads raise.
-        before = legacy_setting(torch.get_float32_matmul_precision)
+        before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(setting)
         try:
             yield
@@ -195,18 +195,6 @@ class TorchPrecision(Precision):
                 f"there is no autocast table {name!r} on {self._device_type}",
                 available=", ".join(self._capabilities.autocast_tables),
             )
-
-
-def legacy_setting(read: Callable[[], T], of: str = "products") -> T:
-    """Return a setting that `fp32=` changes; raise ConfigurationError if torch refuses to read it."""
-    try:
-        return read()
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"the precision of fp32 {of} was set through torch.backends...fp32_precision",
-            why="torch cannot read that setting together with the one that fp32= changes",
-            remedy="use either fp32= or torch.backends...fp32_precision",
-        ) from error
 
 
 class Contexts:

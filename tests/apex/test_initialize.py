@@ -116,7 +116,6 @@ REFUSED = [
     ({"loss_scale": True}, "not a loss scale"),
     ({"loss_scale": float("nan")}, "not a loss scale"),
     ({"num_losses": 0}, "num_losses=0"),
-    ({"ddp_replica_count": 0.5}, "ddp_replica_count=0.5"),
 ]
 
 

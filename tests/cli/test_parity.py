@@ -132,13 +132,6 @@ def test_a_module_is_recorded_and_replayed(tmp_path, capfd, monkeypatch):
     assert "agree to the bit in 1 step\n" in capfd.readouterr().out
 
 
-def test_a_script_in_place_of_the_recording_is_named(tmp_path, capsys):
-    script = tmp_path / "train.py"
-    script.touch()
-    assert main(["replay", str(script), "ref"]) == 64
-    assert f"the recording comes first: accelcore replay ref {script}" in capsys.readouterr().err
-
-
 def test_a_script_that_is_missing_starts_nothing(tmp_path, capsys):
     missing = str(tmp_path / "train.py")
     for command in (["advise"], ["record", "--out", str(tmp_path / "ref")], ["replay", str(tmp_path / "ref")]):

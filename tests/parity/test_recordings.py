@@ -149,9 +149,7 @@ def test_steps_limits_what_is_recorded(tmp_path):
     assert compare(tmp_path / "ref", tmp_path / "ref").steps == 2
 
 
-@pytest.mark.parametrize(
-    "options", [{"operators": [0]}, {"batches": 1}, {"random": "here"}, {"steps": 0}, {"model": 1}]
-)
+@pytest.mark.parametrize("options", [{"operators": [0]}, {"random": "here"}, {"steps": 0}, {"model": 1}])
 def test_wrong_arguments_are_refused(tmp_path, options):
     with pytest.raises(accelcore.ConfigurationError, match=next(iter(options))):
         accelcore.Record(tmp_path / "ref", **options)

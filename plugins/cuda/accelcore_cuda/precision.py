@@ -11,7 +11,7 @@ import torch
 from accelcore.backend import Capabilities
 from accelcore.errors import logger
 from accelcore.precision.o1.table import Treatment
-from accelcore.precision.role import TorchPrecision, legacy_setting
+from accelcore.precision.role import TorchPrecision
 
 
 class CudaPrecision(TorchPrecision):
@@ -37,7 +37,7 @@ class CudaPrecision(TorchPrecision):
 
     def products(self, *, fast: bool) -> AbstractContextManager[None]:
         matrices = super().products(fast=fast)
-        legacy_setting(lambda: torch.backends.cudnn.allow_tf32, of="convolutions")
+        _ = torch.backends.cudnn.allow_tf32  # raises now if it could not be restored later
         return _with_convolutions(matrices, fast)
 
 
