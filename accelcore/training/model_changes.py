@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError, logger
 from accelcore.jobs.collectives import Collectives
-from accelcore.optim.flat.memory import Slot
 
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
@@ -100,52 +99,6 @@ class ModelSnapshot:
             f"the model or the optimizer has changed since its trainer was made: {changes}",
             remedy="call trainer.refresh() after a change: between two windows, and on all ranks of a job",
         )
-
-
-class ResumedParameters:
-    """Compare the trained parameters with those that a checkpoint's run trained, from a resume to the first step.
-
-    A script may freeze or unfreeze after the resume, and then call `Trainer.refresh`. A `refresh` without such a change
-    accepts the difference.
-    """
-
-    def __init__(self) -> None:
-        self._trained: set[str] = set()
-        self._differing: set[str] = set()  # names of parameters that only the checkpoint's run or this one trains
-
-    def prepared(self, slots: Sequence[Slot]) -> None:
-        """Note the parameters that the trainer was prepared for, at first and in each `refresh`."""
-        trained = {slot.name for slot in slots}
-        changed = trained ^ self._trained
-        self._differing = self._differing - changed if changed else set()  # what has changed is now as it was saved
-        self._trained = trained
-
-    def differences(self, saved: Iterable[str]) -> set[str]:
-        """Return the names of the parameters that only one of both trains."""
-        return self._trained ^ set(saved)
-
-    def restored(self, differing: set[str]) -> None:
-        """Note the `differences` from the checkpoint that was restored."""
-        self._differing = differing
-
-    def check(self) -> None:
-        """Raise TrainingError at the first step after a resume if other parameters are trained than before."""
-        if self._differing:
-            raise TrainingError(
-                self.describe(self._differing),
-                why="the resumed training would have other results than the run that saved it",
-                remedy="after trainer.resume or trainer.load, freeze or unfreeze as that run had, and call "
-                "trainer.refresh(). In a loop over epochs write `if epoch >= 1`, not `if epoch == 1`. To train other "
-                "parameters on purpose, call trainer.refresh() before the first step",
-            )
-
-    def describe(self, differing: set[str]) -> str:
-        """Return how one of the parameters differs, and how many do."""
-        name = min(differing)
-        number = f" ({len(differing)} parameters differ)" if len(differing) > 1 else ""
-        if name in self._trained:
-            return f"{name!r} is trained now, and was not when the checkpoint was saved{number}"
-        return f"{name!r} is frozen now, and was trained when the checkpoint was saved{number}"
 
 
 class ScriptCalls:

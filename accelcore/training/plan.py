@@ -16,7 +16,6 @@ from accelcore.precision.role import Contexts
 from accelcore.roles.compiler import Compiled
 from accelcore.training.captured import CapturedStep
 from accelcore.training.gradients import Gradients, PerTensor
-from accelcore.training.model_changes import ResumedParameters
 from accelcore.training.observers import Listeners
 from accelcore.training.options import TrainerOptions
 from accelcore.training.parallel.strategy import Strategy
@@ -43,7 +42,6 @@ class Plan:
     exact: dict[int, Tensor] = field(default_factory=dict)
     # for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`)
     masters: dict[int, nn.Parameter] = field(default_factory=dict)
-    resumed: ResumedParameters = field(default_factory=ResumedParameters)  # what a checkpoint's run trained
     forward: Callable[..., Any] = field(init=False)  # the model to call (`Replicate`, `Compile`)
     compiled: Compiled | None = None  # the compiled model; None if `compile` was not asked for
     captured: CapturedStep | None = None  # captures steps; None if `graph=True` was not asked for

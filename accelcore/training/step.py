@@ -71,8 +71,6 @@ class Step:
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
         self._overwrites = plan.compiled is not None and plan.compiled.overwrites
         self._snapshot = ModelSnapshot(plan.model, plan.optimizer, plan.strategy.reset)
-        self._resumed = plan.resumed
-        self._resumed.prepared(plan.gradients.slots)
         self.check_replicas = partial(check_replicas, plan)
         self.finite = FiniteCheck(plan, window.steps)
         self.failure: TrainingError | None = None  # why the trainer can no longer train
@@ -319,15 +317,11 @@ class Step:
             if self.is_open:
                 self.discard("the model or the optimizer has changed")
             raise
-        if trains:
-            self._resumed.check()
 
-    def check_model(self, *, trains: bool = False) -> None:
-        """Do what `check` does; raise TrainingError if model or optimizer have changed, or do not train but should."""
+    def check_model(self) -> None:
+        """Do what `check` does; raise TrainingError if model or optimizer have changed."""
         self.check()
         self._snapshot.check_model()
-        if trains:
-            self._resumed.check()
 
     def check_refreshable(self) -> None:
         """Raise TrainingError if a window is open, or if `Trainer.refresh` cannot follow the change."""

@@ -211,7 +211,7 @@ class Trainer(Checkpoints):
     def _read(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """Yield the batches of an epoch; make the schedule before, and flush the last window after."""
         check_loader(loader)
-        self._step.check_model(trains=True)
+        self._step.check_model()
         self._plan.gradients.refresh(thorough=True)
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)

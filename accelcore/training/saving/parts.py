@@ -17,7 +17,6 @@ from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.gradients import Gradients
-from accelcore.training.model_changes import ResumedParameters
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
@@ -74,9 +73,8 @@ class Part(ABC):
 
 @dataclass(frozen=True)
 class TrainedPart(Part):
-    """Names of the trained parameters. The first step after a resume compares them."""
+    """Names of the trained parameters. A resume logs the first that only the saved run trained, or only this one."""
 
-    resumed: ResumedParameters
     gradients: Gradients
     name = "trained"
 
@@ -89,15 +87,25 @@ class TrainedPart(Part):
             return lambda: None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
-        differing = self.resumed.differences(names)
-        if differing and as_dict(saved.own.get("window"), "window", "micro")["micro"]:
+        differing = {slot.name for slot in self.gradients.slots} ^ set(names)
+        if not differing:
+            return lambda: None
+        name = min(differing)
+        what = f"{name!r} is " + ("frozen now, and was trained" if name in names else "trained now, and was not")
+        what += f" when the checkpoint was saved (parameters that differ: {len(differing)})"
+        if as_dict(saved.own.get("window"), "window", "micro")["micro"]:
             raise CheckpointError(
-                self.resumed.describe(differing),
+                what,
                 why="the checkpoint was saved within a window, whose gradients belong to the parameters trained then",
                 remedy=f"{saved.between_windows()}. Or freeze or unfreeze as that run had, and call trainer.refresh() "
                 "before the resume. To avoid this, save where trainer.window_closed is True",
             )
-        return lambda: self.resumed.restored(differing)
+        return lambda: logger.warning(
+            "%s: the results differ from those of the run that saved it, unless the script now freezes or unfreezes "
+            "as that run had, by requires_grad_, and calls trainer.refresh(). In a loop over epochs write "
+            "`if epoch >= 1`, not `if epoch == 1`",
+            what,
+        )
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def test_another_optimizer_or_other_groups_are_refused(accel, tmp_path):
             new.load(tmp_path, optimizer=True)
 
 
-def test_other_trained_parameters_are_refused_at_the_first_step(accel, tmp_path):
+def test_other_trained_parameters_are_reported(accel, tmp_path, caplog):
     trainer = make(accel)
     train(trainer, 1)
     trainer.save(tmp_path)
@@ -138,8 +138,7 @@ def test_other_trained_parameters_are_refused_at_the_first_step(accel, tmp_path)
     model[0].requires_grad_(False)
     new = make(accel, model=model)
     new.load(tmp_path, optimizer=True)
-    with pytest.raises(accelcore.TrainingError, match=r"'0\.bias' is frozen now"):
-        new(DATA[0])
+    assert "'0.bias' is frozen now" in caplog.text
     model[0].requires_grad_(True)
     new.refresh()
     assert float(new(DATA[0])) == float(trainer(DATA[0]))
