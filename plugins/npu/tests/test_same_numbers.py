@@ -55,7 +55,7 @@ def run(accel, *, compile=False):
     device = accel.device
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3, device=device), torch.nn.ReLU(), torch.nn.Dropout2d(0.25),
-        torch.nn.Flatten(), torch.nn.Linear(4 * 36, 32, device=device), torch.nn.RReLU(), torch.nn.Dropout(0.5),
+        torch.nn.Flatten(), torch.nn.Linear(4 * 36, 32, device=device), torch.nn.LeakyReLU(), torch.nn.Dropout(0.5),
         torch.nn.Linear(32, 10, device=device),
     )  # fmt: skip
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
