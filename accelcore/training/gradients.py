@@ -197,7 +197,14 @@ class ShardedGradients(PerTensor):
         for slot, value in zip(self.slots, self.values, strict=True):
             now = to_local(slot.parameter)
             if now.data_ptr() != value.data_ptr():
-                value.data = now  # torch refuses another dtype or device
+                if (now.dtype, now.device, now.shape) != (value.dtype, value.device, value.shape):
+                    raise TrainingError(
+                        f"the parameter {slot.name!r} is {now.dtype} on {now.device}, and was {value.dtype} on "
+                        f"{value.device}",
+                        why="it was changed after the trainer was made",
+                        remedy="move and cast the model before the trainer is made, or make a new trainer",
+                    )
+                value.data = now
 
     def collect(self) -> None:
         self.refresh()

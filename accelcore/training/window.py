@@ -109,6 +109,10 @@ class Window:
 
     def _checked(self, weight: float | Tensor) -> Tensor:
         if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise TrainingError(
+                    f"the weight of a micro-batch has shape {tuple(weight.shape)}", remedy="give a number or a scalar"
+                )
             return weight.detach().reshape(()).to(self._device, torch.float32)
         if self._tensors_only:
             raise TrainingError(

@@ -119,7 +119,7 @@ def test_large_weights_leave_small_gradients_what_they_are(accel):
 
 
 @pytest.mark.parametrize(
-    "weight", [-1, float("nan"), float("inf"), True, "7", None, [1]], ids=lambda weight: str(weight)[:9]
+    "weight", [-1, float("nan"), float("inf"), True, "7", None, torch.ones(2), [1]], ids=lambda weight: str(weight)[:9]
 )
 def test_what_is_no_weight_is_refused_and_the_next_window_is_right(accel, weight):
     bad = [False, True, False, False]
