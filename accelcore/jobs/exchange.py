@@ -23,12 +23,10 @@ _LETTER = 512  # bytes in which a rank describes its call to the others: enough 
 
 def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:
     """Concatenate the rows of all ranks, in the order of ranks; see `Job.gather`."""
-    own, refused = _as_rows(rows)
-    kind = "refused" if refused else None if own is None else _kind_of_rows(own)
+    own = _as_rows(rows)
+    kind = None if own is None else _kind_of_rows(own)
     told = exchange(collectives, "gather", [0 if own is None else len(own), kind])
     counts, kinds = [count for count, _ in told], [kind for _, kind in told]
-    if "refused" in kinds:
-        raise refused or _other_rank_failed(kinds.index("refused"))
     known = [kind for kind in kinds if kind is not None]
     if not known:
         raise ConfigurationError(
@@ -64,14 +62,8 @@ def gather(collectives: Collectives, rows: Tensor | Sequence[Tensor]) -> Tensor:
 
 def gather_objects(collectives: Collectives, value: Any, call: str = "gather_objects") -> list[Any]:
     """Return the objects of all ranks, in the order of ranks; see `Job.gather_objects`. Errors name `call`."""
-    refused: ConfigurationError | None = None
-    try:
-        data = _to_bytes(value)
-    except ConfigurationError as error:  # the other ranks wait for this one: a length of 0 tells them
-        refused, data = error, torch.empty(0, dtype=torch.uint8)
+    data = _to_bytes(value)
     lengths = exchange(collectives, call, len(data))
-    if 0 in lengths:
-        raise refused or _other_rank_failed(lengths.index(0))
     return [_from_bytes(part) for part in torch.split(gather(collectives, data), lengths)]
 
 
@@ -143,13 +135,13 @@ def tensor_kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device.type}"
 
 
-def _as_rows(given: Any) -> tuple[Tensor | None, ConfigurationError | None]:
-    """Return the rows of a tensor or list of tensors (None if the list is empty), or the error for anything else."""
+def _as_rows(given: Any) -> Tensor | None:
+    """Return the rows of a tensor or list of tensors; None if the list is empty."""
     parts = given if isinstance(given, list | tuple) else [given]
     for part in parts:
         if not isinstance(part, Tensor):
             what = f"a list with {kind_of(part)} in it" if part is not given else kind_of(given)
-            return None, ConfigurationError(
+            raise ConfigurationError(
                 f"gather takes a tensor or a list of tensors, not {what}",
                 remedy="make a tensor of it, as by torch.tensor(...); job.mean(...) averages a number over ranks; "
                 "job.gather_objects(...) takes other values",
@@ -158,11 +150,11 @@ def _as_rows(given: Any) -> tuple[Tensor | None, ConfigurationError | None]:
     kinds = {str(_kind_of_rows(part)): part for part in rows}
     if len(kinds) > 1:
         first, second, *_ = (f"{part.dtype} of shape {tuple(part.shape)}" for part in kinds.values())
-        return None, ConfigurationError(
+        raise ConfigurationError(
             f"gather got a list with tensors of different kinds: {first}, and {second}",
             remedy="give tensors that differ in the number of rows only, and gather each kind separately",
         )
-    return (torch.cat(rows) if len(rows) > 1 else rows[0] if rows else None), None
+    return torch.cat(rows) if len(rows) > 1 else rows[0] if rows else None
 
 
 def _kind_of_rows(rows: Tensor) -> list[Any]:
@@ -170,14 +162,8 @@ def _kind_of_rows(rows: Tensor) -> list[Any]:
     return [str(rows.dtype).removeprefix("torch."), list(rows.shape[1:]), rows.device.type]
 
 
-def _other_rank_failed(rank: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"rank {rank} gave a value that cannot be gathered", remedy=f"see the error message of rank {rank}"
-    )
-
-
 def _to_bytes(value: object) -> Tensor:
-    """Encode an object as a one-dimensional uint8 tensor, which is never empty."""
+    """Encode an object as a one-dimensional uint8 tensor."""
     from safetensors.torch import save  # imported on first use, as is the codec
 
     from accelcore.checkpoint.codec import encode

@@ -135,8 +135,8 @@ class Job:
                 for each batch, which are concatenated; the list is empty on a rank without batches.
 
         Raises:
-            ConfigurationError: on every rank, if rows differ in dtype, shape or type of device, if a rank gave
-                something else, or if all lists are empty.
+            ConfigurationError: on every rank, if rows differ in dtype, shape or type of device, or if all lists are
+                empty; on a rank that gave something else.
         """
         return gather(self._collectives, rows)
 
@@ -148,7 +148,7 @@ class Job:
                 pickled.
 
         Raises:
-            ConfigurationError: on every rank, if a rank gave something else.
+            ConfigurationError: on a rank that gave something else.
         """
         return gather_objects(self._collectives, value)
 
