@@ -28,11 +28,9 @@ def check_loss(loss: Any, model: nn.Module) -> None:
         )
     function = loss.forward if isinstance(loss, nn.Module) else loss
     given = bound(function, model, None)
-    is_swapped = given is not None and [*given.signature.parameters][1:2] == ["model"]
-    if is_swapped or given is None:
+    if given is None:
         raise ConfigurationError(
-            f"loss={getattr(loss, '__name__', kind_of(loss))} "
-            + ("takes the model second" if is_swapped else "does not take two arguments"),
+            f"loss={getattr(loss, '__name__', kind_of(loss))} does not take two arguments",
             why="it is called as loss(model, batch)",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )

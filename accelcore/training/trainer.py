@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.errors import ConfigurationError
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
@@ -242,16 +242,12 @@ class Trainer(Checkpoints):
         together = self._plan.strategy.layout == "shards"
         return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader, together=together)
 
-    def __call__(self, batch: Any, *others: Any) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
 
-        Tensors of the batch that are elsewhere are moved to the device first.
+        Tensors of the batch that are elsewhere are moved to the device first. Several are one batch as a tuple:
+        `trainer((inputs, targets))`.
         """
-        if others:
-            raise TrainingError(
-                f"the trainer was called with {1 + len(others)} arguments, and takes one batch",
-                remedy="write trainer((inputs, targets)); the function loss= gets the tuple",
-            )
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
         step.calls.note("trainer(batch)")

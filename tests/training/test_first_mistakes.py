@@ -144,7 +144,6 @@ def test_a_backend_lives_in_a_config(accel):
         ({"lr": 1e-3}, "no option 'lr'(.|\n)*available"),
         ({"fp16": True}, "did you mean 'precision'"),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
-        ({"parallel": accelcore.FSDP}, r"make it: parallel=FSDP\(\)"),
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
         ({"parallel": nn.parallel.DistributedDataParallel}, "did you mean parallel='ddp'"),
         ({"precision": "mixed"}, r"'mixed'\n  available: fp32, (.|\n)*\"bf16\", or \"fp16\""),
@@ -163,7 +162,6 @@ def test_words_of_other_libraries(accel, options, says):
     [
         (lambda accel, of: accel.runtime.prefetch(LOADER), r"DataLoader is not a batch(.|\n)*for batch in loader"),
         (lambda accel, of: accel.runtime.to_device(iter(LOADER)), r"not a batch(.|\n)*for batch in loader"),
-        (lambda accel, of: accel.replicate(of), r"RoutedOptimizer cannot(.|\n)*accel\.replicate\(model\)"),
         (lambda accel, of: accelcore.Log("outputs", evry=5), "'evry'(.|\n)*did you mean 'every'"),
         (lambda accel, of: accelcore.Progress(second=1), "'second'(.|\n)*did you mean 'seconds'"),
         (lambda accel, of: Policy(model_dtype="bf17"), "did you mean 'bf16'"),
@@ -223,12 +221,6 @@ def test_a_loader_in_place_of_a_batch_is_refused_and_the_next_step_is_right(acce
     for _ in range(2):
         trainer(torch.ones(2, 4))
     assert trainer.steps == 1
-
-
-def test_a_loss_that_names_the_model_second_is_refused_when_the_trainer_is_made(accel):
-    model = net()
-    with pytest.raises(ConfigurationError, match=r"takes the model second(.|\n)*loss\(model, batch\)"):
-        accel.trainer(model, sgd(model), loss=lambda batch, model: model(batch[0]).sum())
 
 
 def test_an_offload_of_a_model_without_parts_says_what_to_do(accel):

@@ -31,14 +31,6 @@ def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):
     assert trainer.steps == 0
 
 
-def test_a_batch_in_parts_is_refused_with_what_to_write(accel):
-    model = net()
-    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of)
-    with pytest.raises(accelcore.TrainingError, match=r"trainer\(\(inputs, targets\)\)"):
-        trainer(*data(1)[0])
-    assert trainer.steps == 0
-
-
 @pytest.mark.parametrize("options", [{"clip": torch.nn.utils.clip_grad_norm_}, {"weight": lambda model, batch: 1.0}])
 def test_a_function_of_other_arguments_is_refused_when_the_trainer_is_made(accel, options):
     model = net()

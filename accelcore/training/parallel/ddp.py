@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
+from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
 from accelcore.training.options import TrainerOptions
@@ -21,7 +21,6 @@ from accelcore.training.parallel.strategy import (
     broadcast_buffers,
     check_no_launcher,
 )
-from accelcore.util.text import kind_of
 
 
 class DDP(Strategy):
@@ -106,10 +105,6 @@ class DDP(Strategy):
 
 def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
     """Move a module to the device, and let ranks average its gradients in backward; see `Backend.replicate`."""
-    if not isinstance(module, nn.Module):
-        raise ConfigurationError(
-            f"{kind_of(module)} cannot be replicated", remedy="give the module: net = accel.replicate(model)"
-        )
     collectives = backend.collectives
     if collectives.world_size == 1:
         check_no_launcher("call job = accel.join() before, or replicate inside `with accel.distributed():`")
