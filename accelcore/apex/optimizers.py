@@ -23,15 +23,6 @@ __all__ = [
     "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSprop", "NpuFusedRMSpropTF", "NpuFusedSGD",
 ]  # fmt: skip
 
-_NVIDIAS_LAMB = (
-    "its Lamb corrects the bias of the moments and clips by a global norm; Ascend's Lamb, NpuFusedLamb, does neither"
-)
-_REFUSED = {
-    "FusedLAMB": _NVIDIAS_LAMB,
-    "FusedMixedPrecisionLamb": _NVIDIAS_LAMB,
-    "FusedNovoGrad": "no backend has a NovoGrad",
-}
-
 
 class _ByDevice(Optimizers):
     """Registry that chooses among the routes of the parameters' device, wherever they are at that moment."""
@@ -138,11 +129,3 @@ FusedAdagrad = _function(
     "FusedAdagrad", "adagrad", "NVIDIA's FusedAdagrad: `torch.optim.Adagrad`.",
     lr=1e-2, eps=1e-10, weight_decay=0.0, set_grad_none=True, adagrad_w_mode=False,
 )  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _REFUSED:
-        raise UnsupportedError(
-            f"accelcore.apex has no optimizers.{name}", why=_REFUSED[name], available=", ".join(__all__)
-        )
-    raise AttributeError(f"accelcore.apex.optimizers has no {name!r}, only {', '.join(__all__)}")

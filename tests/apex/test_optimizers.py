@@ -104,11 +104,8 @@ def test_what_would_be_computed_in_another_way_is_refused(name, given):
 
 
 def test_nvidias_lamb_is_not_ascends():
-    with pytest.raises(accelcore.UnsupportedError, match="NpuFusedLamb"):
-        _ = optimizers.FusedLAMB
+    assert not hasattr(optimizers, "FusedLAMB")
     assert optimizers.Lamb(parameters()).name == "lamb"
-    with pytest.raises(AttributeError, match="NpuFusedSGD"):
-        _ = optimizers.NpuFusedSGB
 
 
 def test_groups_generators_and_single_tensors_are_taken_as_by_torch():
