@@ -127,11 +127,6 @@ def not_all_came(call: str, why: str) -> DistributedError:
 
 def tensor_kind(tensor: Tensor) -> str:
     """Return dtype, shape and type of device of a tensor, which all ranks must have in common."""
-    if not isinstance(tensor, Tensor):
-        raise ConfigurationError(
-            f"ranks exchange tensors, not {kind_of(tensor)}",
-            remedy="make a tensor of it on accel.device; job.mean(...) takes numbers",
-        )
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device.type}"
 
 

@@ -47,7 +47,7 @@ class DataStream:
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._in_epochs = self._warned = False
+        self._warned = False
         self._keeps_epoch = False  # whether the script has set the epoch
         self.total_epochs: int | None = None
         self._batches: int | None = None
@@ -122,23 +122,9 @@ class DataStream:
         # An epoch ends when the loop asks for the next one, even if its batches were not read here.
         while self.epoch < total:
             epoch, loop = self.epoch, self.loop
-            self._in_epochs = True
-            try:
-                yield epoch
-            finally:
-                self._in_epochs = False
+            yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
-
-    def check_resumable(self) -> None:
-        """Raise TrainingError in the loop over `epochs`."""
-        if self._in_epochs:
-            raise TrainingError(
-                "trainer.resume() was called inside the loop over trainer.epochs(...)",
-                why="each call goes back to the checkpoint's epoch, so that the loop may never end",
-                remedy="call it once, before the loop; to go back while training, leave the loop by break, resume, and "
-                "begin another",
-            )
 
     @property
     def place(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import tensors
-from accelcore.util.text import kind_of
 
 
 class Evaluation(Batches):
@@ -51,8 +50,8 @@ class Evaluation(Batches):
             A float, or a dict of floats.
 
         Raises:
-            TrainingError: `function` returned something else; or a scalar, and the batch has no tensors, or tensors
-                that differ in dimension 0.
+            TrainingError: `function` returned a scalar, and the batch has no tensors, or tensors that differ in
+                dimension 0.
             ConfigurationError: there are no rows at all.
         """
         totals: dict[str, list[Tensor]] = defaultdict(list)
@@ -80,11 +79,6 @@ class Evaluation(Batches):
 
 
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
-    if not isinstance(value, Tensor | SupportsFloat):
-        raise TrainingError(
-            f"the function returned {kind_of(value)} for a batch, not a tensor",
-            remedy="return a tensor with one value for each row, a scalar, or a dict of these",
-        )
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
     if value.dim():

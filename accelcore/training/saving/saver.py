@@ -184,8 +184,6 @@ class Checkpoints(ABC):
                 state is restored, nothing can train any more, on any rank.
         """
         trainings, folder = self._trainings(None), store.as_path(folder)
-        for training in trainings.values():
-            training.saver.check_resumable()
         starts_at = next(iter(trainings.values())).saver.starts_at
         if starts_at == 0 and not must_exist:
             return None
@@ -258,9 +256,6 @@ class Saver:
         if checkpoint is not None and rank == 0:
             notice("loaded the model%s of %s", " and the optimizer's state" if optimizer else "", checkpoint.path)
         return rest
-
-    def check_resumable(self) -> None:
-        self._stream.check_resumable()
 
     @property
     def steps(self) -> int:

@@ -67,3 +67,13 @@ def test_an_epoch_counts_where_its_batches_were_read_in_another_way(accel):
 def test_what_is_no_number_of_epochs_is_refused(accel, total):
     with pytest.raises(accelcore.ConfigurationError, match="number of epochs"):
         make(accel).epochs(total)
+
+
+def test_a_loop_that_resumes_and_saves_in_each_epoch_ends(accel, tmp_path):
+    trainer, seen = make(accel), []
+    for _ in trainer.epochs(3):
+        trainer.resume(tmp_path)
+        seen.append(trainer.epoch)
+        list(map(trainer, trainer.batches(DATA)))
+        trainer.save(tmp_path)
+    assert seen == [0, 1, 2]
