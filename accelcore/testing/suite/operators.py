@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accelcore import Backend
+from accelcore.testing.suite.lists import ListTests
 from accelcore.testing.suite.modules import ModuleTests
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import Found, is_refusal, known_faults
@@ -57,7 +58,7 @@ def _report(found: Found, name: str, record: Callable[[str, object], None]) -> N
         record("on_host", f"{name} ({', '.join(sorted(found.on_host))})")
 
 
-class TestOperators(ModuleTests, DeviceTests):
+class TestOperators(ListTests, ModuleTests, DeviceTests):
     """Operators of training."""
 
     @pytest.mark.parametrize("name", SAMPLED)

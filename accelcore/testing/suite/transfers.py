@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -28,14 +30,18 @@ def kept_memory(accel: Backend) -> list[Tensor]:
     return found
 
 
-_LAYOUTS: dict[str, Callable[[], Tensor]] = {
-    "contiguous": lambda: torch.arange(24.0).reshape(2, 3, 2, 2),
-    "channels last": lambda: torch.arange(24.0).reshape(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
-    "channels last in 3-D": lambda: (
-        torch.arange(48.0).reshape(2, 3, 2, 2, 2).contiguous(memory_format=torch.channels_last_3d)
+def _range(*shape: int) -> Tensor:
+    return torch.arange(float(math.prod(shape))).reshape(shape)
+
+
+_LAYOUTS: dict[str, Callable[..., Tensor]] = {  # of some elements, or `n` times as many in each dimension
+    "contiguous": lambda n=1: _range(2 * n, 3 * n, 2 * n, 2 * n),
+    "channels last": lambda n=1: _range(2 * n, 3 * n, 2 * n, 2 * n).contiguous(memory_format=torch.channels_last),
+    "channels last in 3-D": lambda n=1: _range(2 * n, 3 * n, 2, 2, 2 * n).contiguous(
+        memory_format=torch.channels_last_3d
     ),
-    "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
-    "permuted": lambda: torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+    "transposed": lambda n=1: _range(2 * n, 3 * n).t(),
+    "permuted": lambda n=1: _range(2 * n, 3 * n, 4 * n).permute(2, 0, 1),
 }
 _of_ways = pytest.mark.parametrize("way", ["to_device", "prefetch", "to", "non_blocking", "copy_"])
 
@@ -85,6 +91,27 @@ class TransferTests:
             accel.runtime.synchronize()
             for what, arrived in found.items():
                 assert torch.equal(arrived.cpu(), tensor), f"{what} with {other} the values are others"
+
+    @pytest.mark.parametrize("layout", _LAYOUTS)
+    def test_conversions_in_other_strides(self, accel: Backend, layout: str) -> None:
+        """A conversion rounds to the nearest number of the dtype in any strides, also if it changes the strides."""
+        known = [getattr(torch, name) for name in accel.capabilities.model_dtypes]
+        for n, (source, target) in product((1, 5), permutations([*known, torch.int32], 2)):
+            shape = _LAYOUTS[layout](n).shape
+            numbers = 20 * torch.randn(shape, generator=torch.Generator().manual_seed(6))
+            exact = numbers.to(source).double()  # contiguous, as all that leads to the right numbers
+            right = (exact if target.is_floating_point else exact.trunc()).to(target)
+            there = torch.empty_like(_LAYOUTS[layout](n), dtype=source).copy_(numbers.to(source)).to(accel.device)
+            images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
+            columns = torch.empty(shape[::-1], dtype=target, device=accel.device)
+            found = {
+                **{f"to({each})": there.to(target, memory_format=each) for each in (torch.preserve_format, images)},
+                "contiguous": there.to(target, memory_format=torch.contiguous_format),
+                "copy_": torch.empty(shape, dtype=target, device=accel.device).copy_(there),
+                "copy_ to columns": columns.permute(*reversed(range(len(shape)))).copy_(there),
+            }
+            for way, converted in found.items():
+                assert torch.equal(converted.cpu(), right), f"{source} that is {layout} by {way} is wrong in {target}"
 
     @_of_ways
     def test_large_tensors_travel(self, accel: Backend, way: str) -> None:

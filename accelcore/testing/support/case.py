@@ -260,9 +260,12 @@ class Case:
             drawn = [(drawn_weights(shape, root.dtype), root) for shape, root in shapes]
             moved = [(placed(each, to.device, layout) if layout else each.to(to.device), to) for each, to in drawn]
             weights = [each.expand(root.shape) for each, root in moved]
-            if not layout:  # what an earlier pass through the graph leaves is right for the next one
-                torch.autograd.grad(roots, leaves, weights, allow_unused=True, retain_graph=True)
-            grads = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
+            before, passes = list[Tensor](), partial(torch.autograd.grad, roots, leaves, allow_unused=True)
+            if not layout:  # two passes through one graph change nothing of each other
+                before = tensors(passes([-each for each in weights], retain_graph=True))
+            kept = [each.clone() if each.dtype != torch.float64 else each for each in before]  # not of the oracle
+            grads = passes(weights)
+            assert all(map(_same, before, kept)), "a second backward pass changes the gradients of the first"
             found += [(f"{two} {n}", grad) for n, grad in enumerate(grads) if grad is not None]
         return found + self._arguments_after(arguments)
 
