@@ -100,17 +100,6 @@ def _many(device: torch.device) -> list[Tensor]:
     return [torch.ones(2 * number, device=device)[:: 1 + number // 90] for number in (*range(100), 0)]
 
 
-def _changed(change: Callable[[list[Tensor]], object]) -> Compute:
-    def compute(device: torch.device) -> Tensor:
-        totals = []
-        for tensors in (_many(device), _many(device)[:-1]):
-            change(tensors)
-            totals.append(torch.stack([tensor.sum() for tensor in tensors]).sum())
-        return torch.stack(totals)
-
-    return compute
-
-
 def _hidden(x: Tensor) -> Tensor:
     """Return a mask of a long run, beside which 4,300 of many numbers are left."""
     return (x >= 300) & (x < _ROWS - 4000)
@@ -171,20 +160,6 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     ),
     "truth of whole numbers": (_of(_whole(256, 2**32, 0), lambda x: x.bool()), [1, 1, 0]),
     "range of whole numbers": (lambda device: torch.arange(_LARGE, _LARGE + 3, device=device) - _LARGE, [0, 1, 2]),
-    "norms of many tensors": (
-        lambda device: torch.stack(
-            [torch.stack(torch._foreach_norm(each)).square().sum() for each in (_many(device), _many(device)[:-1])]
-        ),
-        [_COUNT, _COUNT],
-    ),
-    "norms of long tensors": (_of(_ones(_LONG), lambda x: torch.stack(torch._foreach_norm([x, x[:9]]))), [512, 3]),
-    "addition to many tensors": (_changed(lambda tensors: torch._foreach_add_(tensors, 1.0)), [2 * _COUNT] * 2),
-    "multiplication of many tensors": (_changed(lambda tensors: torch._foreach_mul_(tensors, 3.0)), [3 * _COUNT] * 2),
-    "zeros in many tensors": (_changed(torch._foreach_zero_), [0, 0]),
-    "copies of many tensors": (
-        _changed(lambda tensors: torch._foreach_copy_(tensors, [tensor * 5 for tensor in tensors])),
-        [5 * _COUNT] * 2,
-    ),
     "concatenation of many tensors": (lambda device: torch.cat(_many(device)).sum(), [_COUNT]),
     "stack of many tensors": (lambda device: torch.stack([torch.ones(2, device=device)] * 300).sum(), [600]),
     "sums of many rows": (_of(_ones(_ROWS), lambda x: x.expand(3, -1).t().sum(1)[[0, -1]]), [3, 3]),

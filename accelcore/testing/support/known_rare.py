@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,40 +80,6 @@ def _gradient_of_grouped(device: torch.device) -> Tensor:
     output, values = _grouped(device)
     (found,) = torch.autograd.grad(output, values, torch.tensor([1.0, 10.0, 100.0, 1000.0], device=device))
     return found.sum((0, 2, 3))
-
-
-_LISTS: dict[str, tuple[Callable[..., Any], Callable[[float, float], float]]] = {
-    "add": (torch._foreach_add_, lambda a, b: a + b),
-    "sub": (torch._foreach_sub_, lambda a, b: a - b),
-    "mul": (torch._foreach_mul_, lambda a, b: a * b),
-    "div": (torch._foreach_div_, lambda a, b: a / b),
-    "copy": (torch._foreach_copy_, lambda a, b: b),
-    "maximum": (torch._foreach_maximum_, max),
-    "lerp": (lambda to, other: torch._foreach_lerp_(to, other, 0.25), lambda a, b: a + (b - a) / 4),
-    "addcmul": (lambda to, other: torch._foreach_addcmul_(to, other, other, 2.0), lambda a, b: a + 2 * b * b),
-    "addcdiv": (lambda to, other: torch._foreach_addcdiv_(to, [t.square() for t in other], other), lambda a, b: a + b),
-}
-_FIRST, _SECOND = [3.0, 5.0, 7.0, 9.0, 11.0, 13.0], [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
-
-
-def _in_other_strides(change: Callable[..., Any]) -> Compute:
-    """Return a computation on pairs of matrices of which the first, the second or neither is transposed in memory."""
-
-    def compute(device: torch.device) -> Tensor:
-        def made(values: list[float], transposed: bool) -> Tensor:
-            matrix = torch.tensor(values, device=device).reshape(2, 3)
-            return matrix.t().contiguous().t() if transposed else matrix
-
-        ways = ((False, True), (True, False), (False, False))
-        first, second = [made(_FIRST, way) for way, _ in ways], [made(_SECOND, way) for _, way in ways]
-        change(first, second)
-        return torch.cat([each.flatten() for each in first])
-
-    return compute
-
-
-def _in_lists(combine: Callable[[float, float], float]) -> list[float]:
-    return [combine(a, b) for a, b in zip(_FIRST, _SECOND, strict=True)] * 3
 
 
 _SHAPES_OF_BIASES = ((2, 2), (1, 2), (2, 1), (2,))
@@ -331,14 +296,6 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
         of_values(lambda x: torch.stack([torch.linalg.vector_norm(x, each) for each in _NORMS]), 1.0, _NAN),
         [_NAN] * 3,
     ),
-    "norms of lists": (
-        of_values(
-            lambda x: torch.stack([norm for each in _NORMS for norm in torch._foreach_norm([x, x[:1]], each)]),
-            -4.0,
-            3.0,
-        ),
-        [7, 4, 5, 4, 4, 4],
-    ),
     "places of equal numbers": (
         of_values(lambda x: torch.stack([x.argmin(), x.argmin(0), (-x).argmax(), (-x).argmax(0)]), 2.0, 0.0, 1.0, 0.0),
         [1, 1, 1, 1],
@@ -384,9 +341,5 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
     ),
     "a tensor that grows": (of_values(_grown, *_SQUARE), _SQUARE),
     "memory that grows": (of_values(_grown_memory, *_SQUARE), _SQUARE),
-    **{
-        f"{name} of lists in other strides": (_in_other_strides(change), _in_lists(combine))
-        for name, (change, combine) in _LISTS.items()
-    },
 }
 """Computations on a device by name, and the numbers that they give in order."""

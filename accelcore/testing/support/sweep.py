@@ -142,7 +142,8 @@ def compare(
         if dtype == torch.float32:
             _compare_rare(found, device, name, rare(name, info, dtype, every, chosen))
             if name in SAMPLED and name not in ROUGH:
-                for arguments in _of_many(name, info, every, elementwise) if name not in UNIQUE_INDICES else ():
+                given = [*map(arguments_of, every), *of_other_options(info, dtype, every, [])]
+                for arguments in _of_many(name, info, given, elementwise) if name not in UNIQUE_INDICES else ():
                     Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
                 for arguments in _expanded(every) if name not in ORDERED else ():
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
@@ -155,16 +156,12 @@ def compare(
                 if info.supports_gradgrad:
                     for given in [arguments_of(every[0]), *islice(_of_other_dimensions(info, dtype, every), 3)]:
                         Case(found, device, name, Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
-            finite = name in ROUGH or not defines_infinities(name)
-            if not finite and (name in SAMPLED or name.startswith("nn.functional.") or kind in _ANY_NUMBERS):
-                plane = arguments_of(max(every, key=_is_plane))
-                weighted = map(arguments_of, sorted(every, key=_weight, reverse=True))
-                changes = [(what, with_infinity(plane, infinity)) for what, infinity in INFINITE.items()]
-                for what, changed in [*changes, *(("with NaN", each) for each in with_nans(info.op, weighted))]:
-                    if changed is not None:
-                        Case(found, device, name, info, dtype, changed, what, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
+        in_fp32 = dtype == torch.float32 and (name.startswith("nn.functional.") or kind in _ANY_NUMBERS)
+        if dtype.is_floating_point and (name in SAMPLED or in_fp32) and name not in ROUGH:
+            for what, given in _not_finite(name, info, dtype, every, elementwise=elementwise):
+                Case(found, device, name, info, dtype, given, what, elementwise).run()
     floating = [each for each in dtypes if each.is_floating_point and each in known]
     if binary:
         _compare_dtypes(found, device, name, info, _of_two_dtypes(floating))
@@ -201,9 +198,28 @@ def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
         return
     if not needs_lapack(info) and name not in (*UNWRITTEN, *_OF_MANY_RESULTS):
         elementwise = type(info).__name__ in ("BinaryUfuncInfo", "UnaryUfuncInfo")
-        for arguments in islice(_of_many(name, info, every[:_MOST_ENLARGED], elementwise), 2):
+        given = map(arguments_of, every[:_MOST_ENLARGED])
+        for arguments in islice(_of_many(name, info, list(given), elementwise), 2):
             yield Rare(info, dtype, arguments, "of many elements")
     yield Rare(Between(info), dtype, arguments_of(max(every, key=_weight)), "between other calls")
+
+
+def _not_finite(
+    name: str, info: Any, dtype: torch.dtype, every: list[Any], *, elementwise: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield samples with infinities and NaN; in bf16 and fp16, whose kernels may be others, one of each.
+
+    In these, the CPU's products multiply infinities by the zeros of a padding.
+    """
+    if not defines_infinities(name):
+        return
+    plane, is_low = arguments_of(max(every, key=_is_plane)), dtype != torch.float32
+    infinities = list(INFINITE.items()) if elementwise or not is_low else []
+    for what, infinity in infinities[dtype == torch.float16 :][: 1 if is_low else None]:
+        if (changed := with_infinity(plane, infinity)) is not None:
+            yield what, changed
+    weighted = map(arguments_of, sorted(every, key=_weight, reverse=True))
+    yield from (("with NaN", each) for each in with_nans(info.op, weighted)[: 1 if is_low else None])
 
 
 def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable[Rare]) -> None:
@@ -299,19 +315,18 @@ def _expanded(every: list[Any]) -> Iterator[Any]:
         yield from islice((arguments for arguments in found if arguments is not None), 1)
 
 
-def _of_many(name: str, info: Any, every: list[Any], elementwise: bool) -> Iterator[Any]:
-    """Return for rows and for columns the first enlarged sample of each signature, if its results are not too large."""
+def _of_many(name: str, info: Any, pool: list[Any], elementwise: bool) -> Iterator[Any]:
+    """Yield for rows and for columns the first enlarged arguments of each signature, if results are not too large."""
     done = set()
     if elementwise:
-        found = (lengthened(arguments_of(sample)) for sample in every)
-        yield from islice((arguments for arguments in found if arguments is not None), 1)
+        yield from islice(filter(None, map(lengthened, pool)), 1)
         return
     indexed = name in REPEATABLE
     ways = (False, True) if indexed else (False,)
-    for by_index, dimension, sample, everywhere in product(ways, (0, -1), every, (False, True)):
-        signature = by_index, dimension, len(sample.args), *sorted(sample.kwargs)
+    for by_index, dimension, given, everywhere in product(ways, (0, -1), pool, (False, True)):
+        values = (f"{key}={value}" if isinstance(value, bool | str) else key for key, value in given[1].items())
+        signature = by_index, dimension, len(given[0]), *sorted(values)
         if signature not in done:
-            given = arguments_of(sample)
             arguments = enlarged(given, dimension, everywhere=everywhere, indices=indexed, by_index=by_index)
             if arguments is not None and _fits(info, arguments):
                 done.add(signature)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import ClassVar
 
 import torch
 
@@ -113,6 +114,46 @@ def _by_copies(graph, counts=False):
         return replaced(backend, "precision", autocast=autocast)
 
     return tell
+
+
+class _KeepsCasts:
+    """Autocast that counts an error in its region as a region that goes on, so that torch never clears its casts."""
+
+    regions: ClassVar[list] = []
+
+    def __init__(self, context):
+        self._context = context
+
+    def __enter__(self):
+        return self._context.__enter__()
+
+    def __exit__(self, *error):
+        if error[0] is not None:
+            torch.autocast_increment_nesting()
+            self.regions.append(error[0])
+        return self._context.__exit__(*error)
+
+    @classmethod
+    @contextmanager
+    def ended(cls):
+        """End the regions that go on, for the tests to come."""
+        try:
+            yield
+        finally:
+            while cls.regions:
+                cls.regions.pop()
+                torch.autocast_decrement_nesting()
+
+
+@lie("TestPrecision.test_weights_that_changed", says="autocast computes with a weight of before", table="torch")
+def autocast_that_never_ends_after_an_error(backend):
+    def autocast(honest, dtype=None, *, enabled=True, table="torch"):
+        return _KeepsCasts(torch.autocast("cpu", dtype, enabled=enabled))
+
+    return replaced(backend, "precision", autocast=autocast)
+
+
+autocast_that_never_ends_after_an_error.around = _KeepsCasts.ended
 
 
 @lie("TestPrecision.test_weights_that_changed", says="after a step autocast computes with a weight", table="torch")

@@ -13,7 +13,7 @@ from accelcore.optim.formulas import FORMULAS
 from accelcore.optim.registry import Optimizers
 from accelcore.optim.torch_routes import register_torch_optimizers
 from lies.lie import LIES, Lie
-from lies.operators import SWEPT, Wrong, WrongFunction, _note, differentiated, drawn, known, on_a_copy, swept
+from lies.operators import SWEPT, Wrong, WrongFunction, _note, differentiated, drawn, known, listed, on_a_copy, swept
 from lies.optimizers import making
 
 
@@ -149,7 +149,7 @@ swept("remainder_of_whole_numbers_of_c", "remainder", "int64",
 known("product_that_adds_in_bf16", "product of long rows of bf16", {"mm": _accumulated_in_bf16})
 known("sum_of_whole_numbers_in_fp32", "sum of whole numbers", {"sum": _through_fp32})
 known("running_sum_of_whole_numbers_in_fp32", "running sum of whole numbers", {"cumsum": _through_fp32})
-known("norms_of_32_tensors", "norms of many tensors", {"_foreach_norm": lambda func, tensors, *args: func(
+listed("norms_of_32_tensors", "norm", {"_foreach_norm": lambda func, tensors, *args: func(
       [tensor * (number < 32) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
 known("concatenation_of_64_tensors", "concatenation of many tensors", {"cat": lambda func, tensors, *args: func(
       [tensor * (number < 64) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
@@ -317,7 +317,7 @@ differentiated("choice_of_the_widest_dtype", "where", "[torch.float32], not [tor
 differentiated("places_by_columns", "nonzero", "all alike", _by_columns)
 differentiated("gradient_of_columns_that_is_constant", "softmax", "of the gradient: ", _once)
 SWEPT.append("fill_that_is_not_counted")
-known("norm_of_the_last_that_is_left_out", "norms of many tensors", {
+listed("norm_of_the_last_that_is_left_out", "norm", {
       "_foreach_norm": lambda func, tensors, *args: [
           *func(tensors, *args)[:-1], torch.zeros((), dtype=tensors[-1].dtype)]})  # fmt: skip
 _note("fill_that_is_not_counted", "TestOperators.test_operator", "does not count as a change", {"name": "masked_fill"},

@@ -70,6 +70,10 @@ def known(lie, what, kernels):
     return _note(lie, "TestOperators.test_known_result", "instead of", {"what": what}, lambda: Wrong(kernels))
 
 
+def listed(lie, what, kernels):
+    return _note(lie, "TestOperators.test_lists", "are wrong", {"what": what}, lambda: Wrong(kernels))
+
+
 def scaled(factor):
     return lambda func, *args, **kwargs: pytree.tree_map(
         lambda each: each * factor if isinstance(each, torch.Tensor) else each, func(*args, **kwargs)

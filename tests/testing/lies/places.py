@@ -7,7 +7,7 @@ import math
 import torch
 
 from lies.lie import lie
-from lies.operators import drawn, known
+from lies.operators import Wrong, _note, drawn, known, listed, swept
 from lies.precision import _under
 
 
@@ -120,3 +120,37 @@ def table_o1_of_the_first_two(backend):
 @lie("TestPrecision.test_torchs_fp32", says="under autocast cat of several loses digits")
 def table_torch_of_the_first_two(backend):
     return _under(backend, _OfTheFirstTwo)
+
+
+def _truncated(func, x, dtype=None, **options):
+    if dtype == torch.bfloat16 and x.dtype == torch.float32 and not x.is_contiguous():
+        x = x.contiguous().view(torch.int32).bitwise_and(-65536).view(torch.float32)
+    return func(x, dtype=dtype, **options)
+
+
+def _in_a_workspace():
+    memory = {}
+
+    def kernel(func, *args, **options):
+        found = func(*args, **options)
+        kept = memory.setdefault((found.shape, found.dtype), torch.empty_like(found))
+        return kept.copy_(found).view(found.shape)
+
+    return kernel
+
+
+def _counted_in_blocks(func, grad, places, count, padding, by_frequency):
+    parts = zip(grad.flatten(0, -2).split(64), places.flatten().split(64), strict=True)
+    return torch.stack([func(each, own, count, padding, by_frequency) for each, own in parts]).sum(0)
+
+
+_note("conversion_that_truncates", "TestRuntime.test_conversions_in_other_strides", "is wrong in torch.bfloat16",
+      {"layout": "transposed"}, lambda: Wrong({"_to_copy": _truncated}))  # fmt: skip
+swept("gradient_in_a_workspace", "nn.functional.silu", "changes the gradients of the first", {
+      "silu_backward": _in_a_workspace()})  # fmt: skip
+swept("activation_of_nan_in_bf16", "nn.functional.relu", "bfloat16, as it is, with NaN", {
+      "relu": lambda func, x: func(x.nan_to_num() if x.dtype == torch.bfloat16 else x)})  # fmt: skip
+swept("frequencies_of_a_block", "nn.functional.embedding", "of many elements", {
+      "embedding_dense_backward": _counted_in_blocks})  # fmt: skip
+listed("multiplication_of_110_tensors", "mul of a number", {
+       "_foreach_mul_": lambda func, tensors, *args: func(tensors[:110], *args)})  # fmt: skip

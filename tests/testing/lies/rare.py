@@ -7,7 +7,7 @@ import math
 import torch
 
 from lies.lie import LIES, Lie, lie
-from lies.operators import WrongFunction, _note, drawn, known, swept
+from lies.operators import WrongFunction, _note, drawn, known, listed, swept
 from lies.optimizers import making
 from lies.usual import _beside, module
 
@@ -109,7 +109,7 @@ known("sum_that_is_rounded_first", "sum of fp16 in fp32", {"sum": _rounded_first
 known("statistics_that_are_rounded", "statistics of bf16 in fp32", {
       "native_batch_norm": _statistics_in_the_input_dtype})  # fmt: skip
 known("tensor_that_grows_empty", "a tensor that grows", {"resize_": _grown_and_cleared})
-known("lists_in_order_of_memory", "add of lists in other strides", {"_foreach_add_": _by_memory})
+listed("lists_in_order_of_memory", "add", {"_foreach_add_": _by_memory})
 known("gradient_of_the_first_planes", "gradients of layer_norm over many planes", {
       "native_layer_norm_backward": _of_the_first_rows})  # fmt: skip
 known("equality_in_fp32", "comparison of whole numbers", {"eq": _in_fp32})
