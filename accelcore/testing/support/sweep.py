@@ -160,7 +160,7 @@ def compare(
                 Case(found, device, name, Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
         in_fp32 = dtype == torch.float32 and (name.startswith("nn.functional.") or kind in _ANY_NUMBERS)
         if dtype.is_floating_point and (name in SAMPLED or in_fp32) and name not in ROUGH:
-            for what, given in _not_finite(name, info, dtype, every, elementwise=elementwise):
+            for what, given in _not_finite(name, info, dtype, every):
                 Case(found, device, name, info, dtype, given, what, elementwise).run()
     floating = [each for each in dtypes if each.is_floating_point and each in known]
     if binary:
@@ -204,17 +204,15 @@ def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
     yield Rare(Between(info), dtype, arguments_of(max(every, key=_weight)), "between other calls")
 
 
-def _not_finite(
-    name: str, info: Any, dtype: torch.dtype, every: list[Any], *, elementwise: bool
-) -> Iterator[tuple[str, Any]]:
+def _not_finite(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[tuple[str, Any]]:
     """Yield samples with infinities and NaN; in bf16 and fp16, whose kernels may be others, one of each.
 
-    In these, the CPU's products multiply infinities by the zeros of a padding.
+    There, the CPU's convolutions multiply infinities by the zeros of a padding.
     """
     if not defines_infinities(name):
         return
     plane, is_low = arguments_of(max(every, key=_is_plane)), dtype != torch.float32
-    infinities = list(INFINITE.items()) if elementwise or not is_low else []
+    infinities = list(INFINITE.items()) if not (is_low and "conv" in name) else []
     for what, infinity in infinities[dtype == torch.float16 :][: 1 if is_low else None]:
         if (changed := with_infinity(plane, infinity)) is not None:
             yield what, changed
