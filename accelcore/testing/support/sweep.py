@@ -322,8 +322,11 @@ def _of_many(name: str, info: Any, pool: list[Any], elementwise: bool) -> Iterat
     indexed = name in REPEATABLE
     ways = (False, True) if indexed else (False,)
     for by_index, dimension, given, everywhere in product(ways, (0, -1), pool, (False, True)):
-        values = (f"{key}={value}" if isinstance(value, bool | str) else key for key, value in given[1].items())
-        signature = by_index, dimension, len(given[0]), *sorted(values)
+        of_values = not dimension  # for rows each value of an option, for columns each option
+        named = (
+            f"{key}={value}" if of_values and isinstance(value, bool | str) else key for key, value in given[1].items()
+        )
+        signature = by_index, dimension, len(given[0]), *sorted(named)
         if signature not in done:
             arguments = enlarged(given, dimension, everywhere=everywhere, indices=indexed, by_index=by_index)
             if arguments is not None and _fits(info, arguments):

@@ -123,7 +123,7 @@ known("rows_of_biases_by_their_whole", "addmm with biases", {
 known("largest_that_is_no_nan", "norms of NaN", {
       "linalg_vector_norm": lambda func, x, order=2, *args, **options: func(
           x.nan_to_num(0) if order == math.inf else x, order, *args, **options)})  # fmt: skip
-known("largest_with_its_sign", "norms of lists", {
+listed("largest_with_its_sign", "norm of order inf", {
       "_foreach_norm": lambda func, lists, order=2, *args: [each.max() for each in lists]
       if order == math.inf else func(lists, order, *args)})  # fmt: skip
 swept("products_of_nothing", "bmm", "of no elements: result 0 is wrong", {
