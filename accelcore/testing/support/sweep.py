@@ -68,6 +68,9 @@ _MOST_ENLARGED = 8  # samples, of an operator that scripts use less
 _ANY_NUMBERS = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
 """torch's kinds of operators that take infinities and NaN: a decomposition of a matrix may not end."""
 
+_OPEN_IN_LOW = ("conv", "attention")
+"""Operators that multiply infinities in low precision by zeros of a padding or a mask, or do not: kernels differ."""
+
 _MOST_ELEMENTS = 2**17  # of its results
 _SWITCH = (False, True)
 
@@ -205,14 +208,11 @@ def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
 
 
 def _not_finite(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield samples with infinities and NaN; in bf16 and fp16, whose kernels may be others, one of each.
-
-    There, the CPU's convolutions multiply infinities by the zeros of a padding.
-    """
+    """Yield samples with infinities and NaN; in bf16 and fp16, whose kernels may be others, one of each."""
     if not defines_infinities(name):
         return
     plane, is_low = arguments_of(max(every, key=_is_plane)), dtype != torch.float32
-    infinities = list(INFINITE.items()) if not (is_low and "conv" in name) else []
+    infinities = [] if is_low and any(each in name for each in _OPEN_IN_LOW) else list(INFINITE.items())
     for what, infinity in infinities[dtype == torch.float16 :][: 1 if is_low else None]:
         if (changed := with_infinity(plane, infinity)) is not None:
             yield what, changed
