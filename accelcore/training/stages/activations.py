@@ -1,8 +1,9 @@
-"""Activation checkpointing and offloading of parts of a model, by torch's `checkpoint` and `saved_tensors_hooks`."""
+"""Activation checkpointing and offloading of parts of a model, by torch's `checkpoint` and by `Offload`."""
 
 from __future__ import annotations
 
 import copyreg
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, TrainingError, UnsupportedError
 from accelcore.training.observers import Hooks
 from accelcore.training.options import Recompute, chosen
 from accelcore.training.plan import Plan, Stage
@@ -22,11 +23,11 @@ from accelcore.training.plan import Plan, Stage
 class ActivationStorage:
     """Storage of a module's activations between forward and backward: they are recomputed or offloaded.
 
-    `save`: operators whose results are kept in any case.
+    `save`: operators whose results are kept in any case. `offload`: None if tensors stay on the device.
     """
 
-    def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: bool) -> None:
-        self._device, self._recompute, self._offload = device, recompute, offload
+    def __init__(self, device: torch.device, *, recompute: bool, save: Sequence[Any], offload: Offload | None) -> None:
+        self._recompute, self._offload = recompute, offload
         # checkpoint finds the device whose random state it restores by its positional arguments.
         self._anchor = torch.empty(0, device=device)
         self._save = list(save)
@@ -45,7 +46,7 @@ class ActivationStorage:
                 module.__class__ = type(module).__dict__[_MADE_FROM]
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], args: Any, named: dict[str, Any]) -> Any:
-        with _on_host(module, self._device) if self._offload else nullcontext():
+        with nullcontext() if self._offload is None else self._offload.of(module):
             if not self._recompute:
                 return forward(*args, **named)
 
@@ -111,21 +112,102 @@ def _unchanged(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterato
                 buffer.copy_(value)
 
 
-def _on_host(module: nn.Module, device: torch.device) -> saved_tensors_hooks:
-    """Return a context for a module's forward pass, whose saved tensors wait for backward in pinned host memory.
+class Offload:
+    """Copies saved tensors to pinned memory of the host on a stream of its own, and back before backward needs them.
 
-    Parameters stay: they take no additional memory. The host waits for no copy, but other work on the device does.
+    The copies run beside other work; torch's `save_on_cpu` copies each tensor while the host and the device wait. When
+    backward reaches a module, the tensors of this module and of the module that ran before it are being copied back.
+    The device then holds the tensors of two modules.
     """
-    held = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
-    def pack(tensor: Tensor) -> Tensor | tuple[Tensor]:
-        stays = tensor.device != device or tensor.untyped_storage().data_ptr() in held
-        return tensor if stays else (tensor.detach().to("cpu", non_blocking=True, copy=True),)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: Any = torch.get_device_module(device)
+        self._stream: Any = self._streams.Stream(device)
+        self._latest: weakref.ref[_Call] | None = None
 
-    def unpack(packed: Tensor | tuple[Tensor]) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[0].to(device, non_blocking=True)
+    def of(self, module: nn.Module) -> saved_tensors_hooks:
+        """Return a context for a module's forward pass. Its parameters stay: they take no additional memory."""
+        held = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        call = _Call(self._latest)
+        self._latest = weakref.ref(call)
 
-    return saved_tensors_hooks(pack, unpack)
+        def pack(tensor: Tensor) -> Any:
+            stays = tensor.device != self._device or tensor.untyped_storage().data_ptr() in held
+            return tensor if stays else self._send(tensor, call)
+
+        def unpack(packed: Any) -> Tensor:
+            return self._receive(packed) if isinstance(packed, _Offloaded) else packed
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _send(self, tensor: Tensor, call: _Call) -> _Offloaded:
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._stream):
+            copy = tensor.detach().to("cpu", non_blocking=True, copy=True)
+        tensor.record_stream(self._stream)
+        return _Offloaded(tensor, copy, call)
+
+    def _receive(self, offloaded: _Offloaded) -> Tensor:
+        if offloaded.changed:
+            raise TrainingError(
+                f"a tensor of shape {tuple(offloaded.copy.shape)} was changed in place after it was saved for backward",
+                why="offload= copies it while other work runs, so that the copy may have the old or the new value",
+                remedy="replace the in-place operation, or leave this part of the model out of offload=",
+            )
+        if not offloaded.call.returns:
+            self._return_all(offloaded.call)
+        earlier = None if offloaded.call.earlier is None else offloaded.call.earlier()
+        user = self._streams.current_stream(self._device)
+        tensor, arrived = offloaded.take() or self._return(offloaded)
+        user.wait_event(arrived)
+        tensor.record_stream(user)
+        if earlier is not None and not earlier.returns:
+            self._return_all(earlier)
+        return tensor
+
+    def _return_all(self, call: _Call) -> None:
+        call.returns = True
+        for reference in reversed(call.offloaded):  # backward needs the last one first
+            if (offloaded := reference()) is not None:
+                offloaded.back = self._return(offloaded)
+
+    def _return(self, offloaded: _Offloaded) -> tuple[Tensor, Any]:
+        """Begin the copy to the device. It follows the copy to the host, on the same stream."""
+        with self._streams.stream(self._stream):
+            tensor = offloaded.copy.to(self._device, non_blocking=True)
+            return tensor, self._stream.record_event()
+
+
+class _Call:
+    """One forward pass of a module. It holds no tensors: autograd does, until it frees the graph."""
+
+    def __init__(self, earlier: weakref.ref[_Call] | None) -> None:
+        self.earlier = earlier
+        self.offloaded: list[weakref.ref[_Offloaded]] = []
+        self.returns = False
+
+
+class _Offloaded:
+    """A saved tensor on the host, and on the device again as soon as its copy back begins."""
+
+    def __init__(self, tensor: Tensor, copy: Tensor, call: _Call) -> None:
+        self.copy, self.call = copy, call
+        self.back: tuple[Tensor, Any] | None = None
+        # It shares the count of changes in place with the saved tensor, and has no memory.
+        self._twin = tensor.detach()
+        self._twin.data = tensor.new_empty(0)
+        self._version = self._twin._version
+        call.offloaded.append(weakref.ref(self))
+
+    @property
+    def changed(self) -> bool:
+        return self._twin._version != self._version
+
+    def take(self) -> tuple[Tensor, Any] | None:
+        """Return the copy on the device and drop it, so that its memory is free after its use."""
+        back, self.back = self.back, None
+        return back
 
 
 class ActivationCheckpointing(Stage):
@@ -158,8 +240,11 @@ class ActivationCheckpointing(Stage):
         self._hooks.close()
         save = plan.options["checkpoint"].save if isinstance(plan.options["checkpoint"], Recompute) else ()
         device, (recomputed, offloaded) = plan.backend.device, _chosen_parts(plan)
+        offload = Offload(device) if offloaded else None
         for module in dict.fromkeys((*recomputed, *offloaded)):
-            storage = ActivationStorage(device, recompute=module in recomputed, save=save, offload=module in offloaded)
+            storage = ActivationStorage(
+                device, recompute=module in recomputed, save=save, offload=offload if module in offloaded else None
+            )
             storage.install(module)
             self._hooks.callback(storage.remove, module)
 
