@@ -180,7 +180,7 @@ class TestRuntime(DrawnTests, DroppedTests, TransferTests, DeviceTests):
             assert draw(accel) == expected, "a state that was put back does not repeat the numbers drawn since"
 
     def test_random_state_can_be_saved(self, accel: Backend) -> None:
-        """A random state is CPU tensors by name, and drawing numbers does not change it."""
+        """A random state is CPU tensors by name. Drawing numbers does not change it, and reading it draws none."""
         state = accel.runtime.rng_state()
         assert state
         assert all(isinstance(name, str) for name in state)
@@ -189,6 +189,13 @@ class TestRuntime(DrawnTests, DroppedTests, TransferTests, DeviceTests):
         draw(accel)
         accel.runtime.rng_state()
         assert all(torch.equal(value, before[name]) for name, value in state.items())
+        found = []
+        for reads in (0, 1):
+            accel.runtime.seed(9)
+            for _ in range(reads):
+                accel.runtime.rng_state()
+            found.append(draw(accel))
+        assert found[0] == found[1], "to read the state changes the numbers that are drawn next"
 
     def test_random_state_of_another_device(self, accel: Backend) -> None:
         """A state of another kind of device is reported by name, and the rest is restored, also without NumPy's."""

@@ -258,3 +258,12 @@ def backend_that_is_pickled_as_its_name(backend):
 def loading_that_does_not_pin(backend):
     backend = declaring(backend, pinned_memory=True)
     return _Strange(**{field.name: getattr(backend, field.name) for field in dataclasses.fields(backend)})
+
+
+@lie("TestRuntime.test_random_state_can_be_saved", says="changes the numbers that are drawn next")
+def state_that_draws_when_it_is_read(backend):
+    def rng_state(honest):
+        torch.rand(1)
+        return honest.rng_state()
+
+    return replaced(backend, "runtime", rng_state=rng_state)
