@@ -125,6 +125,13 @@ class DataStream:
             yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
+            if self.epoch <= epoch and not self._keeps_epoch:
+                raise TrainingError(
+                    f"the loop over trainer.epochs({total}) would come to epoch {self.epoch} again",
+                    why="trainer.resume() was called in it, and went back to an earlier checkpoint: it may never end",
+                    remedy="call it once, before the loop; to go back while training, leave the loop by break, resume, "
+                    "and begin another",
+                )
 
     @property
     def place(self) -> tuple[int, int]:

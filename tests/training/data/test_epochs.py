@@ -77,3 +77,18 @@ def test_a_loop_that_resumes_and_saves_in_each_epoch_ends(accel, tmp_path):
         list(map(trainer, trainer.batches(DATA)))
         trainer.save(tmp_path)
     assert seen == [0, 1, 2]
+
+
+def test_a_loop_that_resumes_from_the_same_checkpoint_in_each_epoch_is_refused(accel, tmp_path):
+    trainer = make(accel)
+    list(map(trainer, trainer.batches(DATA)))
+    trainer.save(tmp_path)
+
+    def train():
+        for _ in trainer.epochs(5):
+            trainer.resume(tmp_path)
+            list(map(trainer, trainer.batches(DATA)))
+
+    with pytest.raises(accelcore.TrainingError, match=r"epoch 2 again(.|\n)*trainer\.resume"):
+        train()
+    assert trainer.steps == 2 * len(DATA)
