@@ -129,6 +129,7 @@ def prepare_load(
 
 def _find_checkpoint(path: Path, share: tuple[int, int]) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint at `path` or the newest in it, and the trainer's name; None for another program's file."""
+    path = path.resolve()  # the parent of ".." is not the folder above
     if path.is_dir() and (path.parent / MANIFEST).is_file():  # one of several trainers
         return Checkpoint(path.parent, share), path.name
     if not ((path / MANIFEST).is_file() or any(path.glob(f"*/{MANIFEST}"))):
@@ -178,6 +179,12 @@ def _with_options(saved: Mapping[str, Any], own: Mapping[str, Any], source: str)
                 f"{source} has no optimizer state for {needed[0]}={ours[needed[0]]}",
                 why=f"the optimizer that was saved had {needed[0]}={theirs.get(needed[0])}",
                 remedy="give the optimizer that value, or load the model without optimizer=True",
+            )
+        if ours.get("t_total", -1) != -1:
+            raise CheckpointError(
+                f"the optimizer has a schedule of its own, t_total={ours['t_total']}",
+                why="it is counted by the state of the optimizer, so it would not begin new",
+                remedy="load the model without optimizer=True; or remove t_total, and give the trainer a scheduler=",
             )
         groups.append({**ours, "params": theirs["params"]})
     return {**saved, "groups": groups}

@@ -115,6 +115,32 @@ def test_options_that_need_a_state_which_was_not_saved(accel, tmp_path):
     new(DATA[0])
 
 
+def test_a_schedule_within_the_optimizer_which_would_not_begin_new_is_refused(accel, tmp_path):
+    def bertadam():
+        model = net()
+        optimizer = accel.optimizers.create("bertadam", model.parameters(), lr=0.1, t_total=8)
+        return accel.trainer(model, optimizer, loss=loss)
+
+    trainer = bertadam()
+    train(trainer, 1)
+    trainer.save(tmp_path)
+    new = bertadam()
+    with pytest.raises(CheckpointError, match="t_total=8"):
+        new.load(tmp_path, optimizer=True)
+    new.load(tmp_path)
+    before = new.model[0].weight.clone()
+    new(DATA[0])
+    assert not torch.equal(new.model[0].weight, before)
+
+
+def test_a_folder_is_named_from_within_it(accel, tmp_path, monkeypatch):
+    trainer = make(accel)
+    train(trainer, 1)
+    monkeypatch.chdir(trainer.save(tmp_path, extra={"best": 1}))
+    for name in (".", ".."):
+        assert make(accel).load(name) == {"best": 1}
+
+
 def test_another_optimizer_or_other_groups_are_refused(accel, tmp_path):
     trainer = make(accel)
     train(trainer, 1)
