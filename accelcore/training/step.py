@@ -87,7 +87,7 @@ class Step:
             if self.shared.open(warns=self._warns and not self._captured):  # graphs keep gradients between windows
                 self._gradients.clear()
         else:
-            self.shared.check_left()
+            self.shared.check_left(counted=self._window.micro > 0)
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
         """Add the gradients of one micro-batch to the window's; return its loss and auxiliary outputs, detached."""

@@ -142,7 +142,7 @@ class SharedParameters:
         self._warned = self._is_last_user = False
         self._aside: list[Tensor | None] | None = None
         self.is_open = False  # whether the gradients must outlast the use by other trainers
-        self.left: tuple[Tensor, Tensor, int] | None = None  # a parameter, its gradient, and the gradient's version
+        self.left: tuple[Tensor, int, Tensor, int] | None = None  # a parameter, its gradient, and their versions
 
     def acquire(self) -> None:
         """Put this trainer's gradients on the parameters, as it left them."""
@@ -182,16 +182,23 @@ class SharedParameters:
     def note_left(self) -> None:
         """Note a gradient of the window, which outlasts this call, as the last backward pass has left it."""
         held = ((slot.parameter, slot.parameter.grad) for slot in self._slots)
-        self.left = next(((each, grad, grad._version) for each, grad in held if grad is not None), None)
+        self.left = next(((p, p._version, grad, grad._version) for p, grad in held if grad is not None), None)
 
-    def check_left(self) -> None:
+    def check_left(self, *, counted: bool) -> None:
         """Raise TrainingError if the noted gradient was cleared. Waits for the device only if it was written to.
 
+        Unless a micro-batch was `counted`, log once that the script has changed the parameter.
         DistributedDataParallel may move a gradient into the memory of a bucket.
         """
         if self.left is None:
             return
-        parameter, gradient, version = self.left
+        parameter, updates, gradient, version = self.left
+        if parameter._version != updates and not counted and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the parameters have changed between two calls of trainer.backward(...), and trainer.update() was not "
+                "called: call it instead of optimizer.step()"
+            )
         now = parameter.grad
         is_changed = now is not gradient or gradient._version != version
         if now is None or (is_changed and not to_local(now).any()):

@@ -145,6 +145,19 @@ def test_a_loop_that_trains_without_its_trainer_is_reported_or_refused(accel, ca
         train()
 
 
+def test_steps_of_the_optimizer_between_two_backward_passes_are_reported_once(accel, caplog):
+    trainer = make_by(accel, "torch")
+    for batch in data(3):
+        trainer.backward(loss_of(trainer.forward, batch))
+        trainer.backward(loss_of(trainer.forward, batch))
+        trainer.update()
+    assert "between two calls" not in caplog.text
+    for batch in data(3):
+        trainer.backward(loss_of(trainer.forward, batch))
+        trainer.optimizer.step()
+    assert caplog.text.count("call it instead of optimizer.step()") == 1
+
+
 @pytest.mark.parametrize("kind", ["torch", "by name"])
 def test_epochs_without_a_step_are_reported_once_and_others_not_at_all(accel, caplog, tmp_path, kind):
     trainer, other = make_by(accel, kind), make_by(accel, kind)
