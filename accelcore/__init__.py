@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accelcore.backend import Backend, Capabilities
-    from accelcore.devices.hookspecs import API, Probe, hookimpl
+    from accelcore.backend import Backend, Capabilities, Probe
+    from accelcore.devices.hookspecs import API, hookimpl
     from accelcore.devices.select import installed, select
     from accelcore.errors import (
         AccelError,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from accelcore.parity.record import Record
     from accelcore.parity.replay import Replay
     from accelcore.precision.policy import Policy
-    from accelcore.scaling.contract import LossScale
+    from accelcore.scaling.dynamic import LossScale
     from accelcore.training.data.sharding import ShardedStream
     from accelcore.training.monitoring.log import Log
     from accelcore.training.monitoring.progress import Progress
@@ -57,15 +57,15 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "backend": ("Backend", "Capabilities"),
-    "devices.hookspecs": ("API", "Probe", "hookimpl"),
+    "backend": ("Backend", "Capabilities", "Probe"),
+    "devices.hookspecs": ("API", "hookimpl"),
     "devices.select": ("installed", "select"),
     "known_faults": ("KnownFault",),
     "layerwise": ("compare_logprobs",),
     "parity.record": ("Record",),
     "parity.replay": ("Replay",),
     "precision.policy": ("Policy",),
-    "scaling.contract": ("LossScale",),
+    "scaling.dynamic": ("LossScale",),
     "training.data.sharding": ("ShardedStream",),
     "training.monitoring.log": ("Log",),
     "training.monitoring.progress": ("Progress",),

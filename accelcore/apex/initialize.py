@@ -19,7 +19,7 @@ from accelcore.apex.state import AmpScaler, backend_of, enter_o1, listed, state
 from accelcore.errors import AmpError, UnsupportedError, logger
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, Policy
-from accelcore.scaling.contract import LossScale
+from accelcore.scaling.dynamic import LossScale
 from accelcore.util.text import is_whole
 
 _LEVELS = ("O0", "O1", "O2", "O3")

@@ -21,8 +21,8 @@ from accelcore.devices.select import select
 from accelcore.errors import AmpError, CheckpointError, logger
 from accelcore.precision.o1.autocast import clear_cast_cache
 from accelcore.precision.policy import Policy, create_scaler
-from accelcore.scaling.contract import LossScale, LossScaler
-from accelcore.scaling.overflow_streak import FindBad
+from accelcore.scaling.contract import FindBad, LossScaler
+from accelcore.scaling.dynamic import LossScale
 
 _entered: dict[str, tuple[Backend, AbstractContextManager[object]]] = {}
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from accelcore.devices.probe import Probe
+from accelcore.backend import Probe
 
 if TYPE_CHECKING:
     from accelcore.backend import Backend

@@ -23,9 +23,9 @@ from typing import Any
 
 import pluggy
 
+from accelcore.backend import Probe
 from accelcore.devices import hookspecs
 from accelcore.devices.misfits import misfits_of
-from accelcore.devices.probe import Probe
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import PluginError, logger
 from accelcore.known_faults import KnownFault

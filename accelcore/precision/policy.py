@@ -11,8 +11,8 @@ import torch
 
 from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
-from accelcore.scaling.contract import LossScale, LossScaler
-from accelcore.scaling.dynamic import Scalers
+from accelcore.scaling.contract import LossScaler
+from accelcore.scaling.dynamic import LossScale, Scalers
 from accelcore.util.text import Settings, did_you_mean, is_number, nearest
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)  # dtypes too coarse to accumulate small updates in

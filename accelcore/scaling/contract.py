@@ -1,11 +1,9 @@
-"""Contract of loss scalers, their settings and states, and the two scalers that do not look for overflows."""
+"""Contract of loss scalers, their count of overflows, their states, and the two scalers that look for none."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from operator import attrgetter
 from typing import Any, final
 
@@ -13,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError
-from accelcore.scaling.overflow_streak import FindBad, OverflowStreak
-from accelcore.util.text import Settings, is_number
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger
 
-__all__ = ["LossScale", "LossScaler", "NoScaler", "StaticScaler", "described"]
+__all__ = ["LossScaler", "NoScaler", "StaticScaler", "described"]
 
 Given = Sequence[Tensor] | None  # gradients that a scaler reads; None: those of the optimizer's parameters
 
 AnyRank = Callable[[Tensor], Tensor] | None
 """Function of 1.0 if this rank found an overflow, which returns 1.0 if any rank did; None: this rank decides alone."""
+
+FindBad = Callable[[], "str | None"]
+"""Function that returns the name of the first parameter whose gradient is not finite; None if all are finite."""
 
 VERSION = 1  # version of the states written here. States of other libraries have none.
 
@@ -30,45 +29,59 @@ OF_APEX = {"loss_scale", "unskipped"}  # keys of a state of apex, which are the 
 
 MARK = "is_scaled"  # in the `__dict__` of a scaled loss: a trainer scales by itself, and refuses it
 
+_PATIENCE = 20
+"""Overflows in a row before a warning. The search for the first scale takes at most sixteen halvings of the default."""
+
 # Called for every gradient in every step, so without a Python frame for each.
 _DTYPE, _IS_SPARSE, _GRAD = attrgetter("dtype"), attrgetter("is_sparse"), attrgetter("grad")
 
 
-@dataclass(frozen=True)
-class LossScale(Settings):
-    """Settings of a dynamic loss scale. torch.amp.GradScaler has the same defaults, but no bounds.
+class OverflowStreak:
+    """Count overflows in a row without waiting for the device.
 
-    Attributes:
-        init: the scale of the first step.
-        growth: factor of the scale after `interval` clean steps in a row.
-        backoff: factor of the scale after an overflow.
-        interval: number of clean steps until the scale grows.
-        min, max: bounds of the scale. As in Ascend's apex, max is 2**24.
-
-    Raises:
-        ConfigurationError: no dynamic scale can work with these settings.
+    If a kernel skips steps, only the device knows. It copies its count to the host, which reads it some steps later.
     """
 
-    init: float = 65536.0
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-    min: float = 1.0
-    max: float = 2.0**24
+    def __init__(self) -> None:
+        self._length, self._warns_at = 0, _PATIENCE
+        self._count: Tensor | None = None
+        self._count_on_host: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        if not (
-            all(map(is_number, astuple(self)))
-            and 0 < self.min <= self.init <= self.max < math.inf
-            and 1 < self.growth < math.inf
-            and 0 < self.backoff < 1
-            and isinstance(self.interval, int)
-            and self.interval >= 1
-        ):
-            raise ConfigurationError(
-                f"no loss scale can work with {self}",
-                remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
-            )
+    def count(self, found: Tensor, known: Sequence[bool | None]) -> None:
+        """Count a step. `found`: 1.0 if it overflowed, on the device; `known`: the same of each optimizer, or None."""
+        if None not in known:
+            self._length, self._count_on_host = self._length + 1 if any(known) else 0, None
+            return
+        if self._count is None or self._count_on_host is None:
+            self._count = torch.zeros((), device=found.device)
+            on_host = found.device.type == "cpu"
+            self._count_on_host = self._count if on_host else torch.zeros((), pin_memory=True)
+        torch.addcmul(found, self._count, found, out=self._count)
+        if self._count_on_host is not self._count:
+            self._count_on_host.copy_(self._count, non_blocking=True)
+
+    def is_due(self) -> bool:
+        """Return whether to warn: after every `_PATIENCE` overflows in a row."""
+        if self._count_on_host is not None:
+            self._length = int(self._count_on_host.numpy())  # `item()` would wait for the device
+        if self._length < _PATIENCE:
+            self._warns_at = _PATIENCE
+        if self._length < self._warns_at:
+            return False
+        self._warns_at = self._length + _PATIENCE
+        return True
+
+    def log(self, scale: float, find_bad: FindBad | None) -> None:
+        """Log the count, the loss scale, and, if `find_bad` is given, the first parameter that overflowed."""
+        name = None if find_bad is None else find_bad()
+        where = f"The first inf or NaN gradient is that of {name}" if name else "No gradient is inf or NaN now"
+        if find_bad is None:
+            where = "Train without graph=True to see which parameter's gradient is inf or NaN first"
+        logger.warning(
+            "%d updates in a row were skipped because gradients overflowed. The loss scale is %g. %s. Look for an "
+            "inf or NaN in losses and activations, lower the learning rate, or train in bf16",
+            *(self._length, scale, where),
+        )
 
 
 class LossScaler(ABC):

@@ -1,4 +1,4 @@
-"""Dynamic loss scale (`GradScaler`), and the role that makes loss scalers (`Scalers`).
+"""Dynamic loss scale (`GradScaler`), its settings, and the role that makes loss scalers (`Scalers`).
 
 The dynamic scale follows torch.amp.GradScaler (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2). It
 has the same defaults, order of calls and state. There are two differences. The scale stays within `[min, max]`, so that
@@ -7,8 +7,9 @@ endless overflows cannot make it zero and the next update NaN. And it works on a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -20,10 +21,11 @@ from accelcore.scaling.contract import (
     OF_APEX,
     VERSION,
     AnyRank,
+    FindBad,
     Given,
-    LossScale,
     LossScaler,
     NoScaler,
+    OverflowStreak,
     StaticScaler,
     by_dtype,
     check_find_bad,
@@ -34,16 +36,52 @@ from accelcore.scaling.contract import (
     refuse_fp16,
     step_in_kernel,
 )
-from accelcore.scaling.overflow_streak import FindBad, OverflowStreak
-from accelcore.util.text import is_number, is_whole
+from accelcore.util.text import Settings, is_number, is_whole
 
-__all__ = ["GradScaler", "Scalers"]
+__all__ = ["GradScaler", "LossScale", "Scalers"]
 
 _HOW = "it makes scalers: write scaler = accel.scaler.create() before the loop"
 
 _OF_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 _LARGEST = 2**31 - 1  # largest count in a state: counts are int32 on the device, as torch's
+
+
+@dataclass(frozen=True)
+class LossScale(Settings):
+    """Settings of a dynamic loss scale. torch.amp.GradScaler has the same defaults, but no bounds.
+
+    Attributes:
+        init: the scale of the first step.
+        growth: factor of the scale after `interval` clean steps in a row.
+        backoff: factor of the scale after an overflow.
+        interval: number of clean steps until the scale grows.
+        min, max: bounds of the scale. As in Ascend's apex, max is 2**24.
+
+    Raises:
+        ConfigurationError: no dynamic scale can work with these settings.
+    """
+
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    min: float = 1.0
+    max: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not (
+            all(map(is_number, astuple(self)))
+            and 0 < self.min <= self.init <= self.max < math.inf
+            and 1 < self.growth < math.inf
+            and 0 < self.backoff < 1
+            and isinstance(self.interval, int)
+            and self.interval >= 1
+        ):
+            raise ConfigurationError(
+                f"no loss scale can work with {self}",
+                remedy="choose 0 < min <= init <= max, growth > 1, 0 < backoff < 1 and a whole interval >= 1",
+            )
 
 
 @dataclass

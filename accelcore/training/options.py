@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import ConfigurationError, logger
 from accelcore.precision.policy import Policy
-from accelcore.scaling.contract import LossScale
+from accelcore.scaling.dynamic import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy

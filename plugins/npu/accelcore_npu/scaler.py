@@ -15,8 +15,7 @@ import torch_npu
 from torch import Tensor
 
 from accelcore.jobs.collectives import Collectives
-from accelcore.scaling.contract import LossScale
-from accelcore.scaling.dynamic import GradScaler
+from accelcore.scaling.dynamic import GradScaler, LossScale
 
 
 class NpuScaler(GradScaler):
