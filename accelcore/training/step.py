@@ -64,7 +64,9 @@ class Step:
         self._warns = self._job.rank == 0  # asked once: torch.distributed needs a microsecond to answer
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
-        self.shared = SharedParameters(plan.gradients.slots)
+        self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
+        if self._captured:  # its parameters keep gradients between windows
+            self.shared.watch()
         self.calls = ScriptCalls(plan.optimizer, self._job, window.accumulate)
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
@@ -84,9 +86,10 @@ class Step:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self.shared.acquire()
         if not self.shared.is_open:
-            if self.shared.open(warns=self._warns and not self._captured):  # graphs keep gradients between windows
+            if self.shared.open(warns=self._warns):
                 self._gradients.clear()
         else:
+            self.shared.check_foreign()
             self.shared.check_left(counted=self._window.micro > 0)
 
     def forward_backward(self, batch: Any) -> tuple[Tensor, Any]:
@@ -153,9 +156,10 @@ class Step:
             start = share.to(scaled.dtype).expand_as(scaled)
         else:
             start = None if share is None else torch.full_like(scaled, share)
-        with self._arithmetic:
-            backward(self._gradients, scaled, start, retain_graph=retain_graph)
-        self._strategy.after_backward()
+        with self.shared.own_backward:
+            with self._arithmetic:
+                backward(self._gradients, scaled, start, retain_graph=retain_graph)
+            self._strategy.after_backward()
         if self._overwrites and outlast:  # the next call of the model overwrites them, but not a copy
             self._gradients.load_state(self._gradients.state())
         if outlast and not self._captured:  # a graph holds its gradients itself
@@ -175,6 +179,7 @@ class Step:
         """Update the parameters unless a graph has `updated` them; begin a window; step schedule; call observers."""
         self.shared.acquire()
         try:
+            self.shared.check_foreign()
             if not updated:
                 self.update_parameters(full=full)
             if self._captured:
@@ -217,9 +222,10 @@ class Step:
         self.finite.check(self._window.steps)
 
     def check_saved(self) -> None:
-        """Raise TrainingError if the trainer has made no step of what is saved."""
+        """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
         if self.is_open and self._window.steps == self._window.micro == 0:
             raise no_update("trainer.save() was called")
+        self.shared.check_foreign()
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
@@ -296,7 +302,9 @@ class Step:
         """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
         self.shared.begin(opened=opened)
         self.calls.begin(opened=opened)
-        if not opened:
+        if opened:
+            self.shared.watch()
+        else:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
 

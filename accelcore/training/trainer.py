@@ -271,8 +271,6 @@ class Trainer(Checkpoints):
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, retain_graph: bool = False) -> None:
         """Add the gradients of `loss`, the mean over one micro-batch.
 
-        Do not call `loss.backward()` within a window: its gradients count, neither scaled nor averaged over ranks.
-
         Args:
             loss: a scalar.
             weight: number of examples of the mean; None if every micro-batch counts alike. With a weight, first add
@@ -280,8 +278,9 @@ class Trainer(Checkpoints):
             retain_graph: whether another loss of the same forward pass follows.
 
         Raises:
-            TrainingError: `loss` is not a scalar of the parameters, or in a job not computed by `trainer.forward`; or,
-                with `accumulate` above 1, `update` was not called after the last batch.
+            TrainingError: `loss` is not a scalar of the parameters, or in a job not computed by `trainer.forward`; or
+                `loss.backward()` was called within the window, which would add gradients that are not the trainer's;
+                or, with `accumulate` above 1, `update` was not called after the last batch.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
         self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)

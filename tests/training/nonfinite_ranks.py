@@ -31,8 +31,8 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.full((2, 4), math.nan if (rank, step) == (1, BAD) else float(step + rank))
 
 
-def ignores_beside(accel, **options) -> bool:
-    """Return whether a window drops the gradients of an earlier `loss.backward()`."""
+def beside(accel, **options) -> str:
+    """Call `loss.backward()` before a window, which drops its gradients, then in one; return the error."""
     trainer, other = make(accel, **options), make(accel, **options)
     rows = batch(0, 1)
     for each in (trainer, other):
@@ -40,7 +40,15 @@ def ignores_beside(accel, **options) -> bool:
     trainer.model(rows).sum().backward()
     for each in (trainer, other):
         each(rows)
-    return all(map(torch.equal, map(whole, trainer.model.parameters()), map(whole, other.model.parameters())))
+    if not all(map(torch.equal, map(whole, trainer.model.parameters()), map(whole, other.model.parameters()))):
+        return "gradients before a window count"
+    trainer.backward(trainer.forward(rows).square().mean())
+    trainer.model(rows).sum().backward()
+    try:
+        trainer.update()
+    except accelcore.TrainingError as error:
+        return str(error)
+    return ""
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -69,7 +77,7 @@ def main(folder: Path) -> None:
                 "raised": raised,
                 "unsaved": unsaved,
                 "skipped": skipping.skipped,
-                "ignores beside": ignores_beside(accel, parallel=parallel),
+                "beside": beside(accel, parallel=parallel),
             }
         (folder / f"{job.rank}.json").write_text(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""Gradients of `loss.backward()` beside `trainer.backward(loss)`: dropped before a window."""
+"""Gradients of `loss.backward()` beside `trainer.backward(loss)`: refused in a window, dropped before one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelcore import Policy
+from accelcore import Policy, TrainingError
 
 OPTIONS = {
     "flat": {"flat": True},
@@ -22,9 +22,9 @@ def loss_of(model, rows):
     return model(rows).square().mean()
 
 
-def make(accel, **options):
+def make(accel, *, width=6, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 2))
     return accel.trainer(model, accel.optimizers.create("sgd", model.parameters(), lr=0.1), loss=loss_of, **options)
 
 
@@ -50,6 +50,35 @@ def alike(one, other):
     return all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
+@pytest.mark.parametrize("width", [6, 300])  # large gradients are copied into flat memory within backward
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_in_a_window_they_are_refused_and_the_next_window_is_clean(accel, options, accumulate, width, tmp_path):
+    trainer, other = (make(accel, width=width, accumulate=accumulate, **options) for _ in range(2))
+    for each in (trainer, other):
+        for number in range(accumulate):
+            step(each, number)
+    backward(trainer, 5)
+    beside(trainer)
+    with pytest.raises(TrainingError, match=r"parameter '1\.\w+'"):
+        trainer.save(tmp_path)
+    with pytest.raises(TrainingError, match=r"parameter '1\.\w+'(.|\n)*add the losses up"):
+        step(trainer, 6) if accumulate > 1 else trainer.update()
+    for number in range(accumulate):
+        step(trainer, number)
+        step(other, number)
+    assert alike(trainer, other)
+
+
+@pytest.mark.parametrize("ends", [lambda trainer: trainer(torch.ones(4, 6)), lambda trainer: trainer.flush()])
+def test_between_two_calls_of_the_trainer_they_are_refused(accel, ends):
+    trainer = make(accel, accumulate=2)
+    trainer(torch.ones(4, 6))
+    beside(trainer)
+    with pytest.raises(TrainingError, match="add the losses up"):
+        ends(trainer)
+
+
 @pytest.mark.parametrize("cleared", [True, False])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_before_a_window_they_are_dropped_with_one_warning_unless_the_script_clears_them(
@@ -57,13 +86,12 @@ def test_before_a_window_they_are_dropped_with_one_warning_unless_the_script_cle
 ):
     trainer, other = make(accel, **options), make(accel, **options)
     caplog.clear()
-    for each in (trainer, other):
-        for number in range(3):
-            if each is trainer:
-                beside(trainer)
-                if cleared:
-                    trainer.model.zero_grad()
-            each(torch.full((4, 6), 1.0 + number)) if number else step(each, number)
+    for number in range(3):
+        beside(trainer)
+        if cleared:
+            trainer.model.zero_grad()
+        trainer(torch.full((4, 6), 1.0 + number)) if number else step(trainer, number)
+        other(torch.full((4, 6), 1.0 + number)) if number else step(other, number)
     assert alike(trainer, other)
     assert ["'1." in record.getMessage() for record in caplog.records] == [True] * (not cleared)
 
@@ -87,7 +115,7 @@ def test_a_script_may_write_to_gradients_and_compute_others_by_autograd(accel, f
 
 
 def test_a_trainer_takes_another_ones_backward_pass_for_no_foreign_one(accel, caplog):
-    """Here with a window of the one open."""
+    """Here with a window of the one open. A plain pass through what the other trains is found in both directions."""
     encoder, critic = nn.Linear(6, 6), make(accel, accumulate=2)
     generator = accel.trainer(encoder, accel.optimizers.create("sgd", encoder.parameters(), lr=0.1))
     for _ in range(2):
@@ -95,6 +123,10 @@ def test_a_trainer_takes_another_ones_backward_pass_for_no_foreign_one(accel, ca
         generator.backward(loss_of(critic.model, generator.forward(torch.ones(4, 6))))
         generator.update()
     assert not caplog.records
+    loss_of(critic.model, encoder(torch.ones(4, 6))).backward()
+    generator.backward(loss_of(critic.model, generator.forward(torch.ones(4, 6))))
+    critic(torch.ones(4, 6))
+    assert [name in caplog.text for name in ("'weight'", "'bias'", "'1.bias'")].count(True) == 2
 
 
 def test_a_pass_between_two_windows_of_one_call_each_is_dropped_with_one_warning(accel, caplog):
@@ -106,6 +138,20 @@ def test_a_pass_between_two_windows_of_one_call_each_is_dropped_with_one_warning
         beside(trainer)
         trainer(torch.ones(4, 6))
     assert ["'1.weight'" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_pass_before_a_window_is_reported_by_a_trainer_that_shares_its_process(accel, caplog):
+    trainer, other = make(accel), make(accel)
+    for number in range(2):
+        for each in (trainer, other):
+            backward(each, number)
+            each.update()
+    loss_of(trainer.model, torch.ones(4, 6)).backward()
+    backward(other, 2)
+    other.update()
+    assert not caplog.records
+    backward(trainer, 2)
+    assert "was dropped" in caplog.text
 
 
 def test_a_gradient_from_before_the_trainer_is_no_mistake(accel, caplog):

@@ -129,6 +129,9 @@ class FullySharded(Strategy):
         broadcast_buffers(self.collectives, model)
         return model
 
+    def leaves(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [self._gathered[id(parameter)] for parameter in parameters]
+
     def before_backward(self) -> None:
         self._arrived.clear()
         if self._unused is not None:
@@ -207,6 +210,7 @@ class FullySharded(Strategy):
         """Note which parameters receive gradients, by hooks on the gathered parameters, which torch keeps."""
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        self._gathered: dict[int, Tensor] = {}
         for group in self._groups:
             places = [
                 (part, name, numbers[id(parameter)])
@@ -220,6 +224,7 @@ class FullySharded(Strategy):
                 if not is_sharded(gathered):  # otherwise another group's
                     note = partial(_note_gradient, self._arrived, number)
                     self._hooks.add(gathered.register_post_accumulate_grad_hook(note))
+                    self._gathered[id(self._parameters[number])] = gathered
             group.reshard()
 
 

@@ -57,6 +57,10 @@ class Strategy(ABC):
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         """Give all ranks rank 0's parameters and buffers; return the model to call."""
 
+    def leaves(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors that autograd computes the gradients of the trained parameters for."""
+        return parameters
+
     def before_forward(self, last: bool) -> None:  # noqa: B027
         """Prepare for a micro-batch, before its forward pass; `last`: the last of its window."""
 
