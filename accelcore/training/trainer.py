@@ -111,6 +111,9 @@ class Trainer(Checkpoints):
             option = f"model, optimizer, {name}=..." if name in TrainerOptions.__annotations__ else "..."
             remedy = f"make another trainer, which keeps what it was made with: accel.trainer({option})"
             raise ConfigurationError(f"trainer.{name} cannot be set", remedy=remedy)
+        if name in ("lr", "learning_rate"):
+            remedy = "set the 'lr' of each group in trainer.optimizer.param_groups"
+            raise ConfigurationError(f"trainer.{name} would change nothing", remedy=remedy)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

@@ -30,6 +30,12 @@ def test_what_a_trainer_was_made_with_cannot_be_replaced(accel, name):
     assert getattr(trainer, name, None) is before
 
 
+@pytest.mark.parametrize("name", ["lr", "learning_rate"])
+def test_a_learning_rate_of_the_trainer_is_refused_because_only_the_optimizer_has_one(accel, name):
+    with pytest.raises(accelcore.ConfigurationError, match=r"trainer\.optimizer\.param_groups"):
+        setattr(make(accel), name, 0.5)
+
+
 class Loss(nn.Module):
     """A criterion with a parameter of its own, which a model may hold, too."""
 
