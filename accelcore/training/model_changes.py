@@ -23,7 +23,7 @@ class ModelSnapshot:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
         self._model, self._optimizer, self._rest = model, optimizer, rest
-        self._training, self._warned = model.training, False
+        self._training, self._warned = True, False
         self._members = [list(group["params"]) for group in optimizer.param_groups]  # alive, so that ids stay theirs
         self._groups = self._groups_now()
         self._by_name = dict(model.named_parameters())
@@ -34,16 +34,16 @@ class ModelSnapshot:
     def check(self, *, warns: bool = False) -> None:
         """Raise TrainingError for a change of the known parameters or the optimizer's groups.
 
-        If it `warns`, log once that the script has put the model into evaluation mode.
+        If it `warns`, log once that the model is in evaluation mode.
         """
         if warns and self._model.training is not self._training:
             self._training = self._model.training
             if not self._training and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "the model is trained in evaluation mode, without dropout, and with frozen BatchNorm statistics: "
-                    "model.eval() was called. Call model.train() after an evaluation of your own, or loop over "
-                    "trainer.evaluate(loader). If this is on purpose, call model.eval() before accel.trainer(...)"
+                    "the model is trained in evaluation mode, without dropout, and with frozen BatchNorm statistics. "
+                    "Call model.train() after loading a pretrained model, and after an evaluation of your own. If this "
+                    "is on purpose, call eval() of the parts that are meant, such as of each BatchNorm"
                 )
         if list(map(_DTYPE, self._parameters)) != self._dtypes:
             raise TrainingError(

@@ -10,12 +10,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, logger
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
@@ -101,6 +102,7 @@ class Trainer(Checkpoints):
         self.saver = Saver(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
         self._number = next(_numbers)
         self.aux: Any = None
+        self._lacks_autocast = plan.policy.autocast is not None  # until a step of the script's own enters it
         self._prepared()
         self._schedule.begin(given["total_steps"])
         for listener in plan.listeners.begin:
@@ -265,10 +267,13 @@ class Trainer(Checkpoints):
         self._step.check_failure()
         if self._window.micro == 0 or self._window.is_last:
             self._step.check_unchanged()
+        if self._lacks_autocast and torch.is_autocast_enabled(self.backend.device.type):
+            self._lacks_autocast = False
         return self._plan.forward
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context for the forward pass and the loss."""
+        self._lacks_autocast = False
         return self._plan.contexts.make_region()
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, retain_graph: bool = False) -> None:
@@ -286,6 +291,14 @@ class Trainer(Checkpoints):
                 or, with `accumulate` above 1, `update` was not called after the last batch.
         """
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
+        if self._lacks_autocast:
+            self._lacks_autocast = False
+            if self.backend.collectives.rank == 0:
+                logger.warning(
+                    "the first step has not entered trainer.autocast(): if it entered no other autocast, its forward "
+                    "pass ran in the dtype of the model. Write: with trainer.autocast(): loss = "
+                    "criterion(trainer.forward(inputs), targets)"
+                )
         self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)
 
     def update(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
@@ -16,6 +17,7 @@ from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import to_local
 from accelcore.training.loss import UNTREATED
 from accelcore.training.observers import Hooks
+from accelcore.util.containers import described
 from accelcore.util.text import is_number
 
 _thread = threading.local()  # `holder`, in each thread: a weak reference to the parameters that are in use there
@@ -85,6 +87,13 @@ class Window:
             total = self._job.all_reduce(self._total.clone(), "avg")
             return torch.where(total > 0, total.reciprocal(), 0.0)
         return None if full else self.accumulate / self.micro
+
+    def note(self, error: BaseException, batch: Any) -> None:
+        """Add the step and the batch to an error of a micro-batch, where Python shows notes (3.11 or later)."""
+        add_note = getattr(error, "add_note", None)  # the error keeps its class: a script may wait for OutOfMemoryError
+        if add_note is not None and isinstance(error, Exception):
+            number = f", micro-batch {self.micro + 1} of {self.accumulate}" if self.accumulate > 1 else ""
+            add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}")
 
     def forget_weights(self) -> None:
         if self._total is not None:

@@ -10,9 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from accelcore.util.text import kind_of
+
 T = TypeVar("T")
 
 _PLAIN = (str, int, float, bool, type(None))
+
+_SHOWN = 8  # number of parts of a container that `described` tells
 
 
 def is_on(value: object, device: torch.device) -> bool:
@@ -103,6 +107,21 @@ def rows(batch: Any) -> int:
         else:
             return 0
     return batch.shape[0] if batch.dim() else 0
+
+
+def described(value: object, depth: int = 3) -> str:
+    """Return a batch as text: dtype, shape and device of its tensors, and the classes of everything else."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
+    parts = _parts(value) if depth else None
+    if not parts:
+        return kind_of(value)
+    named = [f"{key!r}: " if isinstance(key, str) else "" for key in parts]
+    shown = [
+        name + described(part, depth - 1) for name, part in zip(named, list(parts.values())[:_SHOWN], strict=False)
+    ]
+    more = [f"and {len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
+    return f"{kind_of(value)} of ({', '.join(shown + more)})"
 
 
 def _mapped(value: T, change: Callable[[Any], Any], *, reuse: bool = False) -> T:

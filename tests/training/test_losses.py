@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -99,3 +100,38 @@ def test_a_model_may_return_more_and_a_loss_of_ones_own_may_not(accel):
 def test_what_has_no_loss_is_refused(accel, form, says):
     with pytest.raises(accelcore.TrainingError, match=says):
         train(accel, form, None)
+
+
+class Pairs(NamedTuple):
+    left: torch.Tensor
+    names: list
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python shows notes since 3.11")
+@pytest.mark.parametrize(
+    ("batch", "kind", "words"),
+    [
+        ((torch.ones(3, 5), torch.ones(3, dtype=torch.int64)), RuntimeError, ["float32 (3, 5) on cpu", "int64 (3,)"]),
+        ({"x": torch.ones(2, 4), "id": "a"}, KeyError, ["'x': float32 (2, 4)", "'id': a str"]),
+        (Pairs(torch.ones(1, 9), [1, 2]), RuntimeError, ["a Pairs", "float32 (1, 9)", "a list of (an int, an int)"]),
+        ([7] * 20, TypeError, ["a list of (an int, ", "and 12 more"]),
+    ],
+)
+def test_an_error_within_a_loss_keeps_its_class_and_notes_step_and_batch(accel, batch, kind, words):
+    model = nn.Linear(4, 2)
+    trainer = accel.trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, batch: model(batch[0]).sum(),
+        accumulate=2,
+    )
+    good = (torch.ones(3, 4),)
+    for _ in range(3):
+        trainer(good)
+    with pytest.raises(kind) as caught:
+        trainer(batch)
+    (note,) = caught.value.__notes__
+    assert all(word in note for word in ["step 2, micro-batch 2 of 2", *words]), note
+    trainer(good)
+    trainer(good)
+    assert trainer.steps == 2

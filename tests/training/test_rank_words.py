@@ -155,7 +155,7 @@ def test_a_mean_is_as_exact_as_its_values(accel):
     assert (
         trainer.evaluate(loader).mean(lambda batch: torch.full_like(batch, 123456789, dtype=torch.int64)) == 123456789
     )
-    assert trainer.evaluate(loader).mean(lambda batch: torch.tensor(200, dtype=torch.uint8)) == 200
+    assert trainer.evaluate(loader).mean(lambda batch: torch.full_like(batch, 200, dtype=torch.uint8)) == 200
 
 
 def test_the_length_of_an_epoch_is_what_it_yields(job):
@@ -356,3 +356,28 @@ def test_what_cannot_be_replicated_is_refused(accel, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(accelcore.DistributedError, match=r"accel\.join"):
         accel.replicate(nn.Linear(2, 2))
+
+
+def test_a_mean_of_predictions_against_targets_of_another_shape_is_reported_once(accel, caplog):
+    trainer = accel.trainer(model := nn.Linear(2, 1), accel.optimizers.create("sgd", model.parameters()))
+
+    def mean(function, sizes):
+        caplog.clear()
+        trainer.evaluate([(torch.ones(size, 2), torch.ones(size)) for size in sizes]).mean(function)
+        return [record.getMessage() for record in caplog.records]
+
+    def error(batch):
+        return (model(batch[0]) - batch[1]).square()
+
+    for function in (error, lambda batch: {"mse": error(batch), "rows": batch[1]}):
+        (said,) = mean(function, [7, 7, 1])
+        assert all(part in said for part in ("shape (7, 7)", "7 rows", "(7, 1)", "(7,)", "squeeze(1)"))
+        assert not mean(function, [7, 7, 1])
+    assert not mean(lambda batch: batch[0].new_ones(len(batch[0]), 9), [9, 9, 3])  # a value for each token
+    assert not mean(error, [1, 1])
+
+
+def test_a_count_is_no_mean(accel):
+    trainer = accel.trainer(model := nn.Linear(2, 1), accel.optimizers.create("sgd", model.parameters()))
+    with pytest.raises(accelcore.TrainingError, match=r"count(.|\n)*without \.sum\(\)"):
+        trainer.evaluate([torch.ones(4, 2)]).mean(lambda rows: (rows > 0).sum())

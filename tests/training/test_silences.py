@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -184,13 +185,14 @@ def test_epochs_without_a_step_are_reported_once_and_others_not_at_all(accel, ca
     assert "without a step" not in caplog.text
 
 
-def test_an_evaluation_of_ones_own_that_leaves_the_model_in_evaluation_mode_is_reported_once(accel, caplog):
-    frozen, says = make(accel), "the model is trained in evaluation mode"
-    frozen.model.eval()
-    (batch,) = data(1)
-    kept = make(accel, frozen.model)  # as a script that freezes all BatchNorms may do
-    kept(batch)
-    kept.model.train()
+def test_a_model_that_is_trained_in_evaluation_mode_is_reported_once(accel, caplog):
+    says, (batch,) = "the model is trained in evaluation mode", data(1)
+    pretrained = make(accel, net().eval())
+    for _ in range(2):
+        pretrained(batch)
+    assert caplog.text.count(says) == 1
+    caplog.clear()
+    kept = make(accel)
     kept(batch)
     next(iter(kept.model.children())).eval()
     kept(batch)
@@ -303,6 +305,23 @@ def test_another_learning_rate_than_the_checkpoints_is_reported(accel, tmp_path,
 def test_a_switch_takes_no_number(accel, options):
     with pytest.raises(accelcore.ConfigurationError, match="True"):
         make(accel, **options)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "O1", "fp32"])
+@pytest.mark.parametrize("way", ["none", "trainer's", "torch's", "whole"])
+def test_a_step_outside_of_autocast_is_reported_once(accel, caplog, precision, way):
+    trainer = make(accel, precision=precision)
+    context = {"trainer's": trainer.autocast, "torch's": lambda: torch.autocast("cpu", torch.bfloat16)}.get(way)
+    for batch in data(3):
+        if way == "whole":
+            trainer(batch)
+            continue
+        with context() if context else nullcontext():
+            loss = loss_of(trainer.forward, batch)
+        trainer.backward(loss)
+        trainer.update()
+    lines = [record.message for record in caplog.records if "with trainer.autocast():" in record.message]
+    assert len(lines) == (way == "none" and precision != "fp32")
 
 
 def test_a_dataset_is_no_loader(accel):

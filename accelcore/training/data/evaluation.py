@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, TrainingError
+from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
-from accelcore.util.containers import tensors
+from accelcore.util.containers import rows, tensors
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Evaluation(Batches):
@@ -38,7 +40,8 @@ class Evaluation(Batches):
 
             accuracy = trainer.evaluate(loader).mean(is_right)
 
-        Every rank must call this. The host waits for the device once, after the last batch.
+        Every rank must call this. The host waits for the device once, after the last batch. A warning is logged if
+        all results have the shape (n, n) for n rows, as predictions of shape (n, 1) minus targets of shape (n,) have.
 
         Args:
             function: returns a tensor of values, which all count alike: one for each row, or another number of them,
@@ -50,18 +53,24 @@ class Evaluation(Batches):
             A float, or a dict of floats.
 
         Raises:
-            TrainingError: `function` returned a scalar, and the batch has no tensors, or tensors that differ in
-                dimension 0.
+            TrainingError: `function` returned a count; or a scalar, and the batch has no tensors, or tensors that
+                differ in dimension 0.
             ConfigurationError: there are no rows at all.
         """
         totals: dict[str, list[Tensor]] = defaultdict(list)
         counts: dict[str, int] = defaultdict(int)
+        square: dict[str, int] = {}  # for each name, the n of results of shape (n, n); 0 if one has another shape
         for batch in self:
             returned = function(batch)
             for name, value in (returned if isinstance(returned, Mapping) else {"": returned}).items():
                 total, count = _total(value, batch)
+                if (size := rows(batch)) > 1 and square.get(name, size):
+                    square[name] = size if isinstance(value, Tensor) and value.shape == (size, size) else 0
                 totals[name].append(total)
                 counts[name] += count
+        for name, size in square.items():
+            if size and self._collectives.rank == 0:
+                _warn_of_square(f"the result {name!r}" if name else "the result", size)
         own = {name: [torch.stack(parts).cpu().double().sum().item(), counts[name]] for name, parts in totals.items()}
         sums: dict[str, list[float]] = {}
         # A rank without batches knows no names.
@@ -78,7 +87,22 @@ class Evaluation(Batches):
         return means[""] if set(means) == {""} else means
 
 
+@cache
+def _warn_of_square(what: str, size: int) -> None:
+    logger.warning(
+        "%s of the function given to trainer.evaluate(...).mean() has shape (%d, %d) for a batch of %d rows, and its "
+        "mean is over all of these values. If predictions of shape (%d, 1) met targets of shape (%d,), use squeeze(1)",
+        *(what, size, size, size, size, size),
+    )
+
+
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
+    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _WHOLE:
+        raise TrainingError(
+            "the function returned a whole number for a batch, which looks like a count",
+            why="a scalar counts as the mean over the batch's rows",
+            remedy="return one value for each row, such as predicted == target without .sum()",
+        )
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
     if value.dim():
