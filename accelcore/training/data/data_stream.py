@@ -37,6 +37,7 @@ class DataStream:
     epoch: int  # the current one, or the next one between two epochs; counted from 0
     taken: int  # batches that this rank has received in this epoch
     _resuming: bool
+    _restored: bool  # in the present epoch of `epochs`
     _seed: int | None
     _start: dict[str, Tensor]
     _generators_start: list[Tensor]
@@ -121,11 +122,11 @@ class DataStream:
     def _epochs(self, total: int) -> Iterator[int]:
         # An epoch ends when the loop asks for the next one, even if its batches were not read here.
         while self.epoch < total:
-            epoch, loop = self.epoch, self.loop
+            epoch, loop, self._restored = self.epoch, self.loop, False
             yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
-            if self.epoch <= epoch and not self._keeps_epoch:
+            if self._restored and self.epoch <= epoch:
                 raise TrainingError(
                     f"the loop over trainer.epochs({total}) would come to epoch {self.epoch} again",
                     why="trainer.resume() was called in it, and went back to an earlier checkpoint: it may never end",
@@ -193,7 +194,7 @@ class DataStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position, at which the next call of `batches` continues."""
         self.loop += 1
-        self.epoch, self.taken = state["epoch"], state["taken"]
+        self.epoch, self.taken, self._restored = state["epoch"], state["taken"], True
         self._resuming = bool(self.epoch or self.taken)
         self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
         self._source, self._stateful, self._saved = (None, None), None, state["loader"]
@@ -205,7 +206,7 @@ class DataStream:
         self._keeps_epoch = True
         if self.taken or epoch != self.epoch:  # else a loop over `epochs` would never end
             self.load_state_dict({**_BEGINNING, "epoch": epoch, "seed": self._seed})
-            self._resuming = False
+            self._resuming = self._restored = False
 
     def length(self, loader: Iterable[Any], *, shard: bool) -> int:
         return len(self._source_of(loader, shard))  # type: ignore[arg-type]

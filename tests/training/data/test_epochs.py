@@ -79,6 +79,14 @@ def test_a_loop_that_resumes_and_saves_in_each_epoch_ends(accel, tmp_path):
     assert seen == [0, 1, 2]
 
 
+def test_an_iterator_of_batches_that_is_kept_is_no_resume(accel):
+    trainer, seen = make(accel), []
+    for _ in trainer.epochs(2):
+        batches = iter(trainer.batches(DATA))
+        seen += [trainer(next(batches)) for _ in DATA]
+    assert len(seen) >= 2 * len(DATA)
+
+
 def test_a_loop_that_resumes_from_the_same_checkpoint_in_each_epoch_is_refused(accel, tmp_path):
     trainer = make(accel)
     list(map(trainer, trainer.batches(DATA)))
