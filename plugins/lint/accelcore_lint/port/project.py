@@ -171,7 +171,9 @@ def read_project(paths: Iterable[Path]) -> Project:
         texts |= {path: _text(path) for path in new - set(texts)}
         imports |= {path: list(_imported(path, texts[path], None)) for path in new - given}
     own = {path: found for path, text in texts.items() if (found := movers(text))}
-    modules = {part for path in files for part in (path.stem, path.parent.name)}
+    modules = {
+        part for path in files for part in (path.stem, *(folder.name for folder in (path.parent, *_above(path))))
+    }
     known = Known(
         own_moves=own_moves(texts.values()),
         movers=", ".join(sorted(f"{name} in {path.name}" for path, names in own.items() for name in names)[:3]),

@@ -27,6 +27,45 @@ _TENSORS = (
 )
 """Methods of tensors that return one."""
 
+_WITH_MODULES = re.compile(
+    r"\w*(torch|transformers)\w*|mm\w+|timm|monai|dgl\w*|diffusers|accelerate|peft|apex|kornia|fairseq|detectron2|clip"
+    r"|open_clip|pretrainedmodels|ultralytics|lpips|speechbrain|espnet2?|pyro|skorch|ignite|lightning|fastai|catalyst"
+    r"|spconv|MinkowskiEngine|einops|mamba_ssm|flash_attn|segment_anything|nflows|tinycudann|encoding|allennlp|flair"
+    r"|deepspeed|learn2learn|higher"
+)
+"""Packages whose classes are modules, tensors or batches of torch, which have `to`."""
+
+_OF_MODULES = (
+    *("parameters", "named_parameters", "state_dict", "load_state_dict", "modules", "named_modules", "children"),
+    *("eval", "zero_grad", "requires_grad_", "register_forward_hook", "forward", "size", "shape", "backward"),
+    *_TENSORS,
+)
+"""Methods and attributes of modules and tensors."""
+
+
+def is_of_stranger(moved: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an object is of a class of another package that may define `cuda` and no `to`.
+
+    Nothing else is assigned to its name, and the file uses it neither as a module nor as a tensor.
+    """
+    again = tuple(f"{text_of(moved)}.{method}(" for method in DEVICES)
+    values = [moved] if isinstance(moved, cst.Call) else facts.values(moved)
+    values = [value for value in values if not text_of(value).startswith(again)]
+    if not values or not all(_is_made_by_stranger(value, facts) for value in values):
+        return False
+    name = re.escape(text_of(moved))
+    if re.search(rf"(?<![\w.]){name}\.({'|'.join(_OF_MODULES)})\b", facts.code):
+        return False
+    return re.search(rf"(?<!\w)(DataParallel|DistributedDataParallel|DDP|Sequential)\(\s*{name}\b", facts.code) is None
+
+
+def _is_made_by_stranger(value: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a value is an object that a class of another package makes, which no file of the project is."""
+    module, _, name = ((isinstance(value, cst.Call) and facts.name(value.func)) or "").rpartition(".")
+    first = module.split(".")[0]
+    known = not facts.known.modules or first in facts.known.modules or _WITH_MODULES.fullmatch(first)
+    return bool(first) and name[:1].isupper() and not known
+
 
 def is_own(moved: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether an object may be of a class of the project that defines `cuda` itself."""

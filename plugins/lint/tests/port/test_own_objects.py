@@ -185,3 +185,26 @@ def test_a_call_of_the_classs_own_method_stays_as_it_is_and_its_question_does_no
     assert ("USE = torch.cuda.is_available()" in ported) is kept
     assert (call in ported, "self.net.to(" in ported) == (True, True)
     assert _ported(tmp_path / "again", ported, others=f"from user import Agent\n{more}") == ported
+
+
+@pytest.mark.parametrize(
+    ("line", "use", "kept"),
+    [
+        ("from somelib.scenes import Scene", "made(1)", True),
+        ("import somelib", "made = somelib.Scene(2)", True),
+        ("from somelib.scenes import Scene", "made.eval()", False),
+        ("from somelib.scenes import Scene", "made = torch.nn.DataParallel(made)", False),
+        ("from somelib.scenes import Scene", "made = torch.nn.Linear(2, 2)", False),
+        ("from scenes import Scene", "made(1)", False),
+        ("from .scenes import Scene", "made(1)", False),
+        ("from segmentation_models_pytorch import Scene", "made(1)", False),
+        ("from timm.models import Scene", "made(1)", False),
+        ("from torchvision.models import Scene", "made(1)", False),
+    ],
+)
+def test_an_object_of_another_packages_class_may_have_no_method_to(tmp_path, line, use, kept):
+    name = "somelib.Scene" if line == "import somelib" else "Scene"
+    source = f"import torch\n{line}\n\n\ndef run():\n    made = {name}(1)\n    made.cuda()\n    {use}\n"
+    ported = _ported(tmp_path, source, scenes="class Scene:\n    pass\n")
+    assert ("    made.cuda()\n" in ported) is kept
+    assert ("made.to(" in ported) is not kept

@@ -11,7 +11,7 @@ from accelcore_lint.port.device_names import index_source, is_device_name
 from accelcore_lint.port.device_sources import device_source
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.own_classes import movers
-from accelcore_lint.port.receivers import is_own, is_torchs
+from accelcore_lint.port.receivers import is_of_stranger, is_own, is_torchs
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import SETTINGS
 from accelcore_lint.port.syntax import arguments, text_of
@@ -44,6 +44,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left(f"this file defines a method {method}, which may be the one that is called")
     if may_be_own:
         return Left(f"the project has a class with a method {method} ({facts.known.movers}), which this may call")
+    if is_of_stranger(func.value, facts):
+        return Left(f"an object of another package's class, which may have no to(): it has {method}()")
     if text_of(func.value) == "super()":
         return Left(f"the inherited {method}(): call to(device) where this method is called")
     if _STORAGE.search(text_of(func.value)):
