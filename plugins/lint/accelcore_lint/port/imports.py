@@ -69,9 +69,11 @@ def imports_torch(tree: Tree, node: cst.CSTNode) -> bool:
 def may_lack_torch(tree: Tree) -> bool:
     """Return whether a file goes on without torch.
 
-    It only imports torch in a `try`, and a handler returns, or assigns what a condition of the file asks.
+    It only imports torch in a `try`, and a handler returns, or assigns what a condition of the file asks. Another
+    import in a function, such as of `torch.backends.xnnpack`, runs later: perhaps only if torch is there.
     """
     made = [node for node in tree.imports if _brings_torch(node)]
+    made = [node for node in made if tree.function_of(node) is None] or made
     return bool(made) and all(any(_goes_on(each, tree.code) for each in _tries(tree, node)) for node in made)
 
 

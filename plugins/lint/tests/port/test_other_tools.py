@@ -336,3 +336,24 @@ def test_what_is_left_has_its_own_reason(line, reason):
     left = port_source(f"import torch\n{line}\n", Level.ROLES).left
     assert left[0].text.startswith(reason)
     assert left[0].line == 2
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        "try:\n    import torch\n    FOUND = True\nexcept ImportError:\n    FOUND = False\n",
+        "import torch\nFOUND = True\n",
+    ],
+)
+def test_a_file_that_goes_on_without_torch_may_import_more_of_it_in_a_function(top):
+    source = (
+        f"{top}\n\ndef name():\n    if FOUND and torch.cuda.is_available():\n"
+        "        return torch.cuda.get_device_name(None)\n"
+        "    return None\n\n\ndef more():\n    if FOUND:\n        import torch.backends.xnnpack\n\n"
+        "        return torch.backends.xnnpack.enabled\n    return None\n\n\nprint(name(), more())\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ("accelcore.select()" in ported) is top.startswith("import")
+    if top.startswith("try"):
+        hidden = dict.fromkeys(("torch", "torch.backends", "torch.backends.xnnpack"))
+        assert imported(ported, **hidden).name() is None
