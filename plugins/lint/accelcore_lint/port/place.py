@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 
 import libcst as cst
 
@@ -13,6 +14,8 @@ from accelcore_lint.port.imports import imports_torch, may_lack_torch
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import common_guard, is_guard, text_of
 from accelcore_lint.port.tree import Tree
+from accelcore_lint.port.vendors import DEVICES, GROUPS
+from accelcore_lint.port.walk import find
 
 _NAMES = {
     Level.TORCH: ("device", "accelerator", "accelerator_device"),
@@ -30,6 +33,13 @@ _ASKS = re.compile(
     r"|\.to\([\"'](cuda|npu)|\.(cuda|npu)\.\w+Tensor\(|\.type\((\w+\.)*(cuda|npu)\.\w+Tensor\)"
 )
 """Words of lines that ask CUDA which devices there are, as a move does."""
+
+_VENDOR = re.compile(rf"(?i)\b({'|'.join((*DEVICES, *GROUPS))})\b|gpu")
+_OF_CALLER = re.compile(rf"(\w+) == [\"']({'|'.join(DEVICES)})[\"']")
+_CLOCK = re.compile(
+    r"(?m)^([\w.]+) *= *([\w.]*\.)?(time|perf_counter|monotonic|process_time|default_timer|now)(_ns)?\(\)\s*(#.*)?$"
+)
+"""A line that reads a clock."""
 
 _SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
 
@@ -237,8 +247,30 @@ class Place:
         if self._tree.has_guard and self._tree.in_default(site):
             return True  # it is set when another file imports this one
         return self.by_hand or (
-            self._tree.spawns and (function is None or function.name.value not in self._tree.spawned)
+            self._tree.spawns
+            and (function is None or function.name.value not in {*self._tree.spawned} - self._of_callers)
         )
+
+    @cached_property
+    def _of_callers(self) -> set[str]:
+        """Return the spawned functions whose vendor lines all stand below `if device_type == "cuda":` of a parameter.
+
+        Their caller has chosen the device: perhaps the CPU, as there are fewer devices than ranks.
+        """
+        tree, found = self._tree, set()
+        for name in tree.spawned:
+            body = tree.functions[name].body
+            guards = {
+                guard
+                for guard in find(body, cst.If)
+                if (asked := _OF_CALLER.fullmatch(text_of(guard.test))) and tree.is_given(asked[1], guard)
+            }
+            parts: list[cst.Name | cst.SimpleString | cst.FormattedStringText] = [*find(body, cst.Name)]
+            parts += [*find(body, cst.SimpleString), *find(body, cst.FormattedStringText)]
+            words = (node for node in parts if _VENDOR.search(node.value))
+            if all(not guards.isdisjoint(tree.parents(node)) for node in words):
+                found.add(name)
+        return found
 
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
@@ -251,9 +283,26 @@ class Place:
         if not self._existing and self._sites:
             found += self._backend_lines().items()
         added: dict[cst.CSTNode, str] = {}
-        for statement, line in found:
+        for below, line in found:
+            statement = self._above_clock(below)
             added[statement] = f"{added[statement]}\n{line}" if statement in added else line
         return added
+
+    def _above_clock(self, statement: cst.CSTNode) -> cst.CSTNode:
+        """Return the statement of the same block that reads a clock for a time that would hold the choice of a device.
+
+        That is the statement itself if there is none, or if the device cannot be chosen earlier.
+        """
+        block, tree = self._tree.parent(statement), self._tree
+        if not isinstance(block, (cst.IndentedBlock, cst.Module)) or tree.hidden_by or tree.forks:
+            return statement
+        at = next(n for n, each in enumerate(block.body) if each is statement)
+        after = "".join(map(text_of, block.body[at:]))
+        clocks = [(n, _CLOCK.search(text_of(each))) for n, each in enumerate(block.body[:at])]
+        first = next((n for n, made in clocks if made and re.search(rf"- *{made[1]}\b", after)), at)
+        passed = block.body[first:at]
+        late = any(True for each in passed for kind in (cst.Import, cst.ImportFrom) for _ in find(each, kind))
+        return statement if late or "environ" in "".join(map(text_of, passed)) else block.body[first]
 
     def _backend_lines(self) -> dict[cst.CSTNode, str]:
         tree = self._tree

@@ -310,3 +310,43 @@ def test_a_lambda_of_a_module_asks_for_the_device_when_it_is_called(move, level)
     ported = port_source(f"import torch\n\nmove = lambda x: x.{move}\n", level, Known(imported=True)).source
     assert ported.startswith("import torch\n\nmove = lambda x: x.to(")
     assert "check_available=True" in ported
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("clock", "line", "moves"),
+    [
+        ("    # Begin.\n    start = time.time()  # s\n", "", True),
+        ("    start = time.perf_counter()\n", "    x = x + 1\n", True),
+        ("    start = time.time()\n", "    import os\n", False),
+        ("    start = time.time()\n", "    os.environ['MODE'] = '1'\n", False),
+    ],
+)
+def test_the_device_is_chosen_above_a_clock_whose_time_would_hold_the_choice(level, clock, line, moves):
+    source = (
+        "import os\nimport time\nimport torch\n\n\ndef main(x):\n    print(x)\n"
+        f"{clock}{line}    y = x.cuda() @ x.cuda()\n    print(time.time() - start)\n    return y\n\n\n"
+        "if __name__ == '__main__':\n    main(torch.ones(3))\n"
+    )
+    body = port_source(source, level).source.partition("def main(x):\n")[2]
+    choice = body.index("torch.accelerator") if level is Level.TORCH else body.find("accelcore.select()")
+    if level is Level.ROLES and choice < 0:
+        choice = body.index("current_accelerator")
+    assert (choice < body.index("start =")) is moves
+    assert body.index("print(x)") < choice < body.index("x.to(")
+
+
+@pytest.mark.parametrize(
+    ("more", "selects"), [("", False), ("    print(torch.cuda.device_count())\n    x = x.cuda()\n", True)]
+)
+@pytest.mark.parametrize("given", ["device_type", "other"])
+def test_a_rank_whose_caller_may_have_chosen_the_cpu_selects_no_device(more, selects, given):
+    source = (
+        "import torch\nimport torch.distributed as dist\nimport torch.multiprocessing as mp\n\nother = 'cuda'\n\n\n"
+        "def work(rank, device_type):\n    x = torch.ones(3, device=f'{device_type}:{rank}')\n    dist.all_reduce(x)\n"
+        f"    if {given} == 'cuda':\n        torch.cuda.synchronize()\n{more}\n\n"
+        "if __name__ == '__main__':\n    mp.spawn(work, args=('cpu',), nprocs=4)\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ("accelcore.select(local_rank=rank)" in ported) is (selects or given == "other")
+    assert "cuda.synchronize" not in ported
