@@ -145,6 +145,22 @@ def test_a_function_stays_that_a_test_replaces_by_its_name(tmp_path, replaced):
 
 
 @pytest.mark.parametrize(
+    "choice", ["torch.device('cuda')", "'cuda'", "torch.device('cuda', 0)", "torch.ones(2, device='cuda')"]
+)
+@pytest.mark.parametrize("test", ["with mock.patch('torch.cuda.is_available'):\n        ", ""])
+def test_a_device_stays_below_a_question_that_a_test_answers(tmp_path, choice, test):
+    source = (
+        "import torch\n\n\ndef get(device):\n    if torch.cuda.is_available():\n"
+        f"        device = {choice}\n    return device\n"
+    )
+    test = f"from unittest import mock\nfrom chosen import get\n\n\ndef test_a():\n    {test}get('cpu')\n"
+    paths = written(tmp_path, {"chosen.py": source, "test_chosen.py": test})
+    ported = port_source(source, Level.ROLES, read_project(paths).known(paths[0])).source
+    assert (f"        device = {choice}\n" in ported) is ("mock.patch" in test)
+    assert ("if torch.cuda.is_available():" in ported) is ("mock.patch" in test)
+
+
+@pytest.mark.parametrize(
     ("end", "other", "kept"),
     [
         ("if __name__ == '__main__':\n    wait()\n", "import os\n", False),

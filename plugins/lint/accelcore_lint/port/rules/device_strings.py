@@ -13,6 +13,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.replaced import REPLACED_BY_TEST, is_chosen_by_replaced
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN
 from accelcore_lint.port.vendors import DEVICES
@@ -274,11 +275,17 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     return "kind" if keyword in ("device", "device_map") or (method == "to" and first) else None
 
 
+def _kept_for_test(decision: Rewrite | Left | None, node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | None:
+    """Return a decision, which rewrites nothing below a question that stays as a test replaces its function."""
+    is_kept = isinstance(decision, Rewrite) and is_chosen_by_replaced(node, facts)
+    return Left(REPLACED_BY_TEST, node.children) if is_kept else decision
+
+
 CHOICES = Rule(
     "device",
     "choice of a device",
     (cst.Call, cst.IfExp),
-    _decide_choice,
+    lambda node, facts: _kept_for_test(_decide_choice(node, facts), node, facts),
     (
         Example(
             Level.TORCH,
@@ -303,7 +310,7 @@ STRINGS = Rule(
     "device string",
     "the name of a device where a device is expected",
     (cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.Call),
-    _decide_string,
+    lambda node, facts: _kept_for_test(_decide_string(node, facts), node, facts),
     (
         Example(Level.TORCH, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=device)"),
         Example(Level.ROLES, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=accel.device)"),

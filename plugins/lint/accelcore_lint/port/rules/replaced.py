@@ -11,7 +11,7 @@ from accelcore_lint.port.rule import Left, Rule
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.walk import find
 
-_REPLACED = "a test of the project replaces this function by its name: change both"
+REPLACED_BY_TEST = "a test of the project replaces this function by its name: change both"
 
 
 def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) -> Left | None:
@@ -26,7 +26,19 @@ def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) 
             return None
     calls = find(called, cst.Call) if isinstance(node, cst.IfExp) else [called]
     names = {facts.name(call.func) for call in calls if isinstance(call, cst.Call)} & replaced
-    return Left(_REPLACED, node.children) if names and not _is_in_test_without(names, node, facts) else None
+    return Left(REPLACED_BY_TEST, node.children) if names and not _is_in_test_without(names, node, facts) else None
+
+
+def is_chosen_by_replaced(node: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether a node stands below an `if` that stays, as a test replaces the function that it asks."""
+    inner = node
+    for outer in facts.parents(node) if facts.known.replaced else ():
+        if isinstance(outer, cst.If) and inner is outer.body:
+            calls = find(outer.test, cst.Call)
+            if any(_decide(call, facts) is not None for call in calls):
+                return True
+        inner = outer
+    return False
 
 
 def _is_in_test_without(names: set[str | None], node: cst.CSTNode, facts: Facts) -> bool:
