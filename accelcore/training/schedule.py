@@ -131,6 +131,22 @@ class Schedule:
                 *(type(self.scheduler).__name__, updates, updates),
             )
 
+    def warn_if_cut(self) -> None:
+        """Log once that the epochs have ended, if the schedule is far from its end or was never stepped."""
+        done = _last_epoch(self.scheduler)
+        length = self.updates or (_length(self.scheduler) if self._steps and not self._is_meant else 0)
+        if done is None or self._has_warned or not (done < 0.9 * length or (self.by == "script" and not done)):
+            return
+        self._has_warned = True
+        logger.warning(
+            "trainer.epochs(...) has ended after %d steps of the schedule%s. %s",
+            done,
+            f", which was made for {length}" if length else "",
+            'With schedule_by="script", the script calls scheduler.step()'
+            if self.by == "script"
+            else "An epoch that is left by break has fewer updates, and accumulate= micro-batches are one update",
+        )
+
     def state(self) -> dict[str, Any]:
         state = None if self.scheduler is None else self.scheduler.state_dict()
         return {"kind": self._kind, "by": self.by, "updates": self.updates, "state": state}

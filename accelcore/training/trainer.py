@@ -192,7 +192,12 @@ class Trainer(Checkpoints):
 
         After a `resume`, a loop over `range(total)` trains `total` epochs more.
         """
-        return self._stream.epochs(total)
+        return self._until_end(self._stream.epochs(total))
+
+    def _until_end(self, epochs: Iterator[int]) -> Iterator[int]:
+        yield from epochs
+        if self.backend.collectives.rank == 0:
+            self._schedule.warn_if_cut()
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.

@@ -329,3 +329,32 @@ def test_a_loader_without_batches_makes_no_schedule_and_is_named(accel, warmup):
     trainer, _ = make(accel, warmup=warmup)
     with pytest.raises(accelcore.TrainingError, match="the loader has no batches"):
         train(trainer, 2, DataLoader(ROWS, 20, drop_last=True))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "left", "options", "says"),
+    [
+        ("cosine", True, {}, "after 4 steps of the schedule, which was made for 6"),
+        ("cosine", False, {"total_steps": 12}, "after 6 steps of the schedule, which was made for 12"),
+        ("cosine", False, {}, ""),
+        ("constant", True, {}, ""),
+        (lambda optimizer: StepLR(optimizer, 1), False, {"schedule_by": "script"}, "the script calls scheduler.step()"),
+        (lambda optimizer: StepLR(optimizer, 1, gamma=0.9), True, {}, ""),
+        (lambda optimizer: CosineAnnealingLR(optimizer, 6), False, {}, ""),
+    ],
+)
+def test_a_schedule_that_the_epochs_leave_before_its_end_is_reported(accel, caplog, scheduler, left, options, says):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    made = scheduler(optimizer) if callable(scheduler) else scheduler
+    trainer = accel.trainer(
+        model, optimizer, scheduler=made, loss=lambda model, rows: model(rows).sum(), accumulate=2, **options
+    )
+    for _ in trainer.epochs(2):
+        for number, batch in enumerate(trainer.batches(LOADER), start=1):
+            trainer(batch)
+            if left and number == 4:
+                break
+    assert list(trainer.epochs(2)) == []
+    lines = [record.message for record in caplog.records if "trainer.epochs(...) has ended" in record.message]
+    assert [says in line for line in lines] == [True] * bool(says)

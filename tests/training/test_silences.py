@@ -307,6 +307,37 @@ def test_a_switch_takes_no_number(accel, options):
         make(accel, **options)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("own", [False, True], ids=["trainer(batch)", "own step"])
+def test_a_save_before_the_step_on_a_batch_is_reported_once_and_one_after_it_not(
+    accel, caplog, tmp_path, accumulate, own
+):
+    def train(trainer, batch):
+        if own:
+            trainer.backward(loss_of(trainer.forward, batch))
+            trainer.update()
+        else:
+            trainer(batch)
+
+    trainer, says = make(accel, accumulate=accumulate), "a run that resumes from this checkpoint skips the batch"
+    trainer.save(tmp_path)
+    for batch in trainer.batches(data(3)):
+        train(trainer, batch)
+        trainer.save(tmp_path)
+        break
+    trainer.resume(tmp_path)
+    trainer.save(tmp_path)
+    for batch in trainer.batches(data(3)):
+        train(trainer, batch)
+        trainer.save(tmp_path)
+    trainer.save(tmp_path)
+    assert says not in caplog.text
+    for batch in trainer.batches(data(3)):
+        trainer.save(tmp_path)
+        train(trainer, batch)
+    assert caplog.text.count(says) == 1
+
+
 @pytest.mark.parametrize("precision", ["bf16", "O1", "fp32"])
 @pytest.mark.parametrize("way", ["none", "trainer's", "torch's", "whole"])
 def test_a_step_outside_of_autocast_is_reported_once(accel, caplog, precision, way):

@@ -45,10 +45,11 @@ class DataStream:
     _source: tuple[Any, Any]
     _stateful: Any  # the loader of the current loop, if it knows its own position
     _saved: Any  # the position of such a loader in the checkpoint
+    _given: dict[int, tuple[int, int]] | None  # the steps of all trainers when the loop got its last batch
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
-        self._warned = False
+        self._warned = self._warned_untrained = False
         self._keeps_epoch = False  # whether the script has set the epoch
         self.total_epochs: int | None = None
         self._batches: int | None = None
@@ -83,6 +84,7 @@ class DataStream:
         try:
             for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
                 self.taken += 1
+                self._given = dict(self._collectives.steps)
                 yield batch
                 if loop != self.loop:
                     raise TrainingError(
@@ -170,6 +172,16 @@ class DataStream:
                 same,
             )
 
+    def warn_if_untrained(self) -> None:
+        """Log once if no trainer has made a step since the loop got its last batch."""
+        if self.taken and self._given == self._collectives.steps and not self._warned_untrained:
+            self._warned_untrained = True
+            if self._collectives.rank == 0:
+                logger.warning(
+                    "trainer.save() was called before a step on the batch that the loop got last: a run that resumes "
+                    "from this checkpoint skips the batch. Call save after trainer(batch)"
+                )
+
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; the transfer of each starts before the previous batch is used."""
         waiting: deque[Callable[[], Any]] = deque()
@@ -199,6 +211,7 @@ class DataStream:
         self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
         self._source, self._stateful, self._saved = (None, None), None, state["loader"]
         self._form = state["form"]
+        self._given = None
 
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):

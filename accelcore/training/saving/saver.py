@@ -280,6 +280,7 @@ class Saver:
         if writes:
             self.step.check_saved()
             self._schedule.check()
+            self._stream.warn_if_untrained()
             if self.steps:
                 self._stream.warn_if_unused()
         plan, runtime = self._plan, self.backend.runtime
