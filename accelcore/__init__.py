@@ -83,7 +83,9 @@ def __getattr__(name: str) -> object:
 
         return version("accelcore")
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
+        from accelcore.util.text import no_attribute
+
+        no_attribute(import_module(__name__), name)
     home = next((home for home, names in _HOMES.items() if name in names), "errors")
     value = getattr(import_module(f"accelcore.{home}"), name)
     globals()[name] = value

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.util.text import is_number
+from accelcore.util.text import Suggests, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +145,7 @@ class Probe:
 
 
 @dataclass(frozen=True, repr=False)
-class Backend:
+class Backend(Suggests):
     """One device, ready to use. `accelcore.select()` makes it; a process may have several.
 
     Backends of one kind of device share the vendor's runtime and its process-wide settings. Creating one may change

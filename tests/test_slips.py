@@ -132,3 +132,22 @@ def test_a_trainer_may_be_copied_and_a_subclass_may_take_other_arguments(accel):
     model = torch.nn.Linear(2, 1)
     for made in (trainer, accelcore.Trainer(accel, model, torch.optim.SGD(model.parameters()))):
         assert type(copy.deepcopy(made)) is type(copy.copy(made)) is type(made)
+
+
+def test_names_of_other_libraries_say_what_to_write(accel):
+    model = torch.nn.Linear(2, 1)
+    trainer, job = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1)), accel.join()
+    for owner, name, write in (
+        (accelcore, "Accelerator", "accelcore.select()"),
+        (accelcore, "EarlyStopping", "break"),
+        (accel, "prepare", "accel.trainer(model, optimizer"),
+        (accel, "backward", "trainer.backward(loss)"),
+        (accel, "gather", "accel.join()"),
+        (trainer, "fit", "trainer.batches(loader)"),
+        (trainer, "step", "trainer(batch)"),
+        (trainer, "state_dict", "trainer.save(folder)"),
+        (job, "is_main_process", "job.is_main"),
+    ):
+        with pytest.raises(AttributeError, match=rf"no attribute {name!r}; write .*{re.escape(write)}"):
+            getattr(owner, name)
+        assert not hasattr(owner, "nothing_of_that_name")

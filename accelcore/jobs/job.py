@@ -21,6 +21,7 @@ from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
+from accelcore.util.text import Suggests
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -28,7 +29,7 @@ _EXIT_TIMEOUT = timedelta(minutes=1)
 """Time that a rank waits for the others at exit: they may wait for it in a collective, or have left no trace."""
 
 
-class Job:
+class Job(Suggests):
     """Words for scripts about the ranks of a job. Without a job, this process is rank 0 of 1.
 
     After the block of `with accel.distributed() as job:` the job keeps its numbers: `job.is_main` is true on one rank

@@ -33,6 +33,7 @@ from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
+from accelcore.util.text import Suggests
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,7 +42,7 @@ _numbers = count()
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
-class Trainer(Checkpoints):
+class Trainer(Suggests, Checkpoints):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::

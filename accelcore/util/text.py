@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from accelcore.errors import ConfigurationError
 
@@ -36,6 +37,58 @@ def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is an int or a float. A bool is neither here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_WRITE = {
+    ("Accelerator", "Fabric", "initialize"): "accel = accelcore.select()",
+    ("seed_everything", "set_seed", "seed", "manual_seed"): "accel.runtime.seed(n)",
+    ("prepare", "setup"): "trainer = accel.trainer(model, optimizer, ...)",
+    ("fit", "training_step"): "for batch in trainer.batches(loader): trainer(batch)",
+    ("validate", "predict"): "trainer.evaluate(loader)",
+    ("step", "zero_grad"): "trainer(batch), or trainer.backward(loss) and trainer.update()",
+    ("backward",): "trainer.backward(loss)",
+    ("rank", "world_size", "is_main", "gather", "all_reduce", "barrier", "print"): "job = accel.join(), which has it",
+    ("is_main_process", "is_local_main_process", "is_global_zero"): "job.is_main",
+    ("process_index", "global_rank"): "job.rank",
+    ("num_processes",): "job.world_size",
+    ("wait_for_everyone",): "job.barrier()",
+    ("gather_for_metrics", "all_gather"): "job.gather(tensor)",
+    ("global_step",): "trainer.steps",
+    ("current_epoch",): "trainer.epoch",
+    ("sync_gradients",): "trainer.window_closed",
+    ("save_state", "save_checkpoint", "state_dict"): "trainer.save(folder)",
+    ("load_state", "load_checkpoint", "load_state_dict"): "trainer.resume(folder)",
+    ("unwrap_model", "module"): "trainer.model, which is the model as given",
+    ("accumulate", "no_sync"): "accel.trainer(..., accumulate=4)",
+    ("clip_grad_norm_", "clip_gradients"): "accel.trainer(..., clip_norm=1.0)",
+    ("log", "log_dict"): "accel.trainer(..., observers=[accelcore.Log(folder)])",
+    ("EarlyStopping", "should_stop"): "break in the loop over trainer.epochs(n)",
+    ("ModelCheckpoint",): "trainer.save(folder, best=metric)",
+    ("lr", "learning_rate"): 'trainer.optimizer.param_groups[0]["lr"]',
+    ("launch",): "accelcore run --nproc 2 train.py in a shell",
+}
+_INSTEAD = {name: write for names, write in _WRITE.items() for name in names}
+"""Names of accelerate, Fabric, Lightning and torch that accelcore lacks in some place, and what to write."""
+
+
+def no_attribute(owner: object, name: str) -> NoReturn:
+    """Raise AttributeError for `__getattr__`; it says what to write instead of a name that other libraries have."""
+    label = f"module {owner.__name__!r}" if isinstance(owner, ModuleType) else type(owner).__name__
+    if name in _INSTEAD:
+        # Without the owner: Python would add a similar name to this, also a private one.
+        raise AttributeError(f"{label} has no attribute {name!r}; write {_INSTEAD[name]}", name=name, obj=None)
+    raise AttributeError(f"{label} has no attribute {name!r}", name=name, obj=owner)  # Python adds a similar name
+
+
+class Suggests:
+    """Base of classes that say what to write instead of a name that other libraries have: see `no_attribute`."""
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+        def __getattr__(self, name: str) -> None:
+            if hasattr(type(self), name):  # a property raised AttributeError: raise that again
+                object.__getattribute__(self, name)
+            no_attribute(self, name)
 
 
 def bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:
