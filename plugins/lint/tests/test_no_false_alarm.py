@@ -51,3 +51,52 @@ def test_gradients_of_an_optimizer_for_one_step_need_not_be_cleared(indent, foun
         "        model(case).mean().backward()\n        optimizer.step()\n"
     )
     assert ("ACC304" in [finding.code for finding in check(source)]) is found
+
+
+@pytest.mark.parametrize(
+    ("before", "between", "moved", "found"),
+    [
+        ("model.to(device)", "pass", "model.to(device)", False),
+        ("model = Net().to(device)", "pass", "model = model.to(device)", False),
+        ("model.cuda()", "pass", "model.cuda()", False),
+        ("pass", "model.to(device)", "model.to(device)", True),
+        ("model.to(device)", "device = args.device", "model.to(device)", True),
+        ("model.to(device)", "model.cpu()", "model.to(device)", True),
+        ("model.to(device)", "if args.cpu:\n        model.cpu()", "model.to(device)", True),
+        ("model.to(device)", "pass", "model.to(args.device)", True),
+        ("model = Net().to(device)", "model = Net()", "model.to(device)", True),
+        ("other.to(device)", "pass", "model.to(device)", True),
+    ],
+)
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_move_to_where_the_model_was_before_the_state_leaves_nothing_behind(before, between, moved, found, loads):
+    kind, load = ("AdamW", "optimizer.load_state_dict(state)") if loads else ("Adagrad", "pass")
+    source = (
+        f"import torch\n\ndef main(model, other, device, args, state):\n    {before}\n"
+        f"    optimizer = torch.optim.{kind}(model.parameters())\n    {load}\n    {between}\n    {moved}\n"
+        "    return optimizer\n"
+    )
+    assert ("ACC308" in [finding.code for finding in check(source)]) is found
+
+
+@pytest.mark.parametrize(
+    ("ignored", "given", "found"),
+    [
+        ("-1", "logits, labels.squeeze(1)", False),
+        ("-100", "model(x), labels", False),
+        ("-1", "logits.view(-1, 9), labels.view(-1)", True),
+        ("-100", "logits[:, :-1], labels[:, 1:]", True),
+        ("-1", "shaped, labels", True),
+        ("255", "logits, labels", True),
+        ("tokenizer.pad_token_id", "logits, labels", True),
+    ],
+)
+def test_a_loss_of_one_label_a_sample_ignores_no_target(ignored, given, found):
+    source = (
+        "import torch\nimport torch.nn as nn\n\ndef train(model, optimizer, loader, tokenizer, n):\n"
+        f"    criterion = nn.CrossEntropyLoss(ignore_index={ignored})\n    for i, (x, labels) in enumerate(loader):\n"
+        "        logits = model(x)\n        shaped = logits.transpose(1, 2)\n"
+        f"        loss = criterion({given}) / n\n        loss.backward()\n"
+        "        if (i + 1) % n == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n"
+    )
+    assert ("ACC307" in [finding.code for finding in check(source)]) is found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from accelcore_lint.names import Function
@@ -14,6 +15,8 @@ _SHARDS = ("torch.distributed.fsdp.fully_shard", "torch.distributed._composable.
 _WRAPS = ("torch.distributed.fsdp.FullyShardedDataParallel", "torch.distributed.fsdp.FSDP")
 _STATE_AT_ONCE = "torch.optim.Adagrad"  # the other classes make their state in the first step
 
+_NAMES = re.compile(r"[A-Za-z_][\w.]*")
+
 
 def _check(script: Script) -> Iterator[Mark]:
     for body in (script.tree, *script.functions()):
@@ -23,20 +26,55 @@ def _check(script: Script) -> Iterator[Mark]:
 def _in_body(script: Script, body: ast.Module | Function) -> Iterator[Mark]:
     """Follow the statements of one block, in order: a branch may not be taken."""
     optimizers: dict[str, tuple[str, str]] = {}  # the name of the optimizer -> its class, and the model
+    states: dict[str, int] = {}  # the name of the optimizer -> the statement that made its state, or loaded one
     loaded: set[str] = set()
-    for statement in body.body:
+    places: dict[str, tuple[str, int]] = {}  # the model -> where it was moved, and in which statement
+    for number, statement in enumerate(body.body):
         value = getattr(statement, "value", None)
         if not isinstance(statement, ast.Assign | ast.Expr) or not isinstance(value, ast.Call):
+            _moved(statement, None, number, places)
             continue
         name = script.names.resolve(value.func)
         model = _optimized(value)
         if isinstance(statement, ast.Assign) and model and name.startswith("torch.optim."):
-            optimizers[ast.unparse(statement.targets[0])] = (name, model)
+            made = ast.unparse(statement.targets[0])
+            optimizers[made], states[made] = (name, model), number
             continue
         if last_name(value.func) == "load_state_dict" and isinstance(value.func, ast.Attribute):
-            loaded.add(ast.unparse(value.func.value))
+            loaded.add(owner := ast.unparse(value.func.value))
+            states[owner] = number
         for optimizer, (kind, trained) in optimizers.items():
-            yield from _late(value, name, trained, kind=kind, optimizer=optimizer, loaded=optimizer in loaded)
+            place, since = places.get(trained, ("", number))
+            if place != _place(value) or since > states[optimizer]:
+                yield from _late(value, name, trained, kind=kind, optimizer=optimizer, loaded=optimizer in loaded)
+        _moved(statement, value, number, places)
+
+
+def _place(call: ast.Call) -> str:
+    """Return the source of where a call moves something, `to(device)`; "" if it moves nothing."""
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    given = [*map(ast.unparse, call.args), *(f"{each.arg}={ast.unparse(each.value)}" for each in call.keywords)]
+    return f"{method}({', '.join(given)})" if method in {"to", "cpu", *DEVICES} else ""
+
+
+def _moved(statement: ast.stmt, call: ast.Call | None, number: int, places: dict[str, tuple[str, int]]) -> None:
+    """Note where a statement moves models, and forget what it may change: a branch, a name of a device."""
+    parts = list(ast.walk(statement))
+    stored = [each for each in parts if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store)]
+    changed = {ast.unparse(each) for each in stored}
+    target = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    place = _place(call) if call is not None else ""
+    if call is not None and isinstance(call.func, ast.Attribute) and place:
+        owner = ast.unparse(call.func.value)
+        moved, since = target or owner, places.get(owner, ("", number))
+        places[moved] = since if since[0] == place and moved == owner else (place, number)
+        changed.discard(moved)
+    else:
+        calls = [each for each in parts if isinstance(each, ast.Call) and _place(each)]
+        changed |= {ast.unparse(each.func.value) for each in calls if isinstance(each.func, ast.Attribute)}
+    for model, (where, _) in list(places.items()):
+        if model in changed or changed & set(_NAMES.findall(where)):
+            del places[model]
 
 
 def _late(call: ast.Call, name: str, model: str, *, kind: str, optimizer: str, loaded: bool) -> Iterator[Mark]:

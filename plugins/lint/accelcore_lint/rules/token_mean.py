@@ -12,6 +12,10 @@ from accelcore_lint.script import Script, argument, last_name
 
 _LOSSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
 
+_SHAPES = {"view", "reshape", "flatten", "transpose", "permute", "swapaxes", "movedim", "rearrange"}
+_MASK = 255
+"""The label of pixels that do not count, in the usual data sets."""
+
 
 def _check(script: Script) -> Iterator[Mark]:
     for flow in flows(script):
@@ -33,7 +37,9 @@ def _losses(script: Script, flow: Flow, window: Window) -> Iterator[Mark]:
             made = script.names.value(call.func)
             settings = made if isinstance(made, ast.Call) else call
             kind = script.names.resolve(settings.func)
-            ignores = argument(settings, "ignore_index") is not None and argument(settings, "reduction") is None
+            ignored = argument(settings, "ignore_index")
+            ignores = ignored is not None and argument(settings, "reduction") is None
+            ignores = ignores and (not _is_label(ignored) or _has_tokens(script, call))
             if kind.startswith("torch.nn.") and kind.rpartition(".")[2] in _LOSSES and ignores:
                 yield Mark(
                     call,
@@ -44,12 +50,28 @@ def _losses(script: Script, flow: Flow, window: Window) -> Iterator[Mark]:
                 )
 
 
+def _is_label(ignored: ast.expr | None) -> bool:
+    """Return whether `ignore_index` is a number that scripts also give if no target is ignored, such as -1."""
+    number = ignored.operand if isinstance(ignored, ast.UnaryOp) else ignored
+    return isinstance(number, ast.Constant) and number.value != _MASK
+
+
+def _has_tokens(script: Script, loss: ast.Call) -> bool:
+    """Return whether what a loss gets is reshaped before, as tokens are, and labels of samples are not."""
+    given = [*loss.args, *(keyword.value for keyword in loss.keywords)]
+    given += [value for each in given if (value := script.names.value(each)) is not None]
+    parts = [part for each in given for part in ast.walk(each)]
+    shaped = any(isinstance(part, ast.Call) and last_name(part.func) in _SHAPES for part in parts)
+    return shaped or any(isinstance(part, ast.Slice) and (part.lower or part.upper) for part in parts)
+
+
 RULE = Rule(
     code="ACC307",
     name="token-mean",
     about="A loss with `ignore_index` is the mean over the targets that count. Micro-batches have different numbers "
     "of them. Dividing each mean by the number of micro-batches gives short ones too much weight, and the result "
-    "differs from that of one large batch.",
+    "differs from that of one large batch. If the index is a number other than 255 and nothing is reshaped, each "
+    "sample may have one label: nothing is found.",
     check=_check,
     found="""
         import torch
