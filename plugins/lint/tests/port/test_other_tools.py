@@ -326,7 +326,7 @@ def test_a_test_that_skips_itself_still_does_so_if_a_line_of_it_is_left(skip, as
         ("from apex import amp\n\namp.frobnicate()", "apex: accelcore has no apex.amp.frobnicate"),
         ("from apex import amp\n\namp.init()", "apex: a file of the project uses its private state"),
         ("from torch.cuda.amp import autocast, GradScaler\n\nf(autocast, GradScaler())", "torch.cuda.amp: one"),
-        ("torch.manual_seed(1); torch.cuda.manual_seed(1)", "seeds of one vendor's devices"),
+        ("torch.manual_seed(1); torch.cuda.manual_seed(2)", "seeds of one vendor's devices"),
         ("isinstance(x, torch.cuda.FloatTensor)", "a question about one"),
         ("f(torch.cuda.FloatTensor)", "a type of tensor of one"),
         ("torch.cuda.set_device(number := rank())", "arguments of set_device that are not known"),

@@ -191,3 +191,20 @@ def test_a_batch_is_not_multiplied_by_no_devices(line, is_one):
     ported = port_source(f"import torch\n{line.format('torch.cuda.device_count()')}\n", Level.ROLES).source
     assert (line.format("max(torch.get_device_module().device_count(), 1)") in ported) is is_one
     assert "torch.cuda" not in ported
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("torch.cuda.manual_seed_all(0); torch.manual_seed(0)", "torch.manual_seed(0)"),
+        ("torch.manual_seed(s); torch.cuda.manual_seed(s)  # same", "torch.manual_seed(s)  # same"),
+        ("random.seed(0); torch.manual_seed(0); torch.cuda.manual_seed_all(0)", "random.seed(0); torch.manual_seed(0)"),
+        ("torch.cuda.manual_seed_all(1); torch.manual_seed(0)", None),
+        ("torch.cuda.manual_seed_all(draw()); torch.manual_seed(draw())", None),
+        ("torch.cuda.manual_seed_all(0); x = draw(); torch.manual_seed(0)", None),
+    ],
+)
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_seed_of_the_device_goes_from_a_line_with_others(level, line, after):
+    ported = port_source(f"import random\nimport torch\nfrom data import draw\n\ns = 1\n{line}\n", level).source
+    assert ported.splitlines()[-1] == (after or line)

@@ -30,6 +30,8 @@ _STATES = {"set_rng_state": 1, "seed": 0}
 
 def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
     """Remove a seed of the device that `torch.manual_seed` gives it anyway, or seed the device alone."""
+    if len(node.body) > 1:
+        return _decide_line(node, facts)
     found = called(node, facts)
     if found is None or found[0] not in ("manual_seed", "manual_seed_all", *_STATES):
         return None
@@ -52,6 +54,30 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     ):
         return Rewrite(removed, node.body)
     return _seeded_alone(facts, node, call, found[0])
+
+
+def _decide_line(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
+    """Remove the seeds of the device from a line of several statements that also calls `torch.manual_seed`."""
+    calls = [part.value if isinstance(part, cst.Expr) else None for part in node.body]
+    seeds = [(call, text_of(call.args[0].value)) for call in facts.seeds if call in calls and len(call.args) == 1]
+    texts = {seed for _, seed in seeds if "(" not in seed}
+    gone = [
+        at
+        for at, call in enumerate(calls)
+        if isinstance(call, cst.Call)
+        and (facts.name(call.func) or "").startswith("torch.cuda.")
+        and (facts.name(call.func) or "").endswith((".manual_seed", ".manual_seed_all"))
+        and len(call.args) == 1
+        and text_of(call.args[0].value) in texts
+    ]
+    if not gone or not all(_HARMLESS.match(text_of(part)) for part in node.body):
+        return None
+
+    def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
+        kept = [part for at, part in enumerate(updated.body) if at not in gone]
+        return updated.with_changes(body=[*kept[:-1], kept[-1].with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
+
+    return Rewrite(build, [node.body[at] for at in gone])
 
 
 def _has_several(facts: Facts, node: cst.CSTNode) -> bool:
