@@ -25,7 +25,7 @@ def main() -> None:
     if cuda and not Path("/dev/nvidiactl").exists():
         print(
             f"There is no NVIDIA GPU here: torch's CPU build is enough, {_CPU_BUILD}. To have it, stop this (Ctrl-C) "
-            "and run\n  .venv/bin/python -m pip install -c constraints.txt torch --index-url INDEX\n"
+            "and run\n  .venv/bin/python -m pip install torch==2.13.0 --index-url INDEX\n"
             "with the INDEX that https://pytorch.org/get-started/locally/ names for it. Another make train keeps it."
         )
 

@@ -103,3 +103,11 @@ def test_it_runs_where_no_strategy_is_declared(fakes, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["first.py", "2"])
     exec(compile(SCRIPT, "first.py", "exec"), {})
     assert max(FOLDER.glob("step-*")).name == "step-00000016"
+
+
+def test_the_lines_for_a_cpu_build_name_the_torch_of_the_tests():
+    """Without constraints.txt: the index of CPU builds lacks other versions that stand in it, such as setuptools's."""
+    root = Path(__file__).parents[2]
+    (pin,) = [line for line in (root / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    for page in ("README.md", "docs/install.md", "scripts/set_up.py"):
+        assert f"pip install {pin} --index-url" in (root / page).read_text(), page
