@@ -41,6 +41,10 @@ _CLOCK = re.compile(
 )
 """A line that reads a clock."""
 
+_WAITS = re.compile(r"(\s*[\w.]+\.(synchronize|empty_cache)\(\)\s*(#.*)?\n?)+")
+_NUMBERED = re.compile(r"(\.to\(|\bdevice *= *)(?![\w.]*dev)[\w.]+ *[,)]")
+"""A device that may be given as this rank's number."""
+
 _SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
 
 _OPTIONAL = "the file goes on where torch is missing: choose the device where it is there"
@@ -253,7 +257,7 @@ class Place:
 
     @cached_property
     def _of_callers(self) -> set[str]:
-        """Return the spawned functions whose vendor lines all stand below `if device_type == "cuda":` of a parameter.
+        """Return the spawned functions that only wait for CUDA, below `if device_type == "cuda":` of a parameter.
 
         Their caller has chosen the device: perhaps the CPU, as there are fewer devices than ranks.
         """
@@ -264,11 +268,13 @@ class Place:
                 guard
                 for guard in find(body, cst.If)
                 if (asked := _OF_CALLER.fullmatch(text_of(guard.test))) and tree.is_given(asked[1], guard)
+                if _WAITS.fullmatch(text_of(guard.body))
             }
             parts: list[cst.Name | cst.SimpleString | cst.FormattedStringText] = [*find(body, cst.Name)]
             parts += [*find(body, cst.SimpleString), *find(body, cst.FormattedStringText)]
             words = (node for node in parts if _VENDOR.search(node.value))
-            if all(not guards.isdisjoint(tree.parents(node)) for node in words):
+            guarded = all(not guards.isdisjoint(tree.parents(node)) for node in words)
+            if guards and guarded and not _NUMBERED.search(text_of(body)):
                 found.add(name)
         return found
 

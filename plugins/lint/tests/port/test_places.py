@@ -337,7 +337,15 @@ def test_the_device_is_chosen_above_a_clock_whose_time_would_hold_the_choice(lev
 
 
 @pytest.mark.parametrize(
-    ("more", "selects"), [("", False), ("    print(torch.cuda.device_count())\n    x = x.cuda()\n", True)]
+    ("more", "selects"),
+    [
+        ("", False),
+        ("    x = x.to(device)\n", False),
+        ("    print(torch.cuda.device_count())\n    x = x.cuda()\n", True),
+        ("    x = x.to(rank)\n", True),
+        ("    x = torch.ones(2, device=rank)\n", True),
+        ("    if device_type == 'cuda':\n        x = x.cuda(rank)\n", True),
+    ],
 )
 @pytest.mark.parametrize("given", ["device_type", "other"])
 def test_a_rank_whose_caller_may_have_chosen_the_cpu_selects_no_device(more, selects, given):
@@ -350,3 +358,13 @@ def test_a_rank_whose_caller_may_have_chosen_the_cpu_selects_no_device(more, sel
     ported = port_source(source, Level.ROLES).source
     assert ("accelcore.select(local_rank=rank)" in ported) is (selects or given == "other")
     assert "cuda.synchronize" not in ported
+
+
+@pytest.mark.parametrize("line", ["x = torch.ones(2).to(rank)", "x = torch.ones(2, device=rank)"])
+def test_a_rank_whose_number_is_the_only_word_for_its_device_selects_it(line):
+    source = (
+        f"import torch\nimport torch.multiprocessing as mp\n\n\ndef work(rank):\n    {line}\n\n\n"
+        "if __name__ == '__main__':\n    torch.cuda.empty_cache()\n    mp.spawn(work, nprocs=4)\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "    accel = accelcore.select(local_rank=rank)\n" in ported
