@@ -159,8 +159,12 @@ class Checkpoints(ABC):
             try:
                 others = store.keep_newest(path, keep, self._spared)
                 if others and not self._shared.get(folder):
-                    text = "%s also has checkpoints of another run, such as %s, which stay: delete them, or resume it"
-                    logger.warning(text, folder, others[-1].name)
+                    logger.warning(
+                        "%s also has checkpoints of another run, or of steps that this run has left by resuming an "
+                        "older one, such as %s. trainer.resume(folder) takes the one of most steps: delete them, or "
+                        "save in another folder",
+                        *(folder, others[-1].name),
+                    )
                 self._shared[folder] = bool(others) or self._shared.get(folder, False)
             except OSError as error:  # the new checkpoint is saved
                 logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)

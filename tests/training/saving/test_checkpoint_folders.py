@@ -54,7 +54,7 @@ def test_two_runs_in_one_folder_keep_their_checkpoints_apart_and_both_are_told(a
     third = make(accel)
     for _ in range(2):
         third.save(tmp_path)
-    assert caplog.text.count(f"also has checkpoints of another run, such as {far[-1].name}") == 1
+    assert caplog.text.count(f"resuming an older one, such as {far[-1].name}") == 1
 
 
 def test_older_checkpoints_that_cannot_be_deleted_are_a_warning_and_the_new_one_is_there(
