@@ -199,6 +199,12 @@ class Trainer(Suggests, Checkpoints):
         yield from epochs
         if self.backend.collectives.rank == 0:
             self._schedule.warn_if_cut()
+            if self._window.micro:
+                logger.warning(
+                    "trainer.epochs(...) ended within a window, after %d of %d micro-batches: trainer.flush() "
+                    "closes it",
+                    *(self._window.micro, self.accumulate),
+                )
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.

@@ -100,3 +100,15 @@ def test_a_loop_that_resumes_from_the_same_checkpoint_in_each_epoch_is_refused(a
     with pytest.raises(accelcore.TrainingError, match=r"epoch 2 again(.|\n)*trainer\.resume"):
         train()
     assert trainer.steps == 2 * len(DATA)
+
+
+@pytest.mark.parametrize("way", ["loader", "batches", "break"])
+def test_a_window_that_is_open_when_the_epochs_end_is_reported(accel, caplog, way):
+    trainer = make(accel, accumulate=2)
+    for _ in trainer.epochs(1):
+        for batch in DATA if way == "loader" else trainer.batches(DATA):
+            trainer(batch)
+            if way == "break":
+                break
+    says = "ended within a window, after 1 of 2 micro-batches: trainer.flush()"
+    assert [says in record.message for record in caplog.records] == [True] * (way != "batches")
