@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -210,3 +211,22 @@ def test_fsdp_divides_the_model_and_one_rank_resumes_what_two_saved(run, fork_ra
     first, second = (re.findall(r"held-out loss (\S+) nats", text) for text in (ended[0].stdout, done.stdout))
     assert len(first) == len(second) == 1
     assert float(second[0]) < float(first[0]) - 0.1 < math.log(256)
+
+
+def test_a_fine_tuned_model_resumes_after_its_body_was_unfrozen(run, tmp_path):
+    short, whole, stopped = ["--pretraining", 4, "--unfreeze", 2, "--epochs"], tmp_path / "whole", tmp_path / "stopped"
+    undisturbed = run("finetune.py", *short, 4, "--output", whole).stdout.splitlines()
+    assert float(undisturbed[-1].split()[-1]) > 0.7  # chance: 0.125
+
+    (weights,) = (whole / "pretrained").glob("step-*/model.safetensors")
+    torch.save(load_file(weights), stopped.with_suffix(".pth"))
+    given = [*short, 3, "--output", stopped, "--weights", stopped.with_suffix(".pth")]
+    assert run("finetune.py", *given).stdout.splitlines()[2].split(": ")[1] == undisturbed[2].split(": ")[1]
+    resumed = run("finetune.py", *given, "--epochs", 4)
+    assert resumed.stdout.splitlines() == undisturbed[3:]
+    assert not (stopped / "pretrained").exists()
+
+    body = "body.0.weight"
+    last = [max((folder / "finetuned").glob("step-*")) / "model.safetensors" for folder in (whole, stopped)]
+    assert torch.equal(load_file(last[0])[body], load_file(last[1])[body])
+    assert not torch.equal(load_file(last[0])[body], load_file(weights)[body])
