@@ -5,7 +5,7 @@
 
 Nothing is downloaded: without --weights, the first run pretrains a small network on 16 kinds of picture, and saves it.
 Then it learns 8 other kinds from 10 pictures of each: at first it trains only the new head, later also the body, at a
-tenth of the learning rate. If you interrupt it and run it again, it resumes.
+tenth of the learning rate. An interrupted run resumes.
 """
 
 import argparse
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> None:
     with accel.distributed() as job:
         accel.runtime.seed(0)
         path = args.weights or pretrain(accel, args.output / "pretrained", args.pretraining)
-        is_pickled = path.suffix != ".safetensors"
-        weights = torch.load(path, map_location=accel.device, weights_only=True) if is_pickled else load_file(path)
+        is_safe = path.suffix == ".safetensors"
+        weights = load_file(path) if is_safe else torch.load(path, map_location=accel.device, weights_only=True)
         accel.runtime.seed(0)  # again: pretraining drew numbers, if it ran
         model = Network(kinds=8)
         body = {name.removeprefix("body."): weight for name, weight in weights.items() if name.startswith("body.")}
@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> None:
         groups = [{"params": model.head.parameters()}, {"params": model.body.parameters(), "lr": 5e-4}]
         optimizer = accel.optimizers.create("adamw", groups, lr=5e-3)
         trainer = accel.trainer(model, optimizer, loss=loss_of, parallel="ddp")
-        loader, held_out = DataLoader(pictures(8, 10, seed=2), 16, shuffle=True), DataLoader(pictures(8, 100, seed=3), 100)
+        loader = DataLoader(pictures(8, 10, seed=2), 16, shuffle=True)
+        held_out = DataLoader(pictures(8, 100, seed=3), 100)
 
         def accuracy() -> float:
             return trainer.evaluate(held_out).mean(lambda batch: model(batch[0]).argmax(1) == batch[1])
