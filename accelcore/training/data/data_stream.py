@@ -40,6 +40,7 @@ class DataStream:
     _restored: bool  # in the present epoch of `epochs`
     _seed: int | None
     _start: dict[str, Tensor]
+    _generators: list[torch.Generator]  # of the loader
     _generators_start: list[Tensor]
     _form: dict[str, Any]  # what must be the same if the epoch is continued
     _source: tuple[Any, Any]
@@ -64,7 +65,7 @@ class DataStream:
         if isinstance(sampler, DistributedSampler) and sampler is not getattr(loader, "sampler", None):
             # `share` made this sampler, of a dataset with a length.
             sampler.seed = self._common_seed(len(sampler.dataset), len(source))  # type: ignore[arg-type]
-        generators = _generators(loader)
+        self._generators = generators = _generators(loader)
         if self._resuming:
             iterator = self._restore_position(loader, source, generators)
         else:
@@ -89,7 +90,7 @@ class DataStream:
                 if loop != self.loop:
                     raise TrainingError(
                         "this loop over batches has lost its position",
-                        why="inside it a checkpoint was resumed, the epoch was set, or another loop began",
+                        why="inside it a checkpoint was resumed, the epoch was set or has ended, or another loop began",
                         remedy="start a new loop after trainer.resume(...); evaluate by trainer.evaluate(loader); read "
                         "two loaders as one: zip(one, other)",
                     )
@@ -103,9 +104,12 @@ class DataStream:
                 raise TrainingError("the loader has no batches: this epoch would train nothing", why=why, remedy=remedy)
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
-                self.epoch, self.taken = self.epoch + 1, 0
-                self._stateful = None
-                self._generators_start = [generator.get_state() for generator in generators]
+                self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self.loop += 1
+        self.epoch, self.taken, self._stateful = self.epoch + 1, 0, None
+        self._generators_start = [generator.get_state() for generator in self._generators]
 
     def epochs(self, total: int) -> Iterator[int]:
         """Return the epochs that are left of `total`; see `Trainer.epochs`."""
@@ -128,6 +132,8 @@ class DataStream:
             yield epoch
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
+            elif self.epoch == epoch and self.taken and not self._restored:  # its batches are read by `next`
+                self._end_epoch()
             if self._restored and self.epoch <= epoch:
                 raise TrainingError(
                     f"the loop over trainer.epochs({total}) would come to epoch {self.epoch} again",

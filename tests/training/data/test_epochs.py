@@ -79,12 +79,38 @@ def test_a_loop_that_resumes_and_saves_in_each_epoch_ends(accel, tmp_path):
     assert seen == [0, 1, 2]
 
 
-def test_an_iterator_of_batches_that_is_kept_is_no_resume(accel):
-    trainer, seen = make(accel), []
-    for _ in trainer.epochs(2):
-        batches = iter(trainer.batches(DATA))
-        seen += [trainer(next(batches)) for _ in DATA]
-    assert len(seen) >= 2 * len(DATA)
+@pytest.mark.parametrize("is_loop", [True, False])
+def test_batches_that_are_kept_and_not_read_to_the_end_are_one_epoch(accel, tmp_path, is_loop):
+    def loader():
+        return torch.utils.data.DataLoader(torch.arange(24.0).view(6, 4), 2, shuffle=True, generator=torch.Generator())
+
+    def train(trainer, data):
+        for epoch in trainer.epochs(3):
+            batches = trainer.batches(data)
+            for batch in batches if is_loop else iter(batches.__next__, None):
+                trainer(batch)
+                if trainer.steps == 2 * epoch + 2:
+                    break
+            seen.append((epoch, float(batch.sum())))
+        trainer.save(tmp_path)
+        return float(next(trainer.batches(data)).sum())
+
+    seen, trainer, data = [], make(accel), loader()
+    following = train(trainer, data)
+    assert ([epoch for epoch, _ in seen], trainer.steps) == ([0, 1, 2], 6)
+    resumed = make(accel)
+    resumed.resume(tmp_path)
+    assert resumed.epoch == 3
+    assert float(next(resumed.batches(loader())).sum()) == following
+
+
+def test_batches_of_an_epoch_that_has_ended_are_refused(accel):
+    trainer = make(accel)
+    batches = trainer.batches(DATA)
+    epochs = trainer.epochs(2)
+    next(epochs), next(batches), next(epochs)
+    with pytest.raises(accelcore.TrainingError, match=r"lost its position(.|\n)*epoch"):
+        next(batches)
 
 
 def test_a_loop_that_resumes_from_the_same_checkpoint_in_each_epoch_is_refused(accel, tmp_path):
