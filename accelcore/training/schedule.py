@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import (
     ExponentialLR,
     LinearLR,
     LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
     StepLR,
@@ -28,6 +30,8 @@ Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an opti
 
 _NONE = "NoneType"
 _TO_BE_MADE = "scheduler that is not made yet"
+
+_IDLE = 10  # updates: a schedule may end a few before the training
 
 _METHODS = ("step", "state_dict", "load_state_dict")
 
@@ -77,6 +81,7 @@ class Schedule:
         self._is_compared = self._stays  # with the number of epochs; a schedule by name fits
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
+        self._idle = 0  # updates in a row without a learning rate above 0
         self._is_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
             expect_no_step(optimizer)  # a trainer may update without calling `step`
@@ -120,9 +125,12 @@ class Schedule:
         if self._is_compared or self._is_meant or not (self._steps and epochs and updates):
             return
         self._is_compared = True
-        if _length(self.scheduler) > updates or (
-            updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates)
+        if (
+            _length(self.scheduler) > updates
+            or 0 < _end(self.scheduler) < updates * (1 if isinstance(self.scheduler, OneCycleLR) else 0.9)
+            or (updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates))
         ):
+            self._has_warned = True
             logger.warning(
                 "%s seems to be made for another number of steps: the trainer steps it after each of %d updates. Make "
                 "it for %d updates, or give scheduler=lambda optimizer, updates: ..., which gets this number. If it "
@@ -212,6 +220,16 @@ class Schedule:
         self.check()
         done = _last_epoch(self.scheduler)
         has_ended = self.updates is not None and done is not None and done >= self.updates
+        rates = (group["lr"] for group in self._optimizer.param_groups)
+        self._idle = self._idle + 1 if all(isinstance(lr, float) and lr <= 0 for lr in rates) else 0  # no tensor: waits
+        if self._idle == _IDLE and warns and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%d updates in a row have trained nothing: no learning rate is above 0 after %s steps of the schedule. "
+                "The trainer steps it after each update: make it for their number. If it counts epochs, give "
+                'accel.trainer(..., schedule_by="script")',
+                *(_IDLE, done),
+            )
         if has_ended and warns and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -329,6 +347,15 @@ def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> bool:
     if last := getattr(scheduler, "T_max", None) or max(getattr(scheduler, "milestones", ()), default=0):
         return bool(last <= epochs)
     return any(_counts_epochs(each, epochs, updates) for each in getattr(scheduler, "_schedulers", ()))
+
+
+def _end(scheduler: Any) -> int:
+    """Return the step after which a scheduler raises, rises again or has fallen for good; 0 if that is not known."""
+    if isinstance(scheduler, SequentialLR):
+        last = _end(scheduler._schedulers[-1])
+        return last and scheduler._milestones[-1] + last
+    falls = isinstance(scheduler, LinearLR) and scheduler.end_factor < scheduler.start_factor
+    return _length(scheduler) if falls or isinstance(scheduler, CosineAnnealingLR | OneCycleLR | PolynomialLR) else 0
 
 
 def _length(scheduler: Any) -> int:

@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     ExponentialLR,
+    LambdaLR,
     LinearLR,
     MultiStepLR,
     OneCycleLR,
+    PolynomialLR,
     SequentialLR,
     StepLR,
 )
@@ -256,15 +260,28 @@ WRONG = {  # for 8 epochs of 3 updates, which are 5 batches
     "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
     "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 6)),
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, 40),
+    "OneCycleLR too short": lambda optimizer: OneCycleLR(optimizer, 0.1, 23),
+    "CosineAnnealingLR too short": lambda optimizer: CosineAnnealingLR(optimizer, 12),
+    "LinearLR": lambda optimizer: LinearLR(optimizer, 1.0, 0.1, 8),
+    "PolynomialLR": lambda optimizer: PolynomialLR(optimizer, 8),
+    "SequentialLR too short": lambda optimizer: warm(optimizer, lambda optimizer: PolynomialLR(optimizer, 9)),
 }
 RIGHT = {
     "StepLR": lambda optimizer: StepLR(optimizer, 1, gamma=0.9),
     "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [3, 20]),
-    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 24),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 23),
     "CosineAnnealingWarmRestarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 4),
     "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.9),
     "LinearLR": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=4),
+    "LinearLR falling": lambda optimizer: LinearLR(optimizer, 1.0, 0.1, 24),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, 24),
+    "ConstantLR": lambda optimizer: ConstantLR(optimizer, 0.1, 8),
+    "PolynomialLR": lambda optimizer: PolynomialLR(optimizer, 24),
     "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 22)),
+    "SequentialLR holding": lambda optimizer: SequentialLR(
+        optimizer, [PolynomialLR(optimizer, 9), ConstantLR(optimizer, 0.1, 9)], [9]
+    ),
+    "ChainedScheduler": lambda optimizer: ChainedScheduler([LinearLR(optimizer, 1.0, 0.5, 3), StepLR(optimizer, 9)]),
 }
 
 
@@ -292,9 +309,21 @@ def test_a_scheduler_for_another_number_of_steps_is_reported_unless_it_was_asked
             if epoch < 2:
                 trainer(batch)
     lines = [record.message for record in caplog.records if "another number of steps" in record.message]
-    assert [line.split()[0] for line in lines] == [name] * (wrong and not options)
+    assert [line.split()[0] for line in lines] == [name.split()[0]] * (wrong and not options)
     for word in ('schedule_by="script"', "24 updates", 'schedule_by="window"'):
         assert all(word in line for line in lines)
+
+
+@pytest.mark.parametrize(("last", "warns"), [(4, True), (15, True), (19, False), (0, False)])
+def test_updates_at_a_learning_rate_of_0_are_reported(accel, caplog, last, warns):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    falls = LambdaLR(optimizer, lambda done: max(last - done, 0) / last if last else done)
+    trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).mean(), scheduler=falls)
+    for _ in range(25):
+        trainer(torch.ones(2, 3))
+    found = [each.message for each in caplog.records if "no learning rate is above 0" in each.message]
+    assert [f"after {last + 9} steps" in line for line in found] == [True] * warns
 
 
 def test_a_constant_rate_has_no_end(accel, caplog):
