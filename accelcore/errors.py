@@ -36,7 +36,7 @@ class AccelError(Exception):
     def __init__(self, what: str, *, why: str = "", available: str = "", remedy: str = "") -> None:
         self.what, self.why, self.available = what, why, available
         are_many = any(between in available for between in (",", ";", " or "))
-        self.remedy = remedy or ("choose one of those" if are_many else f"choose {available}" if available else "")
+        self.remedy = remedy or ("choose one of these" if are_many else f"choose {available}" if available else "")
         parts = [what]
         for label, text in (("why", why), ("available", available), ("what to do", self.remedy)):
             if text:

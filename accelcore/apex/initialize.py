@@ -190,7 +190,7 @@ def _resolve(given: Mapping[str, Any]) -> _Properties:
         raise AmpError(
             f"opt_level={opt_level!r} is not an optimization level",
             available=", ".join(_LEVELS),
-            remedy='choose one of those; Ascend recommends "O2" with loss_scale=128.0',
+            remedy='choose one of these; Ascend recommends "O2" with loss_scale=128.0',
         )
     level = Policy.preset(opt_level)
     for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights") if level.autocast else ():

@@ -70,7 +70,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
         raise CheckpointError(
             f"{path.lstrip('.')} is {kind_of(value)}, which a checkpoint cannot hold",
             available="None, bools, numbers, strings, tensors, and lists, tuples and dicts of these",
-            remedy="convert it to one of those, or do not save it",
+            remedy="convert it to one of these types, or do not save it",
         )
 
     def store(tensor: Tensor, path: str) -> str:

@@ -196,7 +196,7 @@ def _index(choice: Choice, probe: Probe, place: Launch | None, request: str) -> 
         remedy="start as many ranks on a host as it has devices; if the launcher shows each rank one device, set "
         f"ACCEL_DEVICE={choice.name}:0"
         if rank
-        else ("choose one of those" if probe.count > 1 else f"choose {choice.name}:0")
+        else ("choose one of these" if probe.count > 1 else f"choose {choice.name}:0")
         + (" by ACCEL_DEVICE or --device" if request.startswith("ACCEL_DEVICE=") else ""),
     )
 

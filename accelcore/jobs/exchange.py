@@ -170,7 +170,7 @@ def _to_bytes(value: object) -> Tensor:
             "an object cannot be sent to other ranks",
             why=error.what,
             available=error.available,
-            remedy="convert it to one of those, or to text",
+            remedy="convert it to one of these types, or to text",
         ) from error
     tensors["tree"] = _as_tensor(json.dumps(data).encode())
     return _as_tensor(save(tensors))

@@ -135,7 +135,10 @@ class Route:
             unknown = [name for name in request.options if known and name not in known]
             route = "" if request.route == "auto" else f" by the route {self.name!r}"
             invalid = [_RANGES] if str(error).startswith("Invalid") else []
-            remedies = [did_you_mean(_SHORT.get(name, name), known) for name in unknown] or invalid
+            remedies = [
+                did_you_mean(_SHORT.get(name, name), known) or f"remove {name!r}, or use an available option"
+                for name in unknown
+            ] or invalid
             raise ConfigurationError(
                 f"optimizer {request.name!r}{route} refuses these arguments",
                 why=str(error),

@@ -258,7 +258,7 @@ class Optimizers:
             raise UnsupportedError(
                 f"there is no optimizer {name if isinstance(asked, type) else asked!r} here",
                 available=", ".join(self.names()),
-                remedy=did_you_mean(name, self._routes, "choose one of those, or install a package that registers it"),
+                remedy=did_you_mean(name, self._routes, "choose one of these, or install a package that registers it"),
             )
         return name
 

@@ -149,7 +149,7 @@ class TorchPrecision(Precision):
             raise UnsupportedError(
                 f"autocast to {dtype} is not available on {self._device_type}",
                 available=", ".join(self._capabilities.autocast_dtypes) or "none",
-                remedy="choose one of those, or train in fp32",
+                remedy="choose one of these, or train in fp32" if self._dtypes else "train in fp32",
             )
         if not enabled:
             return torch.autocast(self._device_type, dtype=dtype, enabled=False)

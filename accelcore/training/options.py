@@ -180,7 +180,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(known),
-                remedy=did_you_mean(_WORDS.get(name, name), known),
+                remedy=did_you_mean(_WORDS.get(name, name), known) or "remove it, or use an available option",
             )
         word = value.__name__ if isinstance(value, type) else value
         if name == "parallel" and isinstance(word, str) and word in _WORDS:

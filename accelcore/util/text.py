@@ -162,7 +162,7 @@ class Settings:
                 raise ConfigurationError(
                     f"{cls.__name__} has no setting {name!r}",
                     available=", ".join(known),
-                    remedy=did_you_mean(name, known, "choose one of those"),
+                    remedy=did_you_mean(name, known) or "remove it, or use an available name",
                 )
         return super().__new__(cls)
 

@@ -97,7 +97,7 @@ def test_the_remedy_for_a_value_out_of_range_names_its_option(accel, name, optio
         ("adamw", "learning_rate", "did you mean 'lr'?"),
         ("adamw", "wd", "did you mean 'weight_decay'?"),
         ("sgd", "momentun", "did you mean 'momentum'?"),
-        ("sgd", "x", "choose one of those"),
+        ("sgd", "x", "remove 'x', or use an available option"),
     ],
 )
 def test_an_unknown_option_is_refused_and_the_known_ones_named(accel, route, name, option, meant):

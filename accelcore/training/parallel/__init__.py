@@ -38,7 +38,9 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
             f"parallel={name!r} is not available",
             why=why,
             available=", ".join(f"parallel={strategy!r}" for strategy in offered),
-            remedy=did_you_mean(str(name), offered, "choose one of those, or remove parallel for a job of one process"),
+            remedy=did_you_mean(
+                str(name), offered, "choose one of these, or leave parallel= out in a job of one process"
+            ),
         )
     if options["comm_dtype"] is not None and name not in _WITH_COMM_DTYPE:
         raise ConfigurationError(

@@ -59,7 +59,7 @@ def _initialise(index: int) -> None:
         raise BackendUnavailableError(
             f"there is no device cuda:{index}",
             available=", ".join(f"cuda:{number}" for number in range(count)),
-            remedy="choose one of those, and check CUDA_VISIBLE_DEVICES",
+            remedy="choose one of these, and check CUDA_VISIBLE_DEVICES",
         )
     if torch.version.hip is None:
         reason = missing_kernels(torch.cuda.get_device_capability(index), torch.cuda.get_arch_list())

@@ -66,7 +66,7 @@ def make_deterministic(device: torch.device) -> None:
         raise ConfigurationError(
             f"{_VARIABLE}={shown(value)} does not give deterministic results",
             available=", ".join(_DETERMINISTIC),
-            remedy="set it to one of those, or unset it",
+            remedy="set it to one of these, or unset it",
         )
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
