@@ -187,7 +187,7 @@ def end_dispatch_mode(mode: TorchDispatchMode) -> bool:
         _pop_mode()
         return False
     others = [_pop_mode() for _ in modes[modes.index(mode) + 1 :]]
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    mode.__exit__(None, None, None)
     for other in reversed(others):
         _push_mode(other)
     return not others
@@ -332,9 +332,7 @@ def register_kernel(
 ) -> None:
     """Register a kernel, also over one in Python. An older torch has no public way to do the latter."""
     if _impl_overrides():
-        library.impl(  # type: ignore[no-untyped-call]
-            operator, kernel, dispatch_key, with_keyset=with_keyset, allow_override=True
-        )
+        library.impl(operator, kernel, dispatch_key, with_keyset=with_keyset, allow_override=True)
     else:
         assert library.m is not None, "it is not removed yet"
         library.m.impl(operator_name(operator).partition("::")[2], dispatch_key, kernel, with_keyset)
@@ -347,9 +345,9 @@ def _impl_overrides() -> bool:  # not when this file is imported: the documentat
 
 def remove_library(library: torch.library.Library) -> None:
     """Remove a library's kernels at once. Without it, they stay until the garbage collector comes by."""
-    library._destroy()  # type: ignore[no-untyped-call]
+    library._destroy()
 
 
 def operator_name(operator: OpOverload) -> str:
     """Return an operator's whole name, such as `"aten::softmax.int"`."""
-    return str(operator.name())  # type: ignore[no-untyped-call]
+    return str(operator.name())

@@ -58,5 +58,5 @@ def convert_syncbn_model(
         process_group: the ranks that share statistics; None for all.
         channel_last: ignored: torch reads it from the inputs.
     """
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted

@@ -33,12 +33,12 @@ _REMEDIES: dict[int, str] = {
 
 def main() -> None:
     """Run torch's launcher on the arguments of `torch.distributed.run`."""
-    arguments = run.parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]
+    arguments = run.parse_args(sys.argv[1:])
     if arguments.max_restarts == 0:  # with restarts, torch says in a line what each of them is for
         for name in ("multiprocessing.api", "agent.server.api"):
             logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_news)
     try:
-        run.run(arguments)  # type: ignore[no-untyped-call]
+        run.run(arguments)
     except ChildFailedError as error:
         _end(*first_failure(error.failures))
     except SignalException as error:

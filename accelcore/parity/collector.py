@@ -220,7 +220,7 @@ class Collector:
             self._samples.add("output", name, str(number), tensor)
             self._mark(tensor, name)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._saw_gradient, name, str(number)))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._saw_gradient, name, str(number)))
 
     def _maker(self, tensor: Tensor) -> str | None:
         """Return the module that made a tensor, empty for a batch; None if the tensor was not seen as it is now."""

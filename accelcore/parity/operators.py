@@ -42,7 +42,7 @@ Other operators, such as the backward pass of a convolution, may cancel all but 
 """
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):
     """Mode of torch's dispatcher that reports each operator of a step, with the module that it belongs to.
 
     Args:

@@ -67,7 +67,7 @@ def fp32_state_dict(model: nn.Module) -> list[RemovableHandle]:
     A checkpoint then does not depend on the precision of the run. `load_state_dict` accepts it: torch casts each value
     to the dtype of its parameter. `keep_vars=True` returns the parameters themselves, in their dtype.
     """
-    return [module.register_state_dict_post_hook(_to_fp32) for module in model.modules()]  # type: ignore[no-untyped-call]
+    return [module.register_state_dict_post_hook(_to_fp32) for module in model.modules()]
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

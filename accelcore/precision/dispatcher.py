@@ -54,7 +54,7 @@ class Overrides:
             for (operator, key), kernel in kernels.items():
                 never_compile(kernel)
                 if operator.namespace not in libraries:
-                    libraries[operator.namespace] = torch.library.Library(operator.namespace, "IMPL")  # type: ignore[no-untyped-call]
+                    libraries[operator.namespace] = torch.library.Library(operator.namespace, "IMPL")
                     removal.callback(remove_library, libraries[operator.namespace])
                 # Another set may be installed at the same key.
                 register_kernel(libraries[operator.namespace], operator, kernel, key, with_keyset)

@@ -122,7 +122,7 @@ def _normal(
     out: Tensor | None = None,
 ) -> Tensor:
     given = [value for value in (mean, std) if isinstance(value, Tensor)]
-    shape = torch.broadcast_tensors(*given)[0].shape  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_tensors(*given)[0].shape
     drawn: Tensor = torchs(torch.empty(shape, dtype=_wide(given[0].dtype)), generator=generator)
     center, spread = (_copied(value) if isinstance(value, Tensor) else value for value in (mean, std))
     if (torch.as_tensor(spread) < 0).any():

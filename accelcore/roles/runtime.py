@@ -371,7 +371,7 @@ def fetch(tensor: Tensor) -> Callable[[], Tensor]:
     return ready
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Made(TorchDispatchMode):
     """Collects every tensor that operators return, also those made in a user's own `to` method."""
 
     def __init__(self) -> None:

@@ -230,7 +230,7 @@ class SharedParameters:
 
         for slot, leaf in zip(self._slots, leaves, strict=True):
             self._slot_of[id(leaf)] = slot
-            self._hooks.add(leaf.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+            self._hooks.add(leaf.register_post_accumulate_grad_hook(note))
 
     def begin(self, *, opened: bool) -> None:
         """Forget the last window and foreign backward passes; `opened`: a window is open now."""

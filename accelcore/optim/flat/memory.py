@@ -167,7 +167,7 @@ class GradientMemory:
         hooks = ExitStack()
         for number in self._large:
             arrived = partial(_arrived, ref(self), number)  # no reference: a hook lives as long as its parameter
-            hook = parameters[number].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            hook = parameters[number].register_post_accumulate_grad_hook(arrived)
             hooks.callback(hook.remove)
         finalize(self, hooks.close)
 

@@ -88,7 +88,7 @@ class Region:
         overrides.install(*self._kernels)
         if not self._is_o1:
             self._enter_cache()
-        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        self._autocast.__enter__()
         if not self._is_o1:
             _state.torch_depth += 1
             return

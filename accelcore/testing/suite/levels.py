@@ -107,7 +107,7 @@ def _by_hand() -> list[float]:
     for rows, classes in _data(STEPS):
         loss = cross_entropy(model(rows.double()), classes)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -116,7 +116,7 @@ class TestOptimizers(StateOfOptimizers, StepsOfOptimizers, DeviceTests):
                 def closure() -> Tensor:
                     optimizer.zero_grad()
                     loss = torch.stack([(parameter - 2).square().sum() for parameter in members]).sum()
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                     return loss
 
                 with torch.no_grad():  # as some loops do: step enables gradients for the closure

@@ -34,7 +34,7 @@ def by_hand(accumulate: int) -> nn.Module:
             for number in window:
                 rows, classes = shares[rank][number]
                 loss = cross_entropy(model(rows.double(), uses(rank, number)), classes) / len(window)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
         for pair in zip(*(model.parameters() for model in models), strict=True):
             gradients = [parameter.grad for parameter in pair if parameter.grad is not None]
             for parameter in pair:

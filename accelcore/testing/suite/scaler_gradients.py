@@ -60,7 +60,7 @@ def new_gradients(accel: Backend, scaler: object, parameters: list[nn.Parameter]
         parameter.grad = None
     loss = torch.stack([parameter.square().sum() / 2 for parameter in parameters]).sum()
     scaled: Tensor = scaler.scale(loss * factor)  # type: ignore[attr-defined]
-    scaled.backward()  # type: ignore[no-untyped-call]
+    scaled.backward()
 
 
 def take_step(scaler: Any, optimizer: Optimizer) -> None:

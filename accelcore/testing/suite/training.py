@@ -36,7 +36,7 @@ def by_hand(data: list[tuple[Tensor, Tensor]], *, accumulate: int = 1, clip: flo
     losses = []
     for number, (rows, classes) in enumerate(data, 1):
         loss = cross_entropy(model(rows.double()), classes)
-        (loss / accumulate).backward()  # type: ignore[no-untyped-call]
+        (loss / accumulate).backward()
         losses.append(loss.item())
         if number % accumulate == 0:
             if clip is not None:
@@ -162,7 +162,7 @@ class TestTraining(LevelTests, DeviceTests):
                 found = trainer(accel.runtime.to_device((rows, classes)))
                 expected = cross_entropy(reference(rows.double()), classes)
                 plain.zero_grad()
-                expected.backward()  # type: ignore[no-untyped-call]
+                expected.backward()
                 plain.step()
                 assert error(found, expected) < 1e-3
 

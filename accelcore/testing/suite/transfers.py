@@ -134,7 +134,7 @@ class TransferTests:
         there = _moved(accel, leaf * 2, way)
         assert there.requires_grad, "requires_grad was lost"
         seen: list[Tensor] = []
-        leaf.register_hook(seen.append)  # type: ignore[no-untyped-call]
+        leaf.register_hook(seen.append)
         torch.autograd.backward(there, torch.arange(3.0, device=accel.device))
         assert leaf.grad is not None, "no gradient came back"
         assert leaf.grad.tolist() == [0.0, 2.0, 4.0], "a wrong gradient came back"

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _EVERYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
-class HostKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HostKernels(TorchDispatchMode):
     """Collects the names of operators that got tensors of a device and have no kernel for it.
 
     torch's fallback then copies the tensors to the CPU, if the vendor registered it.

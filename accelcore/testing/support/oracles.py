@@ -135,7 +135,7 @@ def spoil(parameter: nn.Parameter, value: float, element: int = -1) -> None:
     parameter.grad[element] = found - found if math.isnan(value) else math.copysign(1.0, value) * found
 
 
-class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Launches(TorchDispatchMode):
     """Collects the names of the operators that compute on a device, without the host's."""
 
     def __init__(self, device: torch.device) -> None:

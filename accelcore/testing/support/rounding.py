@@ -16,7 +16,7 @@ from accelcore.testing.support.layouts import mapped
 _NOISE = 2**21  # numbers, drawn once: to draw them for each result would take longer than all else
 
 
-class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Rounding(TorchDispatchMode):
     """Moves the result of each operator in float64 by half a unit of `dtype` or less, up or down by chance.
 
     The spread of several such runs is the effect of rounding errors, also where a calculation amplifies them.

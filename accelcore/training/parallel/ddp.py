@@ -53,7 +53,7 @@ class DDP(Strategy):
         # A hook lives as long as its parameter. So it holds no reference to the replica.
         self._arrived, self._ran = [], [False]
         for parameter in self._parameters:
-            self._hooks.add(parameter.register_post_accumulate_grad_hook(self._arrived.append))  # type: ignore[no-untyped-call]
+            self._hooks.add(parameter.register_post_accumulate_grad_hook(self._arrived.append))
         ran = self._ran
 
         def note_forward(*_: Any) -> None:
@@ -89,7 +89,7 @@ class DDP(Strategy):
                 if id(parameter) not in arrived:
                     # of no element: 0, even if the parameter has an inf
                     loss = loss + parameter.reshape(-1)[:0].real.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._arrived.clear()
         flags, self._module.received.grad = self._module.received.grad, None
         assert flags is not None

@@ -348,13 +348,13 @@ def _places_of(group: nn.Module, groups: Sequence[nn.Module]) -> list[tuple[nn.M
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_inputs(unused: UnusedShards, number: int, module: nn.Module, arguments: Any, options: Any) -> None:
     for tensor in _differentiable((arguments, options)):
-        tensor.register_hook(partial(unused.leave, number))  # type: ignore[no-untyped-call]
+        tensor.register_hook(partial(unused.leave, number))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_outputs(unused: UnusedShards, number: int, module: nn.Module, arguments: Any, output: Any) -> None:
     for tensor in _differentiable(output):
-        tensor.register_hook(partial(unused.enter, number))  # type: ignore[no-untyped-call]
+        tensor.register_hook(partial(unused.enter, number))
 
 
 def _differentiable(tree: Any) -> list[Tensor]:

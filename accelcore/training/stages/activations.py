@@ -68,7 +68,7 @@ class ActivationStorage:
     def _contexts(self, module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if not self._save:
             return nullcontext(), _unchanged(module, nullcontext())
-        first, again = create_selective_checkpoint_contexts(self._save)  # type: ignore[no-untyped-call]
+        first, again = create_selective_checkpoint_contexts(self._save)
         return first, _unchanged(module, again)
 
 

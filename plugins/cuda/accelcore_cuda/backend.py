@@ -47,7 +47,7 @@ def _initialise(index: int) -> None:
     what = f"cuda:{index} cannot be used"
     refuse_fork()
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:
         raise BackendUnavailableError(

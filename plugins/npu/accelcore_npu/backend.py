@@ -63,7 +63,7 @@ def _import_runtime() -> None:
 def _check_autograd(device: torch.device) -> None:
     """Refuse a process whose autograd engine started, and counted its devices, before torch_npu was loaded."""
     try:
-        torch.ones((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        torch.ones((), device=device, requires_grad=True).backward()
     except RuntimeError as error:
         raise BackendUnavailableError(
             f"{device} cannot be used in this process",

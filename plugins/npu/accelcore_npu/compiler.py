@@ -97,6 +97,6 @@ def _results(call: Callable[[Tensor], Tensor], network: nn.Module, inputs: Tenso
     """Return the output of a forward and backward pass, and a copy of it with the gradients."""
     network.zero_grad()
     output = call(inputs)
-    output.square().sum().backward()  # type: ignore[no-untyped-call]
+    output.square().sum().backward()
     gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
     return output.detach(), torch.cat([tensor.detach().flatten() for tensor in (output, *gradients)])

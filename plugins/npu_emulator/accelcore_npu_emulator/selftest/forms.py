@@ -89,7 +89,7 @@ def _gradients(result: Any, arguments: Any) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):
     """Dispatch mode that records fallbacks and random draws.
 
     Attributes:
