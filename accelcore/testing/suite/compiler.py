@@ -116,6 +116,8 @@ class TestCompiler(DeviceTests):
                     if not accel.emulated:  # torch makes inputs on the host of them, which no emulated graph takes
                         each.share, each.signs = 1 - way / 8, [1.0 + way]
                     each.way = ("up", "down", "up")[way]
+                was_compiled = compiled.compiled
+                calls.clear()
                 with torch.set_grad_enabled(graph):
                     found = _called(compiled.module, given := rows.to(accel.device, copy=True), number, graph=graph)
                 expected = _called(reference, rows, number, graph=graph)
@@ -124,8 +126,9 @@ class TestCompiler(DeviceTests):
                 assert error(found, expected) < limit, "what became of the module or its inputs later does not count"
                 assert found.requires_grad == graph, "whether gradients are enabled does not count later"
                 assert torch.equal(given.cpu(), rows), "what the module writes to an input is lost"
-                called = ["before", "before", "after", "after"] * (number + 1)
-                assert calls == called, "a hook of the module, or of its part, was not called once"
+                if compiled.compiled == was_compiled:  # else the compiler failed, after a part had run perhaps
+                    called = ["before", "before", "after", "after"]
+                    assert calls == called, "a hook of the module, or of its part, was not called once"
             with torch.no_grad():
                 compiled.module(-rows.to(accel.device))
             if not compiled.overwrites:
