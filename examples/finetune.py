@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
             return trainer.evaluate(held_out).mean(lambda batch: model(batch[0]).argmax(1) == batch[1])
 
         folder = args.output / "finetuned"
-        trainer.resume(folder)  # warns if the checkpoint was saved after the unfreezing: the loop does it next
+        trainer.resume(folder)
         for epoch in trainer.epochs(args.epochs):
             if epoch >= args.unfreeze and not model.body[0].weight.requires_grad:  # not ==: the run may resume
                 model.body.requires_grad_(True)

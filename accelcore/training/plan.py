@@ -42,6 +42,7 @@ class Plan:
     exact: dict[int, Tensor] = field(default_factory=dict)
     # for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`)
     masters: dict[int, nn.Parameter] = field(default_factory=dict)
+    saved_trained: list[str] | None = None  # what a checkpoint's run trained, from the resume to the first step
     forward: Callable[..., Any] = field(init=False)  # the model to call (`Replicate`, `Compile`)
     compiled: Compiled | None = None  # the compiled model; None if `compile` was not asked for
     captured: CapturedStep | None = None  # captures steps; None if `graph=True` was not asked for

@@ -27,6 +27,7 @@ from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
+from accelcore.training.saving.parts import warn_if_others_trained
 from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages import Preparation
@@ -381,6 +382,8 @@ class Trainer(Suggests, Checkpoints):
         if begins or self._window.is_last:
             self._step.check_unchanged(trains=True)
         self._number_step(self._window.micro + 1)
+        if self._plan.saved_trained is not None:
+            warn_if_others_trained(self._plan)
         if begins and not self._window.steps:
             if self.backend.collectives.world_size > 1:
                 self._stream.warn_if_unused()

@@ -123,7 +123,7 @@ def prepare_load(
         theirs, ours = saved.shared["optimizer"], named["optimizer"].shared_state()
         shared = {**saved.shared, "optimizer": _with_options(theirs, ours, saved.source)}
         saved = replace(saved, shared=shared, own={"window": {"micro": 0}})  # the gradients of a window are left out
-    wanted = ["model", "masters", *(["optimizer", "trained"] if takes else [])]
+    wanted = ["model", "masters", *(["optimizer"] if takes else [])]
     return [named[part].prepare(saved) for part in wanted], rest, checkpoint
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.gradients import Gradients
+from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
@@ -73,13 +74,13 @@ class Part(ABC):
 
 @dataclass(frozen=True)
 class TrainedPart(Part):
-    """Names of the trained parameters. A resume logs the first that only the saved run trained, or only this one."""
+    """Names of the trained parameters. The first step after a resume compares them: see `warn_if_others_trained`."""
 
-    gradients: Gradients
+    plan: Plan
     name = "trained"
 
     def shared_state(self) -> Any:
-        return [slot.name for slot in self.gradients.slots]
+        return [slot.name for slot in self.plan.gradients.slots]
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         names = saved.shared.get(self.name)
@@ -87,25 +88,37 @@ class TrainedPart(Part):
             return lambda: None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
-        differing = {slot.name for slot in self.gradients.slots} ^ set(names)
-        if not differing:
-            return lambda: None
-        name = min(differing)
-        what = f"{name!r} is " + ("frozen now, and was trained" if name in names else "trained now, and was not")
-        what += f" when the checkpoint was saved (parameters that differ: {len(differing)})"
-        if as_dict(saved.own.get("window"), "window", "micro")["micro"]:
+        what = _other_trained(self.plan, names)
+        if what and as_dict(saved.own.get("window"), "window", "micro")["micro"]:
             raise CheckpointError(
                 what,
                 why="the checkpoint was saved within a window, whose gradients belong to the parameters trained then",
                 remedy=f"{saved.between_windows()}. Or freeze or unfreeze as that run had, and call trainer.refresh() "
                 "before the resume. To avoid this, save where trainer.window_closed is True",
             )
-        return lambda: logger.warning(
-            "%s: the results differ from those of the run that saved it, unless the script now freezes or unfreezes "
-            "as that run had, by requires_grad_, and calls trainer.refresh(). In a loop over epochs write "
-            "`if epoch >= 1`, not `if epoch == 1`",
+        return lambda: setattr(self.plan, "saved_trained", names)
+
+
+def warn_if_others_trained(plan: Plan) -> None:
+    """Log that the first step after a resume trains other parameters than the run that saved the checkpoint."""
+    what = _other_trained(plan, plan.saved_trained or ())
+    plan.saved_trained = None
+    if what and plan.backend.collectives.rank == 0:
+        logger.warning(
+            "%s: the results differ from those of the run that saved it. If that is not meant, freeze or unfreeze as "
+            "that run had, by requires_grad_, and call trainer.refresh(). In a loop over epochs write `if epoch >= 1`, "
+            "not `if epoch == 1`",
             what,
         )
+
+
+def _other_trained(plan: Plan, names: Collection[str]) -> str:
+    differing = {slot.name for slot in plan.gradients.slots} ^ set(names)
+    if not differing:
+        return ""
+    name = min(differing)
+    what = f"{name!r} is " + ("frozen now, and was trained" if name in names else "trained now, and was not")
+    return f"{what} when the checkpoint was saved (parameters that differ: {len(differing)})"
 
 
 @dataclass(frozen=True)

@@ -295,7 +295,7 @@ class Saver:
             MastersPart(model_part, gradients),
             SchedulePart(self._schedule),
             OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
-            TrainedPart(gradients),
+            TrainedPart(plan),
             ScalerPart(self._scaler),
             WindowPart(model, self._window, gradients),
             DataStreamPart(self._stream, runtime),

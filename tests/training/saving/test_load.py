@@ -156,7 +156,7 @@ def test_another_optimizer_or_other_groups_are_refused(accel, tmp_path):
             new.load(tmp_path, optimizer=True)
 
 
-def test_other_trained_parameters_are_reported(accel, tmp_path, caplog):
+def test_a_new_run_may_train_other_parameters(accel, tmp_path, caplog):
     trainer = make(accel)
     train(trainer, 1)
     trainer.save(tmp_path)
@@ -164,10 +164,10 @@ def test_other_trained_parameters_are_reported(accel, tmp_path, caplog):
     model[0].requires_grad_(False)
     new = make(accel, model=model)
     new.load(tmp_path, optimizer=True)
-    assert "'0.bias' is frozen now" in caplog.text
     model[0].requires_grad_(True)
     new.refresh()
     assert float(new(DATA[0])) == float(trainer(DATA[0]))
+    assert not caplog.records
 
 
 def test_one_of_several_trainers(accel, tmp_path):

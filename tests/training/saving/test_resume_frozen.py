@@ -1,4 +1,4 @@
-"""A resume of a run that has frozen or unfrozen parameters: the same losses, or a warning."""
+"""A resume of a run that has frozen or unfrozen parameters: the same losses, or a warning at the first step."""
 
 from __future__ import annotations
 
@@ -67,17 +67,20 @@ def test_other_parameters_than_the_saved_runs_are_reported(accel, tmp_path, capl
     run = Run(accel, trained)
     caplog.clear()
     run.trainer.resume(tmp_path)
+    run.train()
     found = [each.getMessage() for each in caplog.records if "when the checkpoint was saved" in each.getMessage()]
     assert [says in line and "epoch >= 1" in line for line in found] == [True] * bool(says)
 
 
 @pytest.mark.parametrize("change", [{"a": True}, {"c": False, "b": True}])
-def test_a_change_as_in_the_saved_run_gives_its_losses(accel, tmp_path, change):
+def test_a_change_as_in_the_saved_run_gives_its_losses_and_no_warning(accel, tmp_path, caplog, change):
     expected = saved(accel, tmp_path, change, {})
+    caplog.clear()
     run = Run(accel)
     run.trainer.resume(tmp_path)
     run.change(**change)
     assert run.train() == expected
+    assert not caplog.records
 
 
 def test_masters_are_exact_if_the_checkpoint_is_resumed_again(accel, tmp_path):
