@@ -79,7 +79,7 @@ def advise(
       accelcore advise --steps 200 --html advice.html train.py --epochs 3
       accelcore advise --preset bf16 --rounds 5 train.py
       accelcore advise --json train.py > advice.json
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     from accelcore.advise.advise import advise
     from accelcore.advise.trials import Script
 

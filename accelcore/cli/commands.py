@@ -89,7 +89,7 @@ def app() -> None:
       accelcore run --nproc 2 train.py                   two ranks of one job
       accelcore run --emulate npu --device npu train.py  on an emulated device
       accelcore COMMAND --help                           options and examples of a command
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
 
 
 @app.command()
@@ -111,7 +111,7 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
       accelcore export outputs/first model.safetensors
       accelcore export --best outputs/first model.safetensors
       accelcore export --trainer generator outputs/gan generator.safetensors
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     from accelcore.checkpoint.export import export as write
 
     replaced, folder_is_new = Path(file).exists(), not Path(file).parent.exists()
@@ -139,7 +139,7 @@ def plot(folders: tuple[str, ...], output: str | None) -> None:
     Examples:
       accelcore plot outputs/run
       accelcore plot outputs/a outputs/b -o compare.html
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     from accelcore.training.monitoring.records import draw, file_for, read_records
 
     runs = {folder: read_records(Path(folder)) for folder in folders}
@@ -165,7 +165,7 @@ def new_backend(name: str, folder: str | None, torch_device: str) -> None:
     Examples:
       accelcore new-backend mychip
       accelcore new-backend mychip --torch-device xpu --folder plugins/mychip
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     written = write_backend(name, None if folder is None else Path(folder), torch_device=torch_device)
     click.echo(f"{written}: pip install --no-deps -e {written}, then accelcore verify backend {name}")
 
@@ -214,7 +214,7 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
       accelcore precision
       accelcore precision --backend cpu
       accelcore precision --backend cpu --diff cuda
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     if diff is not None and backend in (None, diff):
         raise ConfigurationError("--diff compares two backends", remedy="give --backend another one, such as cpu")
     import_torch()

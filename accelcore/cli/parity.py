@@ -69,7 +69,7 @@ def record(
       accelcore record --out ref train.py --epochs 1
       accelcore record --out ref --steps 20 --same-random train.py
       accelcore record --out ref -m mypackage.train
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     options = {
         "operators": _numbers(operators),
         "batches": batches,
@@ -126,7 +126,7 @@ def replay(
       accelcore replay --batch 1 ref train.py
       accelcore replay --self new train.py
       accelcore replay -m ref mypackage.train
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     folder = Path(out) if out else beside(Path(reference), "-replay")
     if batch and report:
         raise ConfigurationError("--batch writes no page", remedy="remove --report; --json prints the result")

@@ -97,7 +97,7 @@ def run(
       accelcore run --nproc 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29400 train.py
       accelcore run --emulate npu --device npu train.py
       accelcore run --apex train.py
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     _warn_of_late_options(arguments)
     given = ((name, options[name[2:].replace("-", "_")]) for name in _SEVERAL_MACHINES)
     machines = {name: value for name, value in given if value is not None}

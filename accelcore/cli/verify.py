@@ -108,7 +108,7 @@ def commands() -> None:
     Examples:
       accelcore verify backend cpu
       accelcore verify backend cpu --only scaler
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
 
 
 @commands.command("backend")
@@ -142,7 +142,7 @@ def verify_backend(name: str, as_json: bool, only: tuple[str, ...], deep: bool, 
       accelcore verify backend cuda:1 --only precision --only training
       accelcore verify backend npu --only operators --deep --timeout 60
       accelcore verify backend cpu --json > scorecard.json
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     card = verify(name, roles=only, timeout=timeout, deep=deep)
     if as_json:
         click.echo(json.dumps(card.as_json(), indent=2))

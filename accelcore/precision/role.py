@@ -107,7 +107,7 @@ class Precision(ABC):
     def table(self, name: str = "torch") -> frozenset[str]:
         """Return the operators that autocast intercepts under table `name`, such as `"aten::mm"`."""
 
-    def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027  # most devices have nothing to do
+    def prepare(self, dtype: torch.dtype) -> None:  # most devices have nothing to do
         """Prepare the device for a model whose parameters are in `dtype`."""
 
     def has_units(self, dtype: torch.dtype) -> bool:

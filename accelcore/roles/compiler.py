@@ -50,7 +50,7 @@ class Compiled:
 class Compiler(ABC):
     """Role of a backend that compiles modules."""
 
-    def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027  # most compilers check them only when they compile
+    def check(self, options: Mapping[str, Any]) -> None:  # most compilers check them only when they compile
         """Raise ConfigurationError if `compile` would refuse the options."""
 
     @abstractmethod

@@ -136,7 +136,7 @@ class LossScaler(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`; raises CheckpointError if the state is that of another kind of scaler."""
 
-    def abandon(self) -> None:  # noqa: B027  # most scalers keep nothing during a step
+    def abandon(self) -> None:  # most scalers keep nothing during a step
         """Forget a step that has failed, so that the next one can begin."""
 
     @property

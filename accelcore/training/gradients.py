@@ -43,7 +43,7 @@ class Gradients(ABC):
         self.parameters = [slot.parameter for slot in slots]
         self.held: list[Tensor] = []  # keep their memory when they are cleared, because captured graphs add to it
 
-    def refresh(self, *, thorough: bool = False) -> None:  # noqa: B027  # most have nothing to do
+    def refresh(self, *, thorough: bool = False) -> None:  # most have nothing to do
         """Take over what others wrote to parameters; if `thorough`, compare all values: `.data` leaves no trace."""
 
     @abstractmethod
@@ -75,13 +75,13 @@ class Gradients(ABC):
         found = (gradient for gradient in self.of_values() if gradient is not None)
         return [gradient.values() if gradient.is_sparse else gradient for gradient in found]
 
-    def expose(self) -> None:  # noqa: B027
+    def expose(self) -> None:
         """Set `grad` of each trained tensor, for an optimizer that does not know of slots."""
 
-    def grads_to_masters(self) -> None:  # noqa: B027
+    def grads_to_masters(self) -> None:
         """Give fp32 masters the gradients of their parameters."""
 
-    def masters_to_params(self) -> None:  # noqa: B027
+    def masters_to_params(self) -> None:
         """Give the parameters the values of their fp32 masters."""
 
     def clear(self) -> None:

@@ -59,7 +59,7 @@ class Plan:
 class Stage(ABC):
     """One change of the model or the optimizer before the training. All stages are checked before one is applied."""
 
-    def check(self, plan: Plan) -> None:  # noqa: B027  # some make changes that are always possible
+    def check(self, plan: Plan) -> None:  # some make changes that are always possible
         """Raise an error if this stage is impossible. Changes neither model nor optimizer."""
 
     @abstractmethod

@@ -54,7 +54,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
       accelcore doctor
       accelcore doctor --deep --timeout 120
       accelcore doctor --json | python -m json.tool
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     from accelcore.cli.doctor.diagnosis import diagnose
 
     found = diagnose(deep_timeout=timeout if deep else None)

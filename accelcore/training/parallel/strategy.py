@@ -44,10 +44,10 @@ class Strategy(ABC):
     def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         self.collectives, self.device = backend.collectives, backend.device
 
-    def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:  # noqa: B027  # most take any
+    def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:  # most take any
         """Raise an error for a model or optimizer that this strategy cannot train; changes nothing."""
 
-    def shard(self, model: nn.Module, policy: Policy) -> None:  # noqa: B027  # most leave the model whole
+    def shard(self, model: nn.Module, policy: Policy) -> None:  # most leave the model whole
         """Divide rank 0's model among the ranks, before the optimizer is bound.
 
         Shards replace the parameters. They are on the device, in fp32 if the policy has masters.
@@ -61,13 +61,13 @@ class Strategy(ABC):
         """Return the tensors that autograd computes the gradients of the trained parameters for."""
         return parameters
 
-    def before_forward(self, last: bool) -> None:  # noqa: B027
+    def before_forward(self, last: bool) -> None:
         """Prepare for a micro-batch, before its forward pass; `last`: the last of its window."""
 
-    def before_backward(self) -> None:  # noqa: B027
+    def before_backward(self) -> None:
         """Prepare for a backward pass. Raise TrainingError if the gradients would stay on this rank."""
 
-    def after_backward(self) -> None:  # noqa: B027
+    def after_backward(self) -> None:
         """Complete the exchange of gradients that torch started in backward."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Strategy(ABC):
         """Update all parameters on all ranks; `optimize` updates the parameters that this rank owns."""
         optimize()
 
-    def reset(self) -> None:  # noqa: B027
+    def reset(self) -> None:
         """Return to the state between two steps, also after a step that failed; free gathered parameters."""
 
 

@@ -79,7 +79,7 @@ def lint(
       accelcore lint --select ACC101,ACC3 src
       accelcore lint --format sarif . > findings.sarif
       accelcore lint --explain ACC101
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     if explain is not None:
         click.echo(_explanation(explain))
         return 0

@@ -5,9 +5,9 @@ import pytest
 torch = pytest.importorskip("torch")
 torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
-from accelcore_npu_emulator import counters  # noqa: E402
-from against_torch import same  # noqa: E402
-from torch.nn import functional  # noqa: E402
+from accelcore_npu_emulator import counters
+from against_torch import same
+from torch.nn import functional
 
 # torch_npu's fused attention says so whenever the optimizer's flag is not set.
 pytestmark = pytest.mark.filterwarnings("ignore:.*npu_fusion_attention")

@@ -6,8 +6,8 @@ import pytest
 
 jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
-import mismatch_jobs  # noqa: E402
-import sharding_jobs  # noqa: E402
+import mismatch_jobs
+import sharding_jobs
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 4], ids="{} ranks".format)

@@ -4,8 +4,8 @@ import pytest
 
 jobs = pytest.importorskip("kernel_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
-import torch  # noqa: E402
-from torch.nn import functional  # noqa: E402
+import torch
+from torch.nn import functional
 
 OF_FLOATS = {
     "mm": lambda x: x @ x,

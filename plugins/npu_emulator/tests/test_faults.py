@@ -6,7 +6,7 @@ import pytest
 
 jobs = pytest.importorskip("emulated_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
-import memory_jobs  # noqa: E402
+import memory_jobs
 
 
 def test_the_kth_collective_times_out(results):

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_npu", exc_type=ImportError)
 
-from torch.nn import functional  # noqa: E402
+from torch.nn import functional
 
 pytestmark = pytest.mark.usefixtures("emulated_npu")
 

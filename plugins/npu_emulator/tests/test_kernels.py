@@ -6,9 +6,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch_npu")
 jobs = pytest.importorskip("kernel_jobs")
 
-from accelcore_npu_emulator import counters  # noqa: E402
+from accelcore_npu_emulator import counters
 
-from accelcore.torch_features import GET_KERNEL  # noqa: E402
+from accelcore.torch_features import GET_KERNEL
 
 pytestmark = pytest.mark.usefixtures("emulated_npu")
 

@@ -4,7 +4,7 @@ import pytest
 
 jobs = pytest.importorskip("memory_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
-import torch  # noqa: E402
+import torch
 
 
 def test_memory_ends_with_an_error_of_torch_and_comes_back(results):

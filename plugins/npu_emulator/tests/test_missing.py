@@ -6,8 +6,8 @@ import pytest
 
 jobs = pytest.importorskip("kernel_jobs", reason="torch_npu is not installed", exc_type=ImportError)
 
-import torch  # noqa: E402
-import torch_npu  # noqa: E402
+import torch
+import torch_npu
 
 REFUSED = "EMULATED: npu operator {} is not emulated"
 

@@ -5,8 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 torch_npu = pytest.importorskip("torch_npu")
 
-from against_torch import same  # noqa: E402
-from torch.nn import functional  # noqa: E402
+from against_torch import same
+from torch.nn import functional
 
 pytestmark = [
     pytest.mark.usefixtures("emulated_npu"),

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 torch_npu = pytest.importorskip("torch_npu")
 
-from torch import nn  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
+from torch import nn
+from torch.nn.functional import cross_entropy
 
-import accelcore  # noqa: E402
-from accelcore.torch_features import GET_KERNEL  # noqa: E402
+import accelcore
+from accelcore.torch_features import GET_KERNEL
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "faults"))
 parity_faults = import_module("parity_faults")

@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch_npu").torch
 pytest.importorskip("expecttest", reason="torch's operator samples need it")
 
-import selftest_jobs as jobs  # noqa: E402
-from accelcore_npu_emulator import selftest  # noqa: E402
-from accelcore_npu_emulator.selftest.__main__ import main  # noqa: E402
-from accelcore_npu_emulator.selftest.report import Comparison  # noqa: E402
+import selftest_jobs as jobs
+from accelcore_npu_emulator import selftest
+from accelcore_npu_emulator.selftest.__main__ import main
+from accelcore_npu_emulator.selftest.report import Comparison
 
 SAMPLES = "torch.testing._internal.common_methods_invocations"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

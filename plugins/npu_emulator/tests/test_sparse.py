@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_npu", exc_type=ImportError)
 
-from accelcore_npu_emulator import counters  # noqa: E402
+from accelcore_npu_emulator import counters
 
 pytestmark = pytest.mark.usefixtures("emulated_npu")
 

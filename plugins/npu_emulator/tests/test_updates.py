@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 torch_npu = pytest.importorskip("torch_npu")
 
-from torch import nn  # noqa: E402
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("emulated_npu")
 

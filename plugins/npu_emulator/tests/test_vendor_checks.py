@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_npu", exc_type=ImportError)
 
-from accelcore_npu_emulator import counters  # noqa: E402
+from accelcore_npu_emulator import counters
 
 
 def test_a_conversion_to_float64_gives_float32():

@@ -87,7 +87,7 @@ def port(
       accelcore port train.py --level torch --diff  for torch.accelerator, as a diff
       accelcore port src scripts --write            all files of two folders
       accelcore port train.py --check -- --lr 0.1   compare the losses of the script and of its port
-    """  # noqa: D301  # click reads the backspace: what follows keeps its lines
+    """
     if show_diff and json_output:
         raise click.UsageError("--diff and --json both write to stdout: give one of them")
     chosen = Level(level)
