@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accelcore.backend import Backend, Capabilities, Probe
-    from accelcore.devices.hookspecs import API, hookimpl
+    from accelcore.backend import Backend, Capabilities
+    from accelcore.devices.hookspecs import API, Probe, hookimpl
     from accelcore.devices.select import installed, select
     from accelcore.errors import (
         AccelError,
@@ -57,8 +57,8 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "backend": ("Backend", "Capabilities", "Probe"),
-    "devices.hookspecs": ("API", "hookimpl"),
+    "backend": ("Backend", "Capabilities"),
+    "devices.hookspecs": ("API", "Probe", "hookimpl"),
     "devices.select": ("installed", "select"),
     "known_faults": ("KnownFault",),
     "layerwise": ("compare_logprobs",),

@@ -23,8 +23,8 @@ from typing import Any
 
 import pluggy
 
-from accelcore.backend import Probe
 from accelcore.devices import hookspecs
+from accelcore.devices.hookspecs import Probe
 from accelcore.devices.misfits import misfits_of
 from accelcore.devices.request import probe_timeout
 from accelcore.errors import PluginError, logger

@@ -12,10 +12,10 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypedDict
 
-from accelcore.backend import Probe
 from accelcore.cli import child
 from accelcore.cli.child import Ended
 from accelcore.devices import plugins
+from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import BACKENDS, EXTENSIONS, Candidate, Extension, declared
 from accelcore.devices.request import parse, probe_timeout, requested_device
 from accelcore.devices.select import decide
