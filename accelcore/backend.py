@@ -88,8 +88,8 @@ class Backend(Suggests):
 
     Attributes:
         name, index: the selected device, `"cuda"` and `1` for `cuda:1`.
-        emulated: whether the host imitates the device. Results are then right, and prove nothing about speed.
-        capabilities: what the backend declares; only this may be asked of it.
+        emulated: whether the host imitates the device. Results are then correct, but times mean nothing.
+        capabilities: what the backend declares. Everything else raises `UnsupportedError`.
         precision, scaler, optimizers, collectives, compiler, runtime: the six roles.
         passed_over: what `auto` or a preference list could not use before this device, and why.
     """

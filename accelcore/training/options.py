@@ -82,7 +82,7 @@ class TrainerOptions(TypedDict, total=False):
             the loader.
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
             updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
-        total_steps: number of updates of the whole training; None if epochs and loader tell it.
+        total_steps: number of updates of the whole training; None: computed from `trainer.epochs(n)` and the loader.
         schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.
             `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric for
             ReduceLROnPlateau. Under `"window"` a script that does so gets an error. A scheduler made for epochs, such
@@ -113,10 +113,10 @@ class TrainerOptions(TypedDict, total=False):
             None: the gradients' own, or fp32 if shards are fp32 and computed in low precision.
         checkpoint: the parts of the model that keep only their inputs, and are computed again in backward: modules of
             one or several types, or those for which a function returns True. `Recompute(parts, save=[...])` also keeps
-            the results of some operators. Random numbers and running statistics are those of the first time.
+            the results of some operators. Computing again draws the same random numbers, and changes no running statistics.
         offload: the parts whose activations wait for backward in pinned host memory, chosen in the same way. For a part
             that is in both options, these are its inputs.
-        flat: whether parameters and gradients lie in one piece of memory each; None if that is faster.
+        flat: whether all parameters, and all gradients, lie in one piece of memory each. None: if that is faster here.
         compile: True, or options for the compiler. Default: `False`.
         graph: capture whole steps as graphs and launch each as one. This pays if a step is many short operators. It
             needs `trainer(batch)`, one rank, and a few shapes of batches. The next step overwrites the memory of `aux`.

@@ -355,8 +355,9 @@ class Trainer(Suggests, Checkpoints):
         Args:
             path: a checkpoint of `save`, or a folder of which the newest is taken. Or a file of `torch.save` (`.pth`,
                 `.pt`, Lightning's `.ckpt`; read without running code) or of safetensors, or a folder of accelerate's.
-            optimizer: whether to load the optimizer's state: moments, and numbers of updates. Its options, such as the
-                learning rate, stay. None: not of a checkpoint; of another program's file, and its options, too.
+            optimizer: whether to load the optimizer's state: moments, and numbers of updates. With True, its options in
+                the script, such as the learning rate, stay. None: of a checkpoint, load only the model; of another
+                program's file, also load the optimizer's state and options.
 
         Returns:
             The checkpoint's `extra`; or the rest of another program's file, to use as you like: `trainer.epoch =
