@@ -113,7 +113,7 @@ class TrainerOptions(TypedDict, total=False):
             None: the gradients' own, or fp32 if shards are fp32 and computed in low precision.
         checkpoint: the parts of the model that keep only their inputs, and are computed again in backward: modules of
             one or several types, or those for which a function returns True. `Recompute(parts, save=[...])` also keeps
-            the results of some operators. Computing again draws the same random numbers, and changes no running statistics.
+            the results of some operators. It draws the same random numbers again, and changes no running statistics.
         offload: the parts whose activations wait for backward in pinned host memory, chosen in the same way. For a part
             that is in both options, these are its inputs.
         flat: whether all parameters, and all gradients, lie in one piece of memory each. None: if that is faster here.
