@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import OPTIMIZERS, data, loss_of
 
 import accelcore
@@ -170,12 +171,24 @@ def test_a_plain_backward_pass_beside_the_trainer_is_refused_under_every_strateg
         assert "add the losses up" in rank[parallel]["beside"]
 
 
+class Waits(TorchDispatchMode):
+    """Counts the single values that the host reads from the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function.name() == "aten::_local_scalar_dense"
+        return function(*arguments, **(options or {}))
+
+
 @pytest.mark.parametrize("steps", [3, 70])
 def test_a_loss_that_is_nan_and_changes_no_parameter_is_reported_once(accel, tmp_path, caplog, steps):
     trainer = make(accel, loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), torch.full((8,), -100)))
     list(map(trainer, data(steps)))
     for _ in range(2):
-        trainer.save(tmp_path)
+        with Waits() as waits:
+            trainer.save(tmp_path)
+        assert waits.count == 1
     assert trainer.model[0].weight.isfinite().all()
     (said,) = [record.getMessage() for record in caplog.records if "losses" in record.getMessage()]
     assert "losses are NaN or inf, the first of step 1: nan. The parameters are finite" in said
