@@ -99,15 +99,22 @@ def beneath(folder: Path) -> str:
     return ", ".join(map(str, found[:5]))
 
 
+def similar(folder: Path) -> Path | None:
+    """Return the folder of checkpoints beside `folder` with a similar name; one of another number is another run."""
+    word, found = re.sub(r"\d+", "", folder.name), (path for path in folder.parent.glob("*/") if checkpoints(path))
+    near = nearest(folder.name, (path.name for path in found if re.sub(r"\d+", "", path.name) != word))
+    return None if near is None else folder.with_name(near)
+
+
 def no_checkpoint(folder: Path, remedy: str) -> CheckpointError:
     """Return the error for a folder without a checkpoint; it names folders that may be meant."""
     is_there = folder.exists()
-    near = None if is_there else nearest(folder.name, (path.name for path in folder.parent.glob("*/")))
+    near = None if is_there else similar(folder)
     return CheckpointError(
         f"there is no checkpoint in {folder}",
         why="" if is_there else "there is no such folder",
         available=beneath(folder),
-        remedy=(f"did you mean {folder.with_name(near)}? Else " if near else "") + remedy,
+        remedy=(f"did you mean {near}? Else " if near else "") + remedy,
     )
 
 

@@ -222,7 +222,8 @@ class Checkpoints(ABC):
         if must_exist:
             raise store.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
         if rank == 0:
-            hint = f" (did you mean one of these? {below})" if (below := store.beneath(folder)) else ""
+            meant = store.beneath(folder) or store.similar(folder)
+            hint = f" (did you mean one of these? {meant})" if meant else ""
             log = logger.warning if hint else notice
             log("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
         return None

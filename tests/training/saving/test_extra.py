@@ -134,6 +134,23 @@ def test_a_folder_of_folders_names_those_with_checkpoints(accel, tmp_path, caplo
     assert f"starts at step 0 (did you mean one of these? {tmp_path / place})" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("saved", "asked", "level"),
+    [("first", "frist", "WARNING"), ("run_2", "run_3", "INFO"), ("other", "first", "INFO"), (None, "first", "INFO")],
+)
+def test_a_first_start_beside_a_folder_of_a_similar_name_is_a_warning_that_names_it(
+    accel, tmp_path, caplog, saved, asked, level
+):
+    if saved:
+        make(accel).save(tmp_path / saved)
+    caplog.set_level("INFO")
+    caplog.clear()
+    assert make(accel).resume(tmp_path / asked) is None
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert (f"did you mean one of these? {tmp_path / (saved or '')}" in record.message) == (level == "WARNING")
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_checkpoint_that_was_renamed_is_found_by_its_manifest(accel, tmp_path, number):
     trainer = make(accel)
