@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
@@ -113,6 +114,9 @@ def run(
     launched = nproc > 1 or max_restarts > 0 or bool(machines)
     if not module and not Path(script, "__main__.py").exists():  # Python runs a folder with that
         check_script(script)
+    elif module and not ((top := script.partition(".")[0]) and (PathFinder.find_spec(top, [""]) or find_spec(top))):
+        why, remedy = f"Python finds no {top!r}, seen from {Path.cwd()}", "correct the name, or install its package"
+        raise ConfigurationError(f"there is no module {shown(script)}", why=why, remedy=remedy)
     hidden = ""
     if emulate is not None:
         environ.update(_emulation(emulate, nproc))
@@ -209,7 +213,9 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
         raise UnsupportedError(
             f"--emulate {shown(name)}: no installed package emulates a backend of that name",
             available=", ".join(entry.name for entry in declared(EMULATORS)) or "no emulator is installed",
-            remedy="name one backend without an index; docs/install.md has the commands that install its emulator",
+            remedy="name one backend without an index"
+            if ":" in name
+            else "install its emulator, as docs/install.md says",
         )
     offer = only_one(offers, f"an emulation of {name!r}")
     what, remedy = f"the emulator of {name!r} ({offer.label})", f"repair or uninstall {offer.label}"

@@ -190,7 +190,11 @@ def here(machine, monkeypatch):
         (["run", "--nnodes", "2", "--master-addr", "a", "script.py"], "without --node-rank"),
         (["run", "--devise", "cpu", "script.py"], "--device"),
         (["run"], "SCRIPT"),
+        (["run", "--ranks", "2", "script.py"], "Did you mean '--nproc'?"),
+        (["run", "-m", "nothing.main"], "there is no module 'nothing.main'"),
+        (["run", "-m", ""], "there is no module ''"),
         (["sing"], "sing"),
+        (["launch", "script.py"], "accelcore run --nproc 2 train.py"),
         (["doctor", "--timeout", "0"], "--timeout"),
     ],
 )
@@ -355,7 +359,7 @@ def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(
     ("name", "says"),
     [
         ("kettle", "no installed package emulates a backend of that name"),
-        ("kettle", "docs/install.md"),
+        ("kettle", "install its emulator, as docs/install.md says"),
         ("toaster:0", "name one backend without an index"),
         ("?", "--emulate '?': no installed package"),
         ("broken", "the emulator of 'broken' (fake-plugin-"),
