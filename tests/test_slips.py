@@ -134,12 +134,24 @@ def test_a_trainer_may_be_copied_and_a_subclass_may_take_other_arguments(accel):
         assert type(copy.deepcopy(made)) is type(copy.copy(made)) is type(made)
 
 
+def test_a_name_that_is_close_to_several_suggests_them(accel):
+    with pytest.raises(accelcore.UnsupportedError, match="did you mean 'adamax' or 'adam' or 'adamw'"):
+        accel.optimizers.create("adamx", torch.nn.Linear(2, 1).parameters())
+
+
 def test_names_of_other_libraries_say_what_to_write(accel):
     model = torch.nn.Linear(2, 1)
     trainer, job = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1)), accel.join()
     for owner, name, write in (
         (accelcore, "Accelerator", "accelcore.select()"),
         (accelcore, "EarlyStopping", "break"),
+        (accelcore, "join", "accel.join()"),
+        (accelcore, "device", "accel.device"),
+        (accel, "to_device", "accel.runtime.to_device(batch)"),
+        (accel, "compile", "compile=True"),
+        (trainer, "train", "trainer.batches(loader)"),
+        (trainer, "test", "trainer.evaluate(loader)"),
+        (trainer, "device", "accel.device"),
         (accel, "prepare", "accel.trainer(model, optimizer"),
         (accel, "backward", "trainer.backward(loss)"),
         (accel, "gather", "accel.join()"),

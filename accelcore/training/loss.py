@@ -126,7 +126,7 @@ def no_loss(loss: object) -> TrainingError:
     return TrainingError(
         f"the loss depends on no trained parameter{off}",
         remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss; and for a "
-        "loop over trainer.evaluate(loader) that was left by break and kept in a variable",
+        "loop over trainer.evaluate(loader) around this call, or one that was left by break and kept in a variable",
     )
 
 
@@ -144,8 +144,8 @@ def no_gradient() -> TrainingError:
     """Return the error for a window in which no parameter received a gradient."""
     return TrainingError(
         "no parameter received a gradient in this window",
-        remedy="look for frozen parameters, or for a loss of another model: loss(model, batch) must call the model "
-        "that it gets; a loop of your own must call trainer.forward",
+        remedy="look for frozen parameters, for zero_grad() after trainer.backward(loss), or for a loss of another "
+        "model: loss(model, batch) must call the model that it gets; a loop of your own must call trainer.forward",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.optim import Optimizer
 
 from accelcore.errors import TrainingError, logger
@@ -36,7 +36,7 @@ class ModelSnapshot:
 
         If it `warns`, log once that the model is in evaluation mode.
         """
-        if warns and self._model.training is not self._training:
+        if warns and self._model.training is not self._training and is_grad_enabled():  # else backward raises
             self._training = self._model.training
             if not self._training and not self._warned:
                 self._warned = True

@@ -167,9 +167,12 @@ _WORDS = {
     "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "torch_compile": "compile",
     "warmup_steps": "warmup", "num_warmup_steps": "warmup", "num_training_steps": "total_steps",
     "max_steps": "total_steps", "gradient_accumulation": "accumulate", "max_norm": "clip_norm",
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "write for epoch in trainer.epochs(n)"),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "give it to the optimizer"),
+    "device": "write accel = accelcore.select(device)", "devices": "write accelcore run --nproc N train.py in a shell",
     "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
 }  # fmt: skip
-"""Other libraries' words for options of a trainer, and for values of `parallel`."""
+"""Other libraries' words for options of a trainer, or what to do instead, and for values of `parallel`."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
@@ -177,10 +180,11 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
     known = TrainerOptions.__annotations__
     for name, value in given.items():
         if name not in known:
+            meant = _WORDS.get(name, name)
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(known),
-                remedy=did_you_mean(_WORDS.get(name, name), known) or "remove it, or use an available option",
+                remedy=meant if " " in meant else did_you_mean(meant, known, "remove it, or use an available option"),
             )
         word = value.__name__ if isinstance(value, type) else value
         if name == "parallel" and isinstance(word, str) and word in _WORDS:

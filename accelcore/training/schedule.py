@@ -31,8 +31,6 @@ Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an opti
 _NONE = "NoneType"
 _TO_BE_MADE = "scheduler that is not made yet"
 
-_IDLE = 10  # updates: a schedule may end a few before the training
-
 _METHODS = ("step", "state_dict", "load_state_dict")
 
 _NAMED: dict[str, Make] = {
@@ -222,13 +220,12 @@ class Schedule:
         has_ended = self.updates is not None and done is not None and done >= self.updates
         rates = (group["lr"] for group in self._optimizer.param_groups)
         self._idle = self._idle + 1 if all(isinstance(lr, float) and lr <= 0 for lr in rates) else 0  # no tensor: waits
-        if self._idle == _IDLE and warns and not self._has_warned:
+        if self._idle == 10 and warns and not self._has_warned:  # a schedule may end a few updates before the training
             self._has_warned = True
             logger.warning(
-                "%d updates in a row have trained nothing: no learning rate is above 0 after %s steps of the schedule. "
-                "The trainer steps it after each update: make it for their number. If it counts epochs, give "
-                'accel.trainer(..., schedule_by="script")',
-                *(_IDLE, done),
+                "10 updates in a row have trained nothing: no learning rate is above 0 after %s steps of the schedule. "
+                'Make it for the number of updates, or step it yourself: accel.trainer(..., schedule_by="script")',
+                done,
             )
         if has_ended and warns and not self._has_warned:
             self._has_warned = True

@@ -181,6 +181,8 @@ class Step:
         self.shared.acquire()
         try:
             self.shared.check_foreign()
+            if loss is None and self._window.steps.bit_count() < 2:  # rarely: it waits if the script clips in place
+                self.shared.check_left(counted=True)
             if not updated:
                 self.update_parameters(full=full)
             if self._captured:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import proxy
 
 import torch
@@ -260,12 +260,14 @@ class Trainer(Suggests, Checkpoints):
         together = self._plan.strategy.layout == "shards"
         return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader, together=together)
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any, *more: NoReturn) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
 
         Tensors of the batch that are elsewhere are moved to the device first. Several are one batch as a tuple:
         `trainer((inputs, targets))`.
         """
+        if more:
+            raise ConfigurationError("a trainer takes one batch", remedy="give its parts as a tuple: trainer((x, y))")
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
         step.calls.note("trainer(batch)")

@@ -271,9 +271,10 @@ class SharedParameters:
             )
         now = parameter.grad
         is_changed = now is not gradient or gradient._version != version
-        if now is None or (is_changed and not to_local(now).any()):
+        found = (to_local(grad) for each in self._parameters if (grad := each.grad) is not None)
+        if now is None or (is_changed and not any(grad.any() for grad in found)):
             raise TrainingError(
-                "the gradients of a window were cleared between two of its micro-batches",
+                "the gradients of a window were cleared before its update",
                 why="zero_grad() was called, and the trainer adds gradients up until the window's update",
                 remedy="remove optimizer.zero_grad() and model.zero_grad(): each window begins without gradients",
             )

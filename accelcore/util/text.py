@@ -40,11 +40,11 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 _WRITE = {
-    ("Accelerator", "Fabric", "initialize"): "accel = accelcore.select()",
+    ("Accelerator", "Fabric", "initialize", "init"): "accel = accelcore.select()",
     ("seed_everything", "set_seed", "seed", "manual_seed"): "accel.runtime.seed(n)",
-    ("prepare", "setup"): "trainer = accel.trainer(model, optimizer, ...)",
-    ("fit", "training_step"): "for batch in trainer.batches(loader): trainer(batch)",
-    ("validate", "predict"): "trainer.evaluate(loader)",
+    ("prepare", "setup", "trainer"): "trainer = accel.trainer(model, optimizer, ...)",
+    ("fit", "train", "training_step", "train_step"): "for batch in trainer.batches(loader): trainer(batch)",
+    ("validate", "predict", "test"): "trainer.evaluate(loader)",
     ("step", "zero_grad"): "trainer(batch), or trainer.backward(loss) and trainer.update()",
     ("backward",): "trainer.backward(loss)",
     ("rank", "world_size", "is_main", "gather", "all_reduce", "barrier", "print"): "job = accel.join(), which has it",
@@ -65,6 +65,10 @@ _WRITE = {
     ("EarlyStopping", "should_stop"): "break in the loop over trainer.epochs(n)",
     ("ModelCheckpoint",): "trainer.save(folder, best=metric)",
     ("lr", "learning_rate"): 'trainer.optimizer.param_groups[0]["lr"]',
+    ("device",): "accel.device, of accel = accelcore.select()",
+    ("to_device",): "accel.runtime.to_device(batch)",
+    ("compile",): "accel.trainer(..., compile=True)",
+    ("join", "distributed"): "accel = accelcore.select(), and job = accel.join()",
     ("launch",): "accelcore run --nproc 2 train.py in a shell",
 }
 _INSTEAD = {name: write for names, write in _WRITE.items() for name in names}
@@ -138,10 +142,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return a remedy for an unknown word: the most similar known one, if there is one, and what else to do."""
-    near = nearest(word, known)
+    near = nearest(word, known := list(known))
     if near is None:
         return otherwise
-    return f"did you mean {near!r}?" + (f" Else {otherwise}" if otherwise else "")
+    close = [near, *get_close_matches(word, [name for name in known if name[:1] == word[:1] and name != near], 2, 0.8)]
+    return f"did you mean {' or '.join(map(repr, close))}?" + (f" Else {otherwise}" if otherwise else "")
 
 
 def ranks(numbers: Iterable[int]) -> str:

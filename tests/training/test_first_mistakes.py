@@ -141,7 +141,8 @@ def test_a_backend_lives_in_a_config(accel):
         ({"max_grad_norm": 1.0}, "did you mean 'clip_norm'"),
         ({"recompute": nn.Linear}, "did you mean 'checkpoint'"),
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
-        ({"lr": 1e-3}, "no option 'lr'(.|\n)*available"),
+        ({"lr": 1e-3}, "no option 'lr'(.|\n)*available(.|\n)*optimizer"),
+        ({"max_epochs": 3}, r"no option 'max_epochs'(.|\n)*trainer\.epochs\(n\)"),
         ({"fp16": True}, "did you mean 'precision'"),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
@@ -242,6 +243,44 @@ def test_a_loss_of_other_arguments_is_refused_when_the_trainer_is_made(accel, lo
     model = net()
     with pytest.raises(ConfigurationError, match=r"two arguments(.|\n)*loss\(model, batch\)"):
         accel.trainer(model, sgd(model), loss=loss)
+
+
+def test_a_batch_in_several_arguments(accel):
+    model = net()
+    with pytest.raises(ConfigurationError, match=r"one batch(.|\n)*trainer\(\(x, y\)\)"):
+        accel.trainer(model, sgd(model))(torch.ones(2, 4), torch.ones(2))
+
+
+@pytest.mark.parametrize("made", ["torch's", "ours"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_between_backward_and_update_is_refused_in_the_first_step(accel, to_none, made):
+    model = net()
+    optimizer = sgd(model) if made == "torch's" else accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer)
+    trainer.backward(trainer.forward(torch.ones(2, 4)).mean())
+    optimizer.zero_grad(set_to_none=to_none)
+    with pytest.raises(accelcore.TrainingError, match=r"cleared(?s:.*)remove optimizer\.zero_grad\(\)"):
+        trainer.update()
+
+
+def test_gradients_that_a_script_writes_to_are_not_cleared_if_the_first_is_0(accel):
+    model = nn.Sequential(net(), nn.Linear(2, 1))  # such as of LoRA, which begins with a 0
+    nn.init.zeros_(model[1].weight)
+    before, trainer = model[1].weight.clone(), accel.trainer(model, sgd(model))
+    trainer.backward(trainer.forward(torch.ones(2, 4)).mean())
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    trainer.update()
+    assert not model[0].weight.grad
+    assert not torch.equal(model[1].weight, before)
+
+
+def test_a_step_within_an_evaluation_is_one_error_and_no_warning(accel, caplog):
+    model = net()
+    trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch).sum())
+    evaluated = iter(trainer.evaluate([torch.ones(2, 4)]))
+    with pytest.raises(accelcore.TrainingError, match=r"gradients are off(.|\n)*trainer\.evaluate"):
+        trainer(next(evaluated))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

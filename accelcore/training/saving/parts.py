@@ -84,8 +84,6 @@ class TrainedPart(Part):
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
         names = saved.shared.get(self.name)
-        if names is None:  # a checkpoint of this format from before it had them
-            return lambda: None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
         what = _other_trained(self.plan, names)
