@@ -110,7 +110,10 @@ def initialize(
         state.enabled, state.loss_scalers = False, []
         return models if optimizers is None else (models, optimizers)
     if not is_whole(num_losses, 1):
-        raise AmpError(f"num_losses={num_losses!r} is not a whole number of 1 or more", remedy="give one, or remove it")
+        raise AmpError(
+            f"num_losses={num_losses!r} is not a whole number of 1 or more",
+            remedy="give a whole number, or remove num_losses",
+        )
     properties = _resolve(given)
     all_models, all_optimizers = listed(models, nn.Module, "model"), listed(optimizers, Optimizer, "optimizer")
     _check_models(all_models)

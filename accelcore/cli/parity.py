@@ -129,7 +129,7 @@ def replay(
     """
     folder = Path(out) if out else beside(Path(reference), "-replay")
     if batch and report:
-        raise ConfigurationError("--batch writes no page", remedy="remove --report; --json prints the result")
+        raise ConfigurationError("--batch cannot write a page", remedy="remove --report; --json prints the result")
     # No checkpoint is saved, so that each run begins where the one before began.
     recorded: dict[str, Any] = {"steps": steps or None, "batches": take_batches, "saves": False}
     if itself:

@@ -157,7 +157,9 @@ def _number_of_ranks(nproc: int, device: str | None, *, emulated: bool) -> int:
         if device:
             check_installed(device, "--device")  # else each rank would fail, with an error about ACCEL_DEVICE
         if nproc == 0:
-            raise ConfigurationError("--nproc auto counts devices, and --emulate makes them", remedy="give --nproc 2")
+            raise ConfigurationError(
+                "--nproc auto cannot be combined with --emulate", remedy="give the number of ranks: --nproc 2"
+            )
         return nproc
     if nproc == 1 and not device:
         return 1

@@ -149,7 +149,7 @@ class Route:
             raise PluginError(
                 f"route {self.name!r} of optimizer {request.name!r} made a {type(made).__name__}",
                 why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
-                remedy="tell its author, or choose another route",
+                remedy="report this to the author of the route, or choose another route",
             )
         return made
 

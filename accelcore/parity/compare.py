@@ -276,7 +276,7 @@ class _Comparison:
         if not pairs:
             raise RecordingError(
                 f"step {both[0].number} of the two recordings has nothing in common",
-                why="no module or parameter has the same name, or the ranks divide the batch otherwise",
+                why="no module or parameter has the same name, or the ranks divide the batch in another way",
                 remedy="replay the script that was recorded",
             )
         return pairs

@@ -59,9 +59,7 @@ def check_place(folder: Path) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise PermissionError(f"{there} is {'read-only' if there.is_dir() else 'not a folder'}")
     if there == folder and any(not _RANK.fullmatch(path.name) for path in folder.iterdir()):
-        raise RecordingError(
-            f"{folder} holds something else than a recording", remedy="give a folder that does not exist"
-        )
+        raise RecordingError(f"{folder} has files that are not a recording", remedy="give a folder that does not exist")
 
 
 class Writer:

@@ -283,7 +283,7 @@ def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
     if by != "window":
         raise ConfigurationError(
             f"schedule_by={by!r} needs a scheduler, not a name or a function",
-            why="of those, the trainer makes a scheduler for the number of its updates",
+            why="from a name or a function, the trainer makes a scheduler, and steps it after each update",
             remedy='make the scheduler yourself, or leave schedule_by="window"',
         )
     return lambda optimizer, updates: _make(make, optimizer, updates, warmup)

@@ -127,9 +127,9 @@ def _together(share: Iterable[Any], job: Collectives, device: torch.device) -> I
         ends = torch.tensor([batch is end, batch is not end], dtype=torch.int32, device=device)
         if job.all_reduce(ends, "max").tolist() == [1, 1]:
             raise TrainingError(
-                "some ranks have another batch to evaluate on, and others do not",
+                "some ranks have one more batch to evaluate on than others",
                 why="the ranks call a sharded model together",
-                remedy='give each rank as many batches, or choose parallel="zero1"',
+                remedy='give all ranks the same number of batches, or choose parallel="zero1"',
             )
         if batch is end:
             return
