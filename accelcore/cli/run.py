@@ -23,7 +23,7 @@ from accelcore.cli.options import (
     script_arguments,
 )
 from accelcore.devices import plugins
-from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe, hooks_of, only_one
+from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe_error, hooks_of, only_one
 from accelcore.devices.request import parse, requested_device
 from accelcore.devices.select import check_installed, rank_count
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
@@ -224,7 +224,7 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
     try:
         hooks = hooks_of(offer.point)
     except Exception as error:
-        raise PluginError(f"{what} is broken", why=describe(error), remedy=remedy) from error
+        raise PluginError(f"{what} is broken", why=describe_error(error), remedy=remedy) from error
     variables = hooks.accelcore_emulate(name=name, devices=devices)
     if variables is None:
         raise PluginError(f"{what} does not answer accelcore_emulate", remedy=remedy)

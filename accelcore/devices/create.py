@@ -62,7 +62,7 @@ def create_backend(found: Found) -> Backend:
         if failure is not None:
             logger.warning(
                 "extension %s of %s could not register its optimizers for %s: %s",
-                extension.name, extension.distribution, candidate.name, plugins.describe(failure),
+                extension.name, extension.distribution, candidate.name, plugins.describe_error(failure),
             )  # fmt: skip
     return extended
 
@@ -115,5 +115,5 @@ def _without_torch(error: BaseException) -> BackendUnavailableError:
             f"uninstall {owners}; if torch itself is broken, {remedy}"
         )
     return BackendUnavailableError(
-        "torch cannot be imported in this process", why=plugins.describe(root) + why, remedy=remedy
+        "torch cannot be imported in this process", why=plugins.describe_error(root) + why, remedy=remedy
     )

@@ -178,7 +178,7 @@ def broken(candidate: Candidate, what: str, error: BaseException, remedy: str) -
     misfits = misfits_of(candidate.distributions)
     return PluginError(
         what,
-        why="; ".join([describe(error), *misfits]),
+        why="; ".join([describe_error(error), *misfits]),
         available=other_backends([candidate.name]),
         remedy=how_to_fit() if misfits else remedy,
     )
@@ -268,7 +268,7 @@ def load_extensions(entries: Sequence[Declared] | None = None) -> list[Extension
     loaded = []
     for entry, load in zip(entries, loads, strict=True):
         hooks, error = load.outcome(deadline)
-        loaded.append(Extension(entry.name, entry.label, describe(error) if error else "", hooks))
+        loaded.append(Extension(entry.name, entry.label, describe_error(error) if error else "", hooks))
     return loaded
 
 
@@ -290,7 +290,7 @@ def _probe(entries: list[Declared]) -> dict[str, Candidate]:
             candidates[name] = Candidate(name, distribution, probe, hooks=hooks, faults=faults)
         else:
             remedy = getattr(error, "remedy", "") or f"repair or uninstall {distribution}"
-            broken = Probe(name, available=False, reason=describe(error), remedy=remedy)
+            broken = Probe(name, available=False, reason=describe_error(error), remedy=remedy)
             candidates[name] = Candidate(name, distribution, broken, error=error)
     return candidates
 
@@ -341,7 +341,7 @@ def hooks_of(point: EntryPoint) -> Any:
     return manager.hook
 
 
-def describe(error: BaseException | None) -> str:
+def describe_error(error: BaseException | None) -> str:
     """Return the first line of an error, shortened; safe for an error whose `__str__` raises."""
     try:
         text = first_line(error)[:_LONGEST]

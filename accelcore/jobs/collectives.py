@@ -192,7 +192,7 @@ class TorchCollectives(Collectives):
             try:
                 dist.init_process_group(
                     self._backend,
-                    store=meet(launch, timeout),
+                    store=store_of_ranks(launch, timeout),
                     rank=launch.rank,
                     world_size=launch.world_size,
                     timeout=timeout,
@@ -292,7 +292,7 @@ or read the addresses of the first job.
 """
 
 
-def meet(launch: Launch, timeout: timedelta | None) -> Store:
+def store_of_ranks(launch: Launch, timeout: timedelta | None) -> Store:
     """Return a store to which all ranks are connected; the error names the ranks that did not come in time."""
     timeout, address = timeout or dist.default_pg_timeout, _address(launch.init_method)
     store, number = _met.get((address, launch.rank), (None, 0))

@@ -74,7 +74,7 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
         return [details]
     called = call if call.endswith(")") else f"job.{call.split()[0]}()"
     collectives.count("a call of the job")  # calls of different names are compared below
-    meet(collectives, "exchange", called)
+    wait_for_ranks(collectives, "exchange", called)
     own = torch.frombuffer(bytearray(json.dumps([call, details]).encode().ljust(_LETTER)), dtype=torch.uint8)
     letters = [torch.empty_like(own) for _ in range(collectives.world_size)]
     try:
@@ -94,7 +94,7 @@ def exchange(collectives: Collectives, call: str, details: Any = None) -> list[A
     return list(told)
 
 
-def meet(collectives: Collectives, key: str, call: str, seconds: int = 4) -> None:
+def wait_for_ranks(collectives: Collectives, key: str, call: str, seconds: int = 4) -> None:
     """Wait some seconds for all ranks in the job's store; raise an error if a rank will not come to `call`.
 
     A collective could also wait, but leaves a thread in it. When the other ranks end, this thread would write lines of

@@ -27,7 +27,7 @@ from accelcore.optim.shards import is_sharded
 from accelcore.parity.collector import Collector, Watched
 from accelcore.parity.events import Step
 from accelcore.parity.recording import Writer, check_place
-from accelcore.parity.settings import gather
+from accelcore.parity.settings import settings_of
 from accelcore.randomness import draw_on_device, draw_on_host
 from accelcore.roles.runtime import host_rng_state
 from accelcore.training.observers import Hooks, Observer, observing
@@ -243,7 +243,7 @@ class Record(Observer):
     def _end_step(self) -> None:
         collector = self._collector
         if self._writer is not None and collector.step == 1:
-            settings = gather(collector.models, collector.optimizers, self._trainers, rank_and_size()[1])
+            settings = settings_of(collector.models, collector.optimizers, self._trainers, rank_and_size()[1])
             self._writer.write(settings=settings)
         if self._writer is not None and self._kept:
             self._writer.keep(f"batches-{collector.step:08d}", self._kept)

@@ -54,7 +54,7 @@ class Difference:
     replayed: str
 
 
-def gather(
+def settings_of(
     models: Sequence[Watched], optimizers: Sequence[Optimizer], trainers: Sequence[Trainer], world_size: int
 ) -> dict[str, str]:
     """Return the settings of this process and of what it trains, as texts by name."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.exchange import gather_objects, meet, not_all_came
+from accelcore.jobs.exchange import gather_objects, not_all_came, wait_for_ranks
 from accelcore.training.plan import Plan
 from accelcore.util.text import first_line, ranks, repr_of
 
@@ -38,7 +38,7 @@ class Agreement:
         if group is None:
             return
         self._collectives.count(what)
-        meet(self._collectives, what, what, seconds=_PATIENCE)
+        wait_for_ranks(self._collectives, what, what, seconds=_PATIENCE)
         try:
             dist.monitored_barrier(group, wait_all_ranks=True)
         except ValueError:  # not every kind of group can report the missing ranks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import accelcore
 from accelcore.errors import ConfigurationError, DistributedError
-from accelcore.jobs.collectives import TorchCollectives, meet
+from accelcore.jobs.collectives import TorchCollectives, store_of_ranks
 from accelcore.jobs.launchers import Launch
 
 
@@ -227,7 +227,7 @@ def test_ranks_that_never_started_are_named_with_the_address(monkeypatch, launch
     def join(rank):
         launch = Launch(rank, 3, rank, launcher if launcher == "env://" else address)
         with pytest.raises(DistributedError) as caught:
-            meet(launch, timedelta(seconds=2))
+            store_of_ranks(launch, timedelta(seconds=2))
         return caught.value.what
 
     with ThreadPoolExecutor() as threads:

@@ -109,7 +109,7 @@ def main() -> NoReturn:
         try:
             answer = _answer(*sys.argv[1:]).to_json()
         except Exception as error:  # noqa: BLE001  # a plugin's own error is among the answers
-            answer = json.dumps(plugins.describe(error))
+            answer = json.dumps(plugins.describe_error(error))
         answers.write(answer)
     sys.stderr.flush()
     os._exit(0)  # without what a plugin would do at exit, and without waiting for its threads

@@ -21,7 +21,7 @@ from accelcore.devices.plugins import (
     Declared,
     autoload_enabled,
     autoloads_of_unusable_backends,
-    describe,
+    describe_error,
 )
 from accelcore.devices.select import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
@@ -156,7 +156,7 @@ def main() -> int:
         traceback.print_exc()
         while error.__cause__ is not None:
             error = error.__cause__
-        sys.stderr.write(f"{SAYS}{describe(error)}\n")
+        sys.stderr.write(f"{SAYS}{describe_error(error)}\n")
         return 1
     sys.stderr.write(f"{SAYS}{WORKS}\n")
     return 0

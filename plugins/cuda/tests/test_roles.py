@@ -190,7 +190,8 @@ def test_a_rank_makes_its_device_current_before_it_joins(current, monkeypatch):
         assert "device_id" not in settings
         raise RuntimeError(f"nobody there in {settings['timeout']}")
 
-    monkeypatch.setattr("accelcore.jobs.collectives.meet", lambda launch, timeout: None)  # it waits for the others
+    # It waits for the others.
+    monkeypatch.setattr("accelcore.jobs.collectives.store_of_ranks", lambda launch, timeout: None)
     monkeypatch.setattr(dist, "init_process_group", join)
     for timeout, waits in ((None, "0:10:00"), (timedelta(seconds=5), "0:00:05")):
         current.clear()

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from accelcore.backend import Backend, Capabilities
-from accelcore.devices.plugins import describe
+from accelcore.devices.plugins import describe_error
 from accelcore.errors import BackendUnavailableError, logger
 from accelcore.scaling.dynamic import Scalers
 from accelcore_npu.detection import emulated_devices
@@ -55,7 +55,7 @@ def _import_runtime() -> None:
     except Exception as error:
         raise BackendUnavailableError(
             "torch_npu cannot be imported",
-            why=describe(error),
+            why=describe_error(error),
             remedy="run accelcore doctor --deep, and install versions of torch, torch-npu and CANN that fit together",
         ) from error
 

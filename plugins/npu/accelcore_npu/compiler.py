@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.devices.plugins import describe
+from accelcore.devices.plugins import describe_error
 from accelcore.errors import logger
 from accelcore.roles.compiler import Compiled, TorchCompiler
 from accelcore_npu.detection import installed_version
@@ -89,7 +89,7 @@ def _fault(backend: str, device: torch.device) -> str | None:
             if not all(torch.equal(output, copy) for output, copy in kept):
                 return "a run overwrites the results of earlier runs, such as a stored loss"
         except Exception as error:  # noqa: BLE001  # reported in place of the compiled model
-            return describe(error)
+            return describe_error(error)
     return None
 
 
