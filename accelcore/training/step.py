@@ -24,8 +24,8 @@ from accelcore.training.loss import (
     split_loss,
     wrong_update,
 )
-from accelcore.training.model_changes import ModelSnapshot, ScriptCalls
 from accelcore.training.observers import tell
+from accelcore.training.outside_changes import ModelSnapshot, ScriptCalls
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
