@@ -25,11 +25,11 @@ from accelcore.training.loss import (
     wrong_update,
 )
 from accelcore.training.observers import tell
-from accelcore.training.outside_changes import ModelSnapshot, ScriptCalls
+from accelcore.training.outside_changes import ModelSnapshot, ScriptCalls, SharedParameters
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
-from accelcore.training.window import SharedParameters, Window
+from accelcore.training.window import Window
 from accelcore.util.containers import detached, is_on
 
 _WALKED = 64  # windows between two walks of the model; the first walks follow windows 1, 2, 4, 8, 16 and 32
@@ -103,7 +103,7 @@ class Step:
             if not isinstance(loss, Tensor):
                 loss, aux = split_loss(loss)
             weight = None if self._weight is None else self._weight(batch)
-            self._add(loss, weight, outlast=not self._window.is_last)
+            self._add_gradients(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
             self._window.note(error, batch)
             self.drop(error)
@@ -131,7 +131,7 @@ class Step:
         """
         try:
             self.calls.note_backward(place)
-            self._add(loss, weight, outlast=True, retain_graph=retain_graph)
+            self._add_gradients(loss, weight, outlast=True, retain_graph=retain_graph)
         except BaseException as error:
             self.drop(error)
             raise
@@ -139,7 +139,9 @@ class Step:
         self.finite.losses.append((self._window.steps + 1, loss))
         tell(self._listeners.loss, loss)
 
-    def _add(self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False) -> None:
+    def _add_gradients(
+        self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False
+    ) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or MARK in loss.__dict__:
             raise no_loss(loss)
         if weight is None and self._weight is not None:
