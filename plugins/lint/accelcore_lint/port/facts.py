@@ -17,6 +17,7 @@ from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import argument, is_kept, text_of
 from accelcore_lint.port.uses import drives_apex, kept_questions, scaler_loads, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
+from accelcore_lint.port.walk import find
 
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
 _TEXT = re.compile(
@@ -90,16 +91,20 @@ class Facts(DeviceNumbers):
 
     @cached_property
     def strange_apex(self) -> frozenset[str]:
-        """Return the functions of apex that the file calls and that have to stay apex's: accelcore.apex has none.
+        """Return the names of apex that the file uses and that have to stay apex's: accelcore.apex has none of them.
 
         `"apex"` stands for all. The project needs apex's private state then, or what another package brings drives
         apex, too, such as timm's `ApexScaler`.
         """
         if "apex" in self.uses_of or drives_apex(self.code, self.known.modules):
             return frozenset({"apex"})
-        called = [(self.name(call.func) or "", text_of(call.func)) for call in self.calls]
+        used: list[cst.BaseExpression] = [call.func for call in self.calls]
+        if "apex" in self.code:
+            parts = (cst.ImportAlias, cst.ImportFrom, cst.Attribute)
+            used += [each for each in find(self.module, cst.Attribute) if not isinstance(self.parent(each), parts)]
+        named = [(self.name(each) or "", text_of(each)) for each in used]
         return frozenset(
-            name for name, text in called if name.startswith("apex.") and "." in text and not is_known_apex(name)
+            name for name, text in named if name.startswith("apex.") and "." in text and not is_known_apex(name)
         )
 
     @cached_property

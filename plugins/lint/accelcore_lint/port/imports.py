@@ -97,8 +97,8 @@ def _goes_on(block: cst.Try, code: str) -> bool:
 def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> frozenset[str]:
     """Return the names of a vendor's functions that imports bring from compiled modules, such as `nms_cuda`.
 
-    These are modules that are no files of the project, and whose names begin with `_` or have a vendor's word; and
-    packages such as cupy or nvidia.dali.
+    These are modules that are no files of the project, and whose names begin with `_` or have a vendor's word, also
+    as `logsumexp` of `extension.cuda`; and packages such as cupy or nvidia.dali.
     `own`: the project's modules.
     """
     found: set[str] = set()
@@ -110,7 +110,9 @@ def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> froze
             last = module.split(".")[-1]
             bound = text_of(each.asname.name) if each.asname else dotted(each.name)
             compiled = (last.startswith("_") or _EXTENSION.search(last)) and last not in {*own, *MODULES}
-            if (compiled and _EXTENSION.search(bound)) or module.split(".")[0] in _VENDORS_ONLY:
+            first, *inner = module.split(".")
+            beside = bool({*inner} & {*DEVICES}) and first != "torch" and last not in own
+            if beside or (compiled and _EXTENSION.search(bound)) or first in _VENDORS_ONLY:
                 found.add(bound)
     return frozenset(found)
 
@@ -268,7 +270,9 @@ class Imports(cst.CSTTransformer):
                 return self._changed(
                     statement, cst.ensure_type(cst.parse_statement(source), cst.SimpleStatementLine).body[0]
                 )
-        return self._kept(statement, f"{module}: one vendor's module")
+        lacks = sorted(self.strange - {"apex"}) if module.split(".")[0] == "apex" else []
+        why = f"apex: accelcore has no {', '.join(lacks)}" if lacks else f"{module}: one vendor's module"
+        return self._kept(statement, why)
 
     def _is_strange(self, module: str) -> bool:
         return "apex" in self.strange or any(f"{name}.".startswith(f"{module}.") for name in self.strange)

@@ -202,7 +202,9 @@ net = apex.parallel.convert_syncbn_model(net)
     ("more", "imports"),
     [
         ("", "from accelcore import apex\nimport torch\nfrom accelcore.apex.optimizers import FusedAdam\n"),
-        ("group = apex.parallel.create_syncbn_process_group(2)\n", "import apex\nimport torch\n"),
+        ("group = apex.parallel.create_syncbn_process_group(2)\n", "\nimport apex\nimport torch\n"),
+        ("norm = apex.normalization.FusedRMSNorm\n", "\nimport apex\nimport torch\n"),
+        ("wrapper = apex.parallel.DistributedDataParallel\n", "from accelcore import apex\n"),
         ("from apex.fp16_utils import FP16_Optimizer\nFP16_Optimizer(optimizer)\n", "\nfrom apex.optimizers import Fu"),
     ],
 )
