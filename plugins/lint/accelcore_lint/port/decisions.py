@@ -17,12 +17,14 @@ from accelcore_lint.port.guards import (
     Test,
     body_of,
     flag_in,
+    forks_cudas,
     has_blocks,
     is_foreign,
     is_portable,
     is_tried,
     last_of,
     names_in,
+    passes_on,
     set_in,
     tests_of,
     turned_off,
@@ -53,6 +55,7 @@ _SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
 """Statements that end a test without a failure."""
 
 _TRIED = "a use of one vendor's device by which the script asks whether there is one: ask for accel.device.type instead"
+_FORKS = "devices of torch.random.fork_rng: give it their type, too, by device_type="
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -154,6 +157,7 @@ class Decisions(cst.CSTVisitor):
             if original_node is not guard or isinstance(guard, Test):
                 opens = whole  # what follows an early return, or a test
             foreign = any(is_foreign(test, guard, self._facts.extensions) for test in tests_of(guard))
+            foreign = foreign or (original_node is self._facts.module and bool(self._facts.extensions))
             if self._unset & names_in(body_of(guard)) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
@@ -242,7 +246,7 @@ class Decisions(cst.CSTVisitor):
                 found = re.search(rf"\b\w+\.{re.escape(option)}\b(?! *[(.])", self._facts.code)
                 return found[0] if found else ""
             is_part = isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) and not isinstance(outer, cst.Call)
-            if not (is_part or isinstance(outer, cst.Arg) or _passes(outer)):
+            if not (is_part or isinstance(outer, cst.Arg) or passes_on(outer)):
                 return ""
         return ""
 
@@ -296,7 +300,7 @@ class Decisions(cst.CSTVisitor):
         returns = last is not None and (isinstance(last, cst.Return) or _SKIP.match(text_of(last)) is not None)
         block = self._facts.parent(guard)
         is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
-        return block if is_early and isinstance(block, cst.IndentedBlock) else guard
+        return block if is_early and isinstance(block, (cst.IndentedBlock, cst.Module)) else guard
 
     def _done(self) -> tuple[int, int]:
         """Return how often something was rewritten, or is ignored elsewhere, with and without device checks."""
@@ -315,7 +319,7 @@ class Decisions(cst.CSTVisitor):
             if isinstance(outer, (cst.For, cst.CompFor)) and inner is outer.iter:
                 loop = outer if isinstance(outer, cst.For) else self._facts.parent(outer)
                 return loop if isinstance(loop, (cst.For, cst.BaseSimpleComp)) else None
-            is_part = isinstance(outer, (*_PARTS, cst.Arg)) or _passes(outer)
+            is_part = isinstance(outer, (*_PARTS, cst.Arg)) or passes_on(outer)
             if not is_part:
                 return None
             inner = outer
@@ -379,6 +383,8 @@ class Decisions(cst.CSTVisitor):
             return None if rule.optional else Left(str(unplaced))
         if isinstance(decision, Rewrite) and rule.name != "device check" and is_tried(node, self._facts.parents):
             return Left(_TRIED, node.children)
+        if decision is not None and forks_cudas(node, self._facts.parents):
+            return Left(_FORKS, node.children)
         if isinstance(decision, Rewrite) and loses_comment(node, decision):
             if rule.optional:
                 self._facts.place.forget(node)
@@ -389,8 +395,3 @@ class Decisions(cst.CSTVisitor):
         """Return the statement above which a comment about a node goes."""
         around = [node, *self._facts.parents(node)]
         return next(outer for outer in around if isinstance(outer, _COMPOUND))
-
-
-def _passes(node: cst.CSTNode) -> bool:
-    """Return whether a node is a call such as `pytest.mark.skipif(condition)` or `range(number)`."""
-    return isinstance(node, cst.Call) and ("skip" in (name := text_of(node.func)) or name == "range")

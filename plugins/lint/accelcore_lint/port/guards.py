@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import libcst as cst
 
-from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.uses import STOPS
 from accelcore_lint.port.walk import find
 
@@ -143,6 +143,19 @@ def is_below_any(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cs
                 return True
         inner = outer
     return False
+
+
+def passes_on(node: cst.CSTNode) -> bool:
+    """Return whether a node is a call such as `pytest.mark.skipif(condition)` or `range(number)`."""
+    return isinstance(node, cst.Call) and ("skip" in (name := text_of(node.func)) or name == "range")
+
+
+def forks_cudas(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cst.CSTNode]]) -> bool:
+    """Return whether a node is one of the devices of `torch.random.fork_rng`, which takes them for CUDA's."""
+    calls = (outer for outer in parents(node) if isinstance(outer, cst.Call))
+    return any(
+        text_of(call.func).split(".")[-1] == "fork_rng" and argument(call, "device_type") is None for call in calls
+    )
 
 
 def is_tried(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cst.CSTNode]]) -> bool:

@@ -319,6 +319,32 @@ def test_a_test_that_skips_itself_still_does_so_if_a_line_of_it_is_left(skip, as
 
 
 @pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("assert torch.ones(2).cuda().is_cuda", True),
+        ("assert logsumexp(torch.ones(2).cuda())", True),
+        ("assert torch.ones(2).cuda().sum() == 2", False),
+    ],
+)
+def test_a_file_of_tests_is_still_skipped_elsewhere_if_a_line_of_it_is_left(line, kept):
+    brought = "from extension.cuda import logsumexp\n" if "logsumexp" in line else ""
+    skip = "if not torch.cuda.is_available():\n    pytest.skip('no CUDA', allow_module_level=True)\n"
+    source = f"import pytest\nimport torch\n\n{skip}{brought}\n\ndef test_move():\n    {line}\n"
+    ported = port_source(source, Level.ROLES, Known(imported=True)).source
+    assert ("not torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize("kind", ["", ", device_type='cuda'"])
+@pytest.mark.parametrize("devices", ["[torch.cuda.current_device()]", "range(torch.cuda.device_count())"])
+def test_the_devices_of_a_forked_generator_are_cudas_unless_it_gets_their_type(devices, kind):
+    source = f"import torch\n\n\ndef init(net):\n    with torch.random.fork_rng({devices}{kind}):\n        net.cuda()\n"
+    outcome = port_source(source, Level.ROLES, Known(imported=True))
+    assert (f"fork_rng({devices})" in outcome.source) is (not kind)
+    assert [note.line for note in outcome.left] == ([] if kind else [5])
+    assert "net.to(" in outcome.source
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("os.environ['RUN'] = 'cuda'", "an environment variable: write the device's type"),
