@@ -138,7 +138,7 @@ _HIDING = re.compile(
     r"(?m)^[ \t]*if\b(.*):[ \t]*\n[ \t]*os\.environ\[[\"'](?:CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *="
 )
 _MEMBER = re.compile(r"\.(\w+)")
-_BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*rank")
+_BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*(?:rank|localid)")
 
 _GROUPS = re.compile(
     r"(?m)^([ \t]*)elif [^\n]*\b(?:mps|xpu)\b[^\n]*:\n(?:\1[ \t]+[^\n]*\n)*?\1[ \t]+[^\n]*\binit_process_group\("

@@ -24,6 +24,7 @@ BY_RANK = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{comm.Get_rank() % 
         ("import horovod.tensorflow as hvd\n", False),
         (BY_RANK, True),
         (BY_RANK.replace("comm.Get_rank()", "args.gpu"), False),
+        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = os.environ['SLURM_LOCALID']\n", True),
         (MPI.format("Allreduce(MPI.IN_PLACE, p.grad)"), True),
         (MPI.format("Allreduce(MPI.IN_PLACE, p.grad.numpy())"), False),
         (MPI.format("bcast(p.grad)"), False),
