@@ -85,5 +85,15 @@ def location_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression |
     if index is None or plain or not has_indexes(facts, site, index):
         return device_source(facts, site, index)
     source = facts.place.device(site) if facts.sets_device(index, site) else kind_source(facts, site, index)
+    return _plain_for_cpu(facts, site, source)
+
+
+def default_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
+    """Return the source of an option's default, a string, which the script may give to torch.load."""
+    return _plain_for_cpu(facts, site, kind_source(facts, site, index))
+
+
+def _plain_for_cpu(facts: Facts, site: cst.CSTNode, source: str | Left) -> str | Left:
+    """Return the source of a name that has no index if it is the CPU's."""
     is_numbered = isinstance(source, str) and source.startswith('f"')
     return f'({source} if {facts.place.kind(site)} != "cpu" else "cpu")' if is_numbered else source

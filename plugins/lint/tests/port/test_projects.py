@@ -145,7 +145,14 @@ def test_a_function_stays_that_a_test_replaces_by_its_name(tmp_path, replaced):
 
 
 @pytest.mark.parametrize(
-    "choice", ["torch.device('cuda')", "'cuda'", "torch.device('cuda', 0)", "torch.ones(2, device='cuda')"]
+    "choice",
+    [
+        "torch.device('cuda')",
+        "'cuda'",
+        "torch.device('cuda', 0)",
+        "torch.ones(2, device='cuda')",
+        "torch.ones(2).cuda()",
+    ],
 )
 @pytest.mark.parametrize("test", ["with mock.patch('torch.cuda.is_available'):\n        ", ""])
 def test_a_device_stays_below_a_question_that_a_test_answers(tmp_path, choice, test):

@@ -8,12 +8,18 @@ from collections.abc import Sequence
 import libcst as cst
 
 from accelcore_lint.port.device_names import branches, index_of, is_device_name, is_for_autocast
-from accelcore_lint.port.device_sources import device_source, has_indexes, kind_source, location_source
+from accelcore_lint.port.device_sources import (
+    default_source,
+    device_source,
+    has_indexes,
+    kind_source,
+    location_source,
+)
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.replaced import REPLACED_BY_TEST, is_chosen_by_replaced
+from accelcore_lint.port.rules.replaced import kept_for_test
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN
 from accelcore_lint.port.vendors import DEVICES
@@ -174,7 +180,8 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return Left(NAMED)
     if is_further(index) and is_below_any(node, facts.parents):
         return Left(_MAY_LACK.format(text_of(index or node)))
-    source_of = {"location": location_source, "kind": kind_source}.get(wanted, device_source)
+    sources = {"location": location_source, "kind": kind_source, "default": default_source}
+    source_of = sources.get(wanted, device_source)
     source = source_of(facts, node, index)
     return source if isinstance(source, Left) else whole(node, source)
 
@@ -186,8 +193,9 @@ def _is_for_torch(facts: Facts, node: cst.CSTNode) -> bool:
 
 
 def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
-    """Return whether a `"device"`, the `"location"` of `torch.load`, or the `"kind"`, a string, belongs at a node.
+    """Return what belongs at a node: a `"device"`, the `"location"` of `torch.load`, or a string.
 
+    The string is the `"kind"` of a device, or an option's `"default"`.
     None: the string is a docstring, a key, or a side of a comparison.
     """
     unknown = Left("a device's name in a place where it is not certain that it chooses a device")
@@ -260,7 +268,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
             return None
         if argument(call, "choices") is not None:
             return Left(CHOSEN)
-        return "kind" if nested or are_read_in(facts, call) else Left(DECLARED)
+        return "default" if nested or are_read_in(facts, call) else Left(DECLARED)
     if text_of(call.func).split(".")[-1] in _LOOKS_UP and call.args[-1] is arg and not first:
         key = call.args[-2].value
         is_key = isinstance(key, cst.SimpleString) and is_device_name(str(key.evaluated_value))
@@ -275,17 +283,11 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     return "kind" if keyword in ("device", "device_map") or (method == "to" and first) else None
 
 
-def _kept_for_test(decision: Rewrite | Left | None, node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | None:
-    """Return a decision, which rewrites nothing below a question that stays as a test replaces its function."""
-    is_kept = isinstance(decision, Rewrite) and is_chosen_by_replaced(node, facts)
-    return Left(REPLACED_BY_TEST, node.children) if is_kept else decision
-
-
 CHOICES = Rule(
     "device",
     "choice of a device",
     (cst.Call, cst.IfExp),
-    lambda node, facts: _kept_for_test(_decide_choice(node, facts), node, facts),
+    lambda node, facts: kept_for_test(_decide_choice(node, facts), node, facts),
     (
         Example(
             Level.TORCH,
@@ -310,7 +312,7 @@ STRINGS = Rule(
     "device string",
     "the name of a device where a device is expected",
     (cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.Call),
-    lambda node, facts: _kept_for_test(_decide_string(node, facts), node, facts),
+    lambda node, facts: kept_for_test(_decide_string(node, facts), node, facts),
     (
         Example(Level.TORCH, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=device)"),
         Example(Level.ROLES, 'x = torch.zeros(2, device="cuda")', "x = torch.zeros(2, device=accel.device)"),

@@ -14,6 +14,7 @@ from accelcore_lint.port.own_classes import movers
 from accelcore_lint.port.receivers import is_of_stranger, is_own, is_torchs
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import SETTINGS
+from accelcore_lint.port.rules.replaced import kept_for_test
 from accelcore_lint.port.syntax import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -173,7 +174,7 @@ MOVES = Rule(
     "move",
     "`.cuda()` and `.npu()`",
     (cst.Call,),
-    _decide,
+    lambda node, facts: kept_for_test(_decide(node, facts), node, facts),
     (
         Example(Level.TORCH, "x = x.cuda(non_blocking=True)", "x = x.to(device, non_blocking=True)"),
         Example(Level.ROLES, "model = Net().cuda()", "model = Net().to(accel.device)"),

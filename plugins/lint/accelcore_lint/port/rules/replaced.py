@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.rule import Left, Rule
+from accelcore_lint.port.rule import Left, Rewrite, Rule
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.walk import find
 
@@ -29,7 +29,13 @@ def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) 
     return Left(REPLACED_BY_TEST, node.children) if names and not _is_in_test_without(names, node, facts) else None
 
 
-def is_chosen_by_replaced(node: cst.CSTNode, facts: Facts) -> bool:
+def kept_for_test(decision: Rewrite | Left | None, node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | None:
+    """Return a decision, which rewrites nothing below a question that stays as a test replaces its function."""
+    is_kept = isinstance(decision, Rewrite) and _is_chosen_by_replaced(node, facts)
+    return Left(REPLACED_BY_TEST, node.children) if is_kept else decision
+
+
+def _is_chosen_by_replaced(node: cst.CSTNode, facts: Facts) -> bool:
     """Return whether a node stands below an `if` that stays, as a test replaces the function that it asks."""
     inner = node
     for outer in facts.parents(node) if facts.known.replaced else ():
