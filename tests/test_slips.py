@@ -145,6 +145,8 @@ def test_names_of_other_libraries_say_what_to_write(accel):
     for owner, name, write in (
         (accelcore, "Accelerator", "accelcore.select()"),
         (accelcore, "EarlyStopping", "break"),
+        (accel.optimizers, "AdamW", 'accel.optimizers.create("adamw"'),
+        (accel, "save", "trainer"),
         (accelcore, "join", "accel.join()"),
         (accelcore, "device", "accel.device"),
         (accel, "to_device", "accel.runtime.to_device(batch)"),

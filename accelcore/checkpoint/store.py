@@ -66,7 +66,7 @@ def as_path(given: Any) -> Path:
     except (TypeError, ValueError) as error:  # empty, a NUL in it, or not a path at all
         why = "" if isinstance(error, TypeError) else str(error)
         raise ConfigurationError(
-            f"{given!r} is not a path", why=why, remedy="give a string or a pathlib.Path"
+            f"{repr(given)[:80]} is not a path", why=why, remedy="give a string or a pathlib.Path"
         ) from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:

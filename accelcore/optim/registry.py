@@ -18,7 +18,7 @@ from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, chec
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.util.text import did_you_mean
+from accelcore.util.text import Suggests, did_you_mean
 
 __all__ = ["ExplainedRoute", "Optimizers"]
 
@@ -50,7 +50,7 @@ class _Explanation(tuple[ExplainedRoute, ...]):
         return "\n".join(f"{', '.join(one.route for one in routes)}: {reason}" for reason, routes in grouped)
 
 
-class Optimizers:
+class Optimizers(Suggests):
     """Registry of one backend: the routes of each optimizer, best first.
 
     A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers
