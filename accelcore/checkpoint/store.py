@@ -100,7 +100,9 @@ def beneath(folder: Path) -> str:
 
 
 def similar(folder: Path) -> Path | None:
-    """Return the folder of checkpoints beside `folder` with a similar name; one of another number is another run."""
+    """Return the folder of checkpoints above `folder`, or beside it with a similar name but for the number of a run."""
+    if checkpoints(folder.parent):
+        return folder.parent
     word, found = re.sub(r"\d+", "", folder.name), (path for path in folder.parent.glob("*/") if checkpoints(path))
     near = nearest(folder.name, (path.name for path in found if re.sub(r"\d+", "", path.name) != word))
     return None if near is None else folder.with_name(near)

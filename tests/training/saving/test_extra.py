@@ -136,7 +136,13 @@ def test_a_folder_of_folders_names_those_with_checkpoints(accel, tmp_path, caplo
 
 @pytest.mark.parametrize(
     ("saved", "asked", "level"),
-    [("first", "frist", "WARNING"), ("run_2", "run_3", "INFO"), ("other", "first", "INFO"), (None, "first", "INFO")],
+    [
+        ("first", "frist", "WARNING"),
+        ("first", "first/step-9", "WARNING"),
+        ("run_2", "run_3", "INFO"),
+        ("other", "first", "INFO"),
+        (None, "first", "INFO"),
+    ],
 )
 def test_a_first_start_beside_a_folder_of_a_similar_name_is_a_warning_that_names_it(
     accel, tmp_path, caplog, saved, asked, level
