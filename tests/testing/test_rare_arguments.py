@@ -222,8 +222,6 @@ WRONG = {
         "logaddexp": lambda func, x, y, **out: func(x, y, **out) * (1.1 if x.dtype == torch.float16 else 1)}),
     "an empty part": ("nn.functional.embedding_bag", "float32, as it is, of other options: result 0", {
         "_embedding_bag": _nothing_is_nan}),
-    "degrees of NaN": ("special.chebyshev_polynomial_t", "float32, as it is, with NaN: result 0", {
-        "special_chebyshev_polynomial_t": lambda func, x, n, **out: func(x.nan_to_num(0), n, **out)}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
 }  # fmt: skip
