@@ -41,13 +41,11 @@ def moved(value: T, device: torch.device) -> T:
     """Return `value` with its tensors, and everything with a method `to`, on a device. Nothing there is copied."""
 
     def move(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part.to(device, non_blocking=part.is_pinned())
         if isinstance(part, type):
             return part
         return part.to(device) if callable(getattr(part, "to", None)) else NotImplemented
 
-    return _mapped(value, move)
+    return _mapped(value, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), others=move)
 
 
 def item(value: object) -> object:
@@ -72,27 +70,19 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def with_tensors(value: T, others: Iterable[Tensor]) -> T:
     """Return `value` with other tensors in the place of its own, in the order of `tensors(value)`."""
     rest = iter(others)
-    return _mapped(value, lambda part: next(rest) if isinstance(part, Tensor) else NotImplemented)
+    return _mapped(value, lambda tensor: next(rest))
 
 
 def detached(value: T) -> T:
     """Return `value` with its tensors detached, so that they do not keep their graph alive."""
-
-    def detach(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part.detach() if part.requires_grad else part
-        return NotImplemented
-
-    return _mapped(value, detach)
+    return _mapped(value, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
 
 
 def cast(value: T, dtype: torch.dtype) -> T:
     """Return `value` with its floating-point tensors in a dtype. A container without any to cast is returned itself."""
 
-    def to_dtype(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part.to(dtype) if part.is_floating_point() and part.dtype != dtype else part
-        return NotImplemented
+    def to_dtype(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
     return _mapped(value, to_dtype, reuse=True)
 
@@ -124,19 +114,25 @@ def described(value: object, depth: int = 3) -> str:
     return f"{kind_of(value)} of ({', '.join(shown + more)})"
 
 
-def _mapped(value: T, change: Callable[[Any], Any], *, reuse: bool = False) -> T:
-    """Return `value` with `change` applied to its parts.
+def _mapped(
+    value: T,
+    change: Callable[[Any], Any],
+    *,
+    others: Callable[[Any], Any] = lambda part: NotImplemented,
+    reuse: bool = False,
+) -> T:
+    """Return `value` with `change` applied to its tensors.
 
-    `change` returns NotImplemented for a part that may be a container to look into. With `reuse`, a container of which
-    no part has changed is returned itself, not as a copy.
+    `others` is applied to every other part, and returns NotImplemented for one that may be a container to look into.
+    With `reuse`, a container of which no part has changed is returned itself, not as a copy.
     """
-    changed: T = change(value)
+    changed: T = change(value) if isinstance(value, Tensor) else others(value)
     if changed is not NotImplemented:
         return changed
     parts = _parts(value)
     if parts is None:
         return value
-    mapped = [_mapped(part, change, reuse=reuse) for part in parts.values()]
+    mapped = [_mapped(part, change, others=others, reuse=reuse) for part in parts.values()]
     if reuse and all(new is old for new, old in zip(mapped, parts.values(), strict=True)):
         return value
     result: T = _rebuilt(value, dict(zip(parts, mapped, strict=True)))
