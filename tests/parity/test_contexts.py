@@ -144,7 +144,7 @@ def test_a_context_without_a_training_says_that_nothing_was_recorded(tmp_path):
 
 def test_a_folder_of_others_is_not_touched(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(accelcore.RecordingError, match="something else"), accelcore.Record(tmp_path):
+    with pytest.raises(accelcore.RecordingError, match="not a recording"), accelcore.Record(tmp_path):
         train(model())
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
