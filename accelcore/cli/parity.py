@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,7 @@ from accelcore.cli.options import (
     number,
     script_arguments,
 )
-from accelcore.devices.plugins import AUTOLOAD
+from accelcore.devices.plugins import without_autoload
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import beside
 
@@ -149,7 +147,7 @@ def replay(
     }
     if code := _run("replay", reference, options, places, script, arguments):
         return _failed(code)
-    with _no_device():
+    with without_autoload():  # packages of devices may work only as `--emulate` sets them up
         from accelcore.parity.compare import compare
 
     found = compare(reference, folder)
@@ -178,20 +176,6 @@ def _failed(code: int) -> int:
         return _INVALID
     click.echo(f"accelcore: nothing was compared: the script ended with exit code {code}", err=True)
     return _NOTHING
-
-
-@contextmanager
-def _no_device() -> Iterator[None]:
-    """Import torch here without the packages of devices: they may work only as `--emulate` sets them up."""
-    before = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[AUTOLOAD]
-        else:
-            os.environ[AUTOLOAD] = before
 
 
 def _run(

@@ -13,7 +13,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points, metadata
@@ -215,6 +216,20 @@ def autoloads() -> list[Declared]:
 def autoload_enabled(environ: Mapping[str, str]) -> bool:
     """Return whether `import torch` calls its entry points."""
     return environ.get(AUTOLOAD, "1") == "1"
+
+
+@contextmanager
+def without_autoload() -> Iterator[None]:
+    """Let `import torch` call no entry points in this context."""
+    before = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[AUTOLOAD]
+        else:
+            os.environ[AUTOLOAD] = before
 
 
 def autoloads_of_unusable_backends(

@@ -14,8 +14,7 @@ from accelcore.layerwise import distance, unit_of
 from accelcore.parity.compare import Result
 from accelcore.parity.events import PHASE_OF, Step
 from accelcore.parity.recording import Reader, ranks_of
-from accelcore.util.html import plot, table
-from accelcore.util.html import write_page as write_html
+from accelcore.util.html import plot, table, write_html
 
 _MOST_STEPS = 500
 

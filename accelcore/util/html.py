@@ -24,7 +24,7 @@ tr.best {{ font-weight: bold }} svg {{ max-width: 100%; height: auto }}
 _WIDTH, _HEIGHT, _EDGE, _LEGEND = 640, 240, 56, 170
 
 
-def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
+def write_html(path: Path, title: str, parts: Iterable[str]) -> None:
     """Write a page of parts in HTML; the title is text."""
     page = _PAGE.format(title=escape(title), body="\n".join(filter(None, parts)))
     write_output(path, page.encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accelcore.errors import ConfigurationError
-from accelcore.util.html import write_page
+from accelcore.util.html import write_html
 from accelcore.util.text import is_number, is_whole, write_output
 
 FILE = "log.jsonl"
@@ -112,7 +112,7 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
         figure.savefig(content, format="svg" if kind == "html" else kind, dpi=100)
         if kind == "html":
             svg = content.getvalue().decode()
-            write_page(path, ", ".join(runs), [svg[svg.index("<svg") :]])
+            write_html(path, ", ".join(runs), [svg[svg.index("<svg") :]])
         else:
             write_output(path, content.getvalue())
 

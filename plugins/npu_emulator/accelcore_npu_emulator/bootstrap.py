@@ -17,7 +17,7 @@ from pathlib import Path
 
 from accelcore_npu.detection import cuda_build
 
-from accelcore.devices.plugins import AUTOLOAD, autoload_enabled
+from accelcore.devices.plugins import autoload_enabled, without_autoload
 from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError
 from accelcore_npu_emulator import build, native, wheel
 from accelcore_npu_emulator.settings import Settings
@@ -59,7 +59,8 @@ def activate(settings: Settings | None = None) -> None:
     variables = _variables(settings, folder)
     import_early = "torch" not in sys.modules and cuda_build()
     if import_early:
-        _import_torch_alone()
+        with without_autoload():  # the emulated CANN has to be loaded before torch_npu (allocator_options.cpp)
+            import_module("torch")
     for name in build.LIBRARIES:  # the loader finds a loaded library by its soname, in any folder
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     if native.opened() is None:
@@ -73,19 +74,6 @@ def activate(settings: Settings | None = None) -> None:
         sys.path.append(entry)
     if import_early and autoload_enabled(os.environ):
         import_module("torch_npu")
-
-
-def _import_torch_alone() -> None:
-    """Import torch without torch_npu. The emulated CANN has to be loaded between them (allocator_options.cpp)."""
-    before = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    try:
-        import_module("torch")
-    finally:
-        if before is None:
-            del os.environ[AUTOLOAD]
-        else:
-            os.environ[AUTOLOAD] = before
 
 
 def active() -> bool:
