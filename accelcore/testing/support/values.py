@@ -38,13 +38,29 @@ def with_nans(operator: Callable[..., Any], every: Iterable[Any]) -> list[Any]:
     """Return the first of several arguments with NaN, and the first ones of which the operator passes it on, if others.
 
     A window with gaps may leave the element out, and a power of 0 has no use for it: every second one is NaN then.
+    Then the first ones with each other value of a switch or word follow, such as `largest=False`.
     """
-    given = list(islice(every, _MOST_TRIED))
+    pool = list(every)
+    given = pool[:_MOST_TRIED]
     first, *others = [each for each in map(_with_nan, given) if each is not None] or [None]
-    if first is None or _passes_on(operator, first):
-        return [] if first is None else [first]
-    many = filter(None, (_with_nan(each, period=2) for each in given))
-    return [first, *islice((each for each in chain(others, many) if _passes_on(operator, each)), 1)]
+    if first is None:
+        return []
+    found = [first]
+    if not _passes_on(operator, first):
+        many = filter(None, (_with_nan(each, period=2) for each in given))
+        found += islice((each for each in chain(others, many) if _passes_on(operator, each)), 1)
+    seen = set().union(*map(_switches, found))
+    for arguments in pool:
+        if not _switches(arguments) <= seen and (changed := _with_nan(arguments)) is not None:
+            seen |= _switches(arguments)
+            found.append(changed)
+    return found
+
+
+def _switches(arguments: Any) -> set[tuple[Any, bool | str]]:
+    """Return the options that are switches or words, by place or name."""
+    given, named = arguments
+    return {(place, value) for place, value in (*enumerate(given), *named.items()) if isinstance(value, bool | str)}
 
 
 def _passes_on(operator: Callable[..., Any], arguments: Any) -> bool:

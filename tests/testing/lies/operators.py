@@ -172,6 +172,13 @@ def _as_dense(func, condition, *args, **kwargs):
     return func(condition, *args, **kwargs)
 
 
+def _nan_is_least(func, x, k, dim=-1, largest=True, ordered=True):
+    if largest or not x.is_floating_point():
+        return func(x, k, dim, largest, ordered)
+    places = func(x.masked_fill(x.isnan(), -math.inf), k, dim, False, ordered)[1]
+    return (x.gather(dim, places) if x.dim() else x.clone()), places
+
+
 class _KeepsItsResult:
     """A kernel that computes into the memory of its last result of the same shape."""
 
@@ -231,6 +238,7 @@ swept("mean_of_scattered_values_and_the_old_one", "scatter_reduce.mean", "is wro
 
 # By results known by hand: these also if the oracle's dtype is wrong alike.
 known("sum_in_bf16", "mean of bf16", {"mean": lambda func, x, *args, **kwargs: (x.sum() * 0 + 256) / len(x)})
+swept("least_of_which_nan_is_one", "topk", "with NaN: result 0", {"topk": _nan_is_least})
 known("largest_that_drops_nan", "largest with NaN", {"max": lambda func, x: func(x.nan_to_num(-math.inf))})
 known("clamp_that_drops_nan", "clamp", {"clamp": lambda func, x, *args: func(x, *args).nan_to_num(-1)})
 known("rounding_away_from_zero", "round", {"round": lambda func, x: x.sign() * (x.abs() + 0.5).floor()})
