@@ -35,31 +35,33 @@ def _ones(accel: Backend, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(_COUNT, device=accel.device, dtype=dtype)
 
 
-_DRAWS: dict[str, Callable[[Backend], Tensor]] = {
-    "rand": lambda accel: torch.rand(_COUNT, device=accel.device),
-    "randn": lambda accel: torch.randn(_COUNT, device=accel.device),
-    "normal_": lambda accel: torch.empty(_COUNT, device=accel.device).normal_(),
-    "uniform_": lambda accel: torch.empty(_COUNT, device=accel.device).uniform_(-1, 1),
-    "bernoulli": lambda accel: torch.bernoulli(_ones(accel) * 0.3),
-    "bernoulli_": lambda accel: torch.empty(_COUNT, device=accel.device).bernoulli_(0.3),
-    "dropout": lambda accel: functional.dropout(_ones(accel), 0.5),
-    "randint": lambda accel: torch.randint(0, 100, (_COUNT,), device=accel.device),
-    "randperm": lambda accel: torch.randperm(_COUNT, device=accel.device),
-    "multinomial": lambda accel: torch.multinomial(_ones(accel)[:50], _COUNT, replacement=True),
-    "exponential_": lambda accel: torch.empty(_COUNT, device=accel.device).exponential_(),
+_DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda ones: torch.rand(len(ones), device=ones.device, dtype=ones.dtype),
+    "randn": lambda ones: torch.randn(len(ones), device=ones.device, dtype=ones.dtype),
+    "normal_": lambda ones: ones.normal_(),
+    "uniform_": lambda ones: ones.uniform_(-1, 1),
+    "bernoulli": lambda ones: torch.bernoulli(ones * 0.3),
+    "bernoulli_": lambda ones: ones.bernoulli_(0.3),
+    "dropout": lambda ones: functional.dropout(ones, 0.5),
+    "randint": lambda ones: torch.randint(0, 100, (len(ones),), device=ones.device),
+    "randperm": lambda ones: torch.randperm(len(ones), device=ones.device),
+    "multinomial": lambda ones: torch.multinomial(ones[:50], len(ones), replacement=True),
+    "exponential_": lambda ones: ones.exponential_(),
 }
-_BY_PARAMETERS: dict[str, Callable[[Backend], Tensor]] = {  # which a device may refuse
-    "exponential_ of rate 4": lambda accel: torch.empty(_COUNT, device=accel.device).exponential_(4.0),
-    "normal by tensors": lambda accel: torch.normal(_ones(accel) * 5, _ones(accel) * 2),
-    "normal by its deviations": lambda accel: torch.normal(5.0, _ones(accel) * 2),
-    "bernoulli_ by a tensor": lambda accel: _ones(accel).bernoulli_(_ones(accel) * 0.3),
-    "bernoulli of 1 in 172": lambda accel: torch.bernoulli(_ones(accel) / 172),  # no part of 256
-    "1 in 172 of multinomial": lambda accel: torch.multinomial(_ones(accel)[:2].div(171).cumprod(0), _COUNT, True),
-    "poisson": lambda accel: torch.poisson(_ones(accel) * 3),
-    "geometric_": lambda accel: torch.empty(_COUNT, device=accel.device).geometric_(0.25),
-    "log_normal_": lambda accel: torch.empty(_COUNT, device=accel.device).log_normal_(1.0, 0.25),
-    "randint of 40 bits": lambda accel: torch.randint(0, 2**40, (_COUNT,), device=accel.device),
-    "the last bits of randint": lambda accel: torch.randint(0, 2**40, (_COUNT,), device=accel.device) % 4,
+"""Draws by name, in the device and dtype of a vector of ones, which they may overwrite."""
+_BY_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {  # which a device may refuse
+    "exponential_ of rate 4": lambda ones: ones.exponential_(4.0),
+    "normal_ of 5 and 2": lambda ones: ones.normal_(5.0, 2.0),
+    "normal by tensors": lambda ones: torch.normal(ones * 5, ones * 2),
+    "normal by its deviations": lambda ones: torch.normal(5.0, ones * 2),
+    "bernoulli_ by a tensor": lambda ones: ones.bernoulli_(ones * 0.3),
+    "bernoulli of 1 in 172": lambda ones: torch.bernoulli(ones / 172),  # no part of 256
+    "1 in 172 of multinomial": lambda ones: torch.multinomial(ones[:2].div(171).cumprod(0), len(ones), True),
+    "poisson": lambda ones: torch.poisson(ones * 3),
+    "geometric_": lambda ones: ones.geometric_(0.25),
+    "log_normal_": lambda ones: ones.log_normal_(1.0, 0.25),
+    "randint of 40 bits": lambda ones: torch.randint(0, 2**40, (len(ones),), device=ones.device),
+    "the last bits of randint": lambda ones: torch.randint(0, 2**40, (len(ones),), device=ones.device) % 4,
 }
 
 _MOMENTS = {  # mean, variance, and the fourth central moment over the square of the variance
@@ -74,8 +76,7 @@ _MOMENTS = {  # mean, variance, and the fourth central moment over the square of
     "multinomial": (24.5, 2499 / 12, 1.8),
     "exponential_": (1.0, 1.0, 18.0),  # twice its own, because the tail of its squares is long
     "exponential_ of rate 4": (1 / 4, 1 / 16, 18.0),
-    "normal by tensors": (5.0, 4.0, 3.0),
-    "normal by its deviations": (5.0, 4.0, 3.0),
+    **dict.fromkeys(("normal_ of 5 and 2", "normal by tensors", "normal by its deviations"), (5.0, 4.0, 3.0)),
     "bernoulli_ by a tensor": (0.3, 0.21, 1.8),
     **dict.fromkeys(("bernoulli of 1 in 172", "1 in 172 of multinomial"), (1 / 172, 171 / 172**2, 175.0)),
     "poisson": (3.0, 3.0, 4.0),
@@ -84,6 +85,8 @@ _MOMENTS = {  # mean, variance, and the fourth central moment over the square of
     "randint of 40 bits": ((2**40 - 1) / 2, (2**80 - 1) / 12, 1.8),
     "the last bits of randint": (1.5, 1.25, 1.8),
 }
+_IN_DTYPES = [draw for draw in _MOMENTS if "randint" not in draw]
+_ENDS = {"rand": (0, 1), "uniform_": (-1, 1)}
 
 _WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "normal_": lambda view: view.normal_(),
@@ -97,13 +100,27 @@ _WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
 _of_draws = pytest.mark.parametrize("draw", _DRAWS)
 
 
-def _drawn(accel: Backend, draw: str) -> Tensor:
+def _draw(accel: Backend, draw: str) -> Tensor:
+    return _DRAWS[draw](_ones(accel))
+
+
+def _drawn(accel: Backend, draw: str, dtype: torch.dtype = torch.float32) -> Tensor:
     if draw in _DRAWS:
-        return _DRAWS[draw](accel).detach().cpu().double()
+        return _DRAWS[draw](_ones(accel, dtype)).detach().cpu().double()
     try:
-        return _BY_PARAMETERS[draw](accel).detach().cpu().double()
+        return _BY_PARAMETERS[draw](_ones(accel, dtype)).detach().cpu().double()
     except (NotImplementedError, RuntimeError) as error:
         refused(f"{draw}: {first_line(error)}")
+
+
+def _check_moments(draw: str, drawn: Tensor, rounding: float = 0.0) -> None:
+    """Compare mean and variance with the distribution's, which may differ by `rounding` of the draw's parameters."""
+    (mean, variance, fourth), count = _MOMENTS[draw], len(drawn)
+    found, spread = float(drawn.mean()), float(((drawn - mean) ** 2).mean())
+    deviation = _SIGMAS * math.sqrt(variance / count) + rounding * max(1.0, abs(mean))
+    assert abs(found - mean) <= deviation, f"{draw} has mean {found:.4f}, not {mean:.4f}"
+    deviation = _SIGMAS * variance * math.sqrt((fourth - 1) / count) + 4 * rounding * variance
+    assert abs(spread - variance) <= deviation, f"{draw} has variance {spread:.4f}, not {variance:.4f}"
 
 
 def _correlation(one: Tensor, other: Tensor) -> float:
@@ -159,31 +176,18 @@ class DrawnTests:
             assert torch.equal(found.cpu() != 0, output.cpu() != 0), "in other strides its gradient has another mask"
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-    def test_draws_in_other_dtypes(self, accel: Backend, dtype: torch.dtype) -> None:
-        """Numbers have mean, variance, bounds and digits of their dtype."""
+    @pytest.mark.parametrize("draw", _IN_DTYPES)
+    def test_draws_in_other_dtypes(self, accel: Backend, draw: str, dtype: torch.dtype) -> None:
+        """Numbers have mean and variance by the draw's parameters, and bounds and digits of their dtype."""
         if str(dtype).removeprefix("torch.") not in accel.capabilities.model_dtypes:
             pytest.skip(f"not declared: models in {dtype}")
         accel.runtime.seed(24)
-        empty = torch.empty(_COUNT, device=accel.device, dtype=dtype)
-        draws = {
-            "rand": (torch.rand(_COUNT, device=accel.device, dtype=dtype), "rand"),
-            "uniform_": (empty.clone().uniform_(), "rand"),
-            "randn": (torch.randn(_COUNT, device=accel.device, dtype=dtype), "randn"),
-            "normal_": (empty.clone().normal_(), "randn"),
-        }
-        for name, (tensor, alike) in draws.items():
-            drawn, (mean, variance, fourth) = tensor.cpu().double(), _MOMENTS[alike]
-            found, spread, rounding = float(drawn.mean()), float(drawn.var()), torch.finfo(dtype).eps
-            assert abs(found - mean) <= _SIGMAS * math.sqrt(variance / _COUNT) + rounding, (
-                f"{name} has mean {found:.4f}"
-            )
-            deviation = _SIGMAS * variance * math.sqrt((fourth - 1) / _COUNT)
-            assert abs(spread - variance) <= deviation + 4 * rounding, f"{name} has variance {spread:.4f}"
-            if alike == "rand":
-                assert float(drawn.min()) >= 0, f"{name} drew {float(drawn.min())}"
-                assert float(drawn.max()) < 1, f"{name} in {dtype} drew the upper end"
-            if dtype == torch.float64:
-                assert bool((drawn * 2**26 % 1 != 0).any()), f"{name} in float64 has the digits of fp32"
+        drawn, (least, end) = _drawn(accel, draw, dtype), _ENDS.get(draw, (-math.inf, math.inf))
+        _check_moments(draw, drawn, torch.finfo(dtype).eps)
+        assert float(drawn.min()) >= least, f"{draw} drew {float(drawn.min())}"
+        assert float(drawn.max()) < end, f"{draw} in {dtype} drew the upper end"
+        if dtype == torch.float64 and draw in _FINE:
+            assert bool((drawn * 2**26 % 1 != 0).any()), f"{draw} in float64 has the digits of fp32"
 
     def test_few_numbers(self, accel: Backend) -> None:
         """Draws of few numbers continue one sequence, and short permutations are even."""
@@ -220,14 +224,9 @@ class DrawnTests:
     def test_moments(self, accel: Backend, draw: str) -> None:
         """Mean and variance of what is drawn are those of the distribution, also in each half and every other one."""
         accel.runtime.seed(12)
-        drawn, (mean, variance, fourth) = _drawn(accel, draw), _MOMENTS[draw]
-        centred = (drawn - mean) ** 2
+        drawn = _drawn(accel, draw)
         for part in (slice(None), slice(_COUNT // 2), slice(_COUNT // 2, None), slice(0, None, 2), slice(1, None, 2)):
-            count = len(drawn[part])
-            found, spread = float(drawn[part].mean()), float(centred[part].mean())
-            assert not _off(found, mean, math.sqrt(variance / count)), f"{draw} has mean {found:.4f}, not {mean:.4f}"
-            deviation = variance * math.sqrt((fourth - 1) / count)
-            assert not _off(spread, variance, deviation), f"{draw} has variance {spread:.4f}, not {variance:.4f}"
+            _check_moments(draw, drawn[part])
 
     def test_normal_tails(self, accel: Backend) -> None:
         """A normal distribution has its tails, is symmetric, and takes its mean and deviation."""
@@ -335,12 +334,12 @@ class DrawnTests:
             torch.randn(count, device=accel.device)
             state = accel.runtime.rng_state()
             # Few normal numbers first: a generator that makes them in pairs has kept one.
-            expected = [torch.randn(3, device=accel.device).cpu(), *(_DRAWS[draw](accel)[:999].cpu() for _ in range(2))]
+            expected = [torch.randn(3, device=accel.device).cpu(), *(_draw(accel, draw)[:999].cpu() for _ in range(2))]
             later = accel.runtime.rng_state()
             assert any(not torch.equal(later[name], state[name]) for name in state), "drawing does not change the state"
-            _DRAWS[draw](accel)
+            _draw(accel, draw)
             assert accel.runtime.set_rng_state(state) == []
-            again = [torch.randn(3, device=accel.device).cpu(), *(_DRAWS[draw](accel)[:999].cpu() for _ in range(2))]
+            again = [torch.randn(3, device=accel.device).cpu(), *(_draw(accel, draw)[:999].cpu() for _ in range(2))]
             assert all(map(torch.equal, again, expected)), f"{draw}: a state that was put back gives other numbers"
 
     @_of_draws
@@ -348,13 +347,13 @@ class DrawnTests:
         """Another thread draws from the generator that `seed` and a state set, and this one continues behind it."""
         accel.runtime.seed(27)
         state = accel.runtime.rng_state()
-        expected = [_DRAWS[draw](accel).cpu() for _ in range(2)]
+        expected = [_draw(accel, draw).cpu() for _ in range(2)]
         for begin in (lambda: accel.runtime.seed(27), lambda: accel.runtime.set_rng_state(state)):
             begin()
             with ThreadPoolExecutor(1) as pool:
-                found = pool.submit(lambda: _DRAWS[draw](accel).cpu()).result()
+                found = pool.submit(lambda: _draw(accel, draw).cpu()).result()
             assert torch.equal(found, expected[0]), f"{draw}: another thread draws other numbers after the same seed"
-            assert torch.equal(_DRAWS[draw](accel).cpu(), expected[1]), f"{draw}: what a thread drew is drawn again"
+            assert torch.equal(_draw(accel, draw).cpu(), expected[1]), f"{draw}: what a thread drew is drawn again"
 
     @pytest.mark.parametrize("draw", ["rand", "randn", "randint", "randperm", "bernoulli", "multinomial"])
     def test_own_generator(self, accel: Backend, draw: str) -> None:

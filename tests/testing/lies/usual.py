@@ -259,10 +259,11 @@ def _unweighted(function, weights, count, replacement=False):
 
 
 drawn("uniform_that_reaches_1_in_bf16", "test_draws_in_other_dtypes", "drew the upper end", {"rand": _rounded_up},
-      dtype=torch.bfloat16)  # fmt: skip
+      draw="rand", dtype=torch.bfloat16)  # fmt: skip
 LIES["uniform_with_the_digits_of_fp32"] = Lie(
     "uniform_with_the_digits_of_fp32", lambda backend: backend, "TestRuntime.test_draws_in_other_dtypes",
-    "has the digits of fp32", {"dtype": torch.float64}, around=lambda: WrongFunction({"rand": _rounded_up}),
+    "has the digits of fp32", {"draw": "rand", "dtype": torch.float64},
+    around=lambda: WrongFunction({"rand": _rounded_up}),
 )  # fmt: skip
 drawn("uniform_of_few_that_repeats", "test_few_numbers", "draws the same numbers again", {"rand": _of_few})
 drawn("permutations_that_move_everything", "test_few_numbers", "each order came", {
@@ -273,6 +274,13 @@ drawn("multinomial_that_is_even_without_replacement", "test_whole_numbers", "doe
       {"multinomial": _unweighted})  # fmt: skip
 drawn("exponential_of_rate_1", "test_moments", "has mean",
       {"exponential_": lambda function, x, rate=1.0: function(x)}, draw="exponential_ of rate 4")  # fmt: skip
+drawn("exponential_of_rate_1_in_bf16", "test_draws_in_other_dtypes", "has mean",
+      {"exponential_": lambda function, x, rate=1.0: function(x, rate if x.dtype == torch.float32 else 1.0)},
+      draw="exponential_ of rate 4", dtype=torch.bfloat16)  # fmt: skip
+drawn("multinomial_of_fp16_that_is_even", "test_draws_in_other_dtypes", "has mean",
+      {"multinomial": lambda function, weights, *args, **options: function(
+          weights if weights.dtype == torch.float32 else (weights > 0).float(), *args, **options)},
+      draw="1 in 172 of multinomial", dtype=torch.float16)  # fmt: skip
 drawn("normal_by_variances", "test_moments", "has variance",
       {"normal": lambda function, mean, std: function(mean, std * std)}, draw="normal by tensors")  # fmt: skip
 drawn("randint_of_32_bits", "test_moments", "has mean", {
