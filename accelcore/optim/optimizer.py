@@ -83,7 +83,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
         `flat`: whether the parameters may lie in flat memory. `sharded`: whether they are shards.
         """
-        request = replace(self._request, groups=_options_of(self.param_groups), flat=flat, sharded=sharded)
+        request = replace(self._request, groups=_without_params(self.param_groups), flat=flat, sharded=sharded)
         device = next((member.device for group in self.param_groups for member in group["params"]), None)
         stand_ins = tuple(torch.empty(0, dtype=dtype, device=device) for dtype in dtypes)
         return self._choose(replace(request, parameters=stand_ins))
@@ -224,7 +224,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
             {**{key: value for key, value in group.items() if key not in _OF_ROUTE}, "params": tensors}
             for group, tensors in zip(self.param_groups, members, strict=True)
         ]
-        request = replace(self._request, parameters=tuple(chain.from_iterable(members)), groups=_options_of(groups))
+        request = replace(self._request, parameters=tuple(chain.from_iterable(members)), groups=_without_params(groups))
         self._take_route(replace(request, flat=flat, sharded=sharded), groups)
         for group, own_group in zip(self.param_groups, self.implementation.param_groups, strict=True):
             group.update({key: value for key, value in own_group.items() if key != "params"})
@@ -235,5 +235,5 @@ class RoutedOptimizer(torch.optim.Optimizer):
         self._bind_groups(entries)
 
 
-def _options_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def _without_params(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple({**group, "params": None} for group in groups)

@@ -64,7 +64,7 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
             `foreach` is taken only by name.
     """
     for name, kind in _CLASSES.items():
-        switches = _options_of(kind)
+        switches = _arguments_of(kind)
         memory: Memory = "any" if name in _BY_ELEMENT else "tensors"
         add = partial(registry.register, name, memory=memory)
         # Where launches cost most, kernels for many tensors have one for all, wherever the tensors are.
@@ -82,7 +82,7 @@ def register_torch_optimizers(registry: Optimizers, *, fused: tuple[str, ...], p
 
 
 @cache
-def _options_of(kind: Callable[..., Optimizer]) -> Collection[str]:
+def _arguments_of(kind: Callable[..., Optimizer]) -> Collection[str]:
     """Return the names of a class's options. The lookup takes longer than everything else that makes a backend."""
     return inspect.signature(kind).parameters.keys()
 

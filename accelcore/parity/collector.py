@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.optim.shards import to_local
-from accelcore.parity.events import Samples, Step
+from accelcore.parity.events import Samples, SeenStep
 from accelcore.parity.operators import Operators
 from accelcore.torch_internals import after_backward, in_backward, is_fake_mode_active, uncompiled
 from accelcore.training.observers import Hooks
@@ -78,7 +78,7 @@ class Collector:
         self._names: dict[int, tuple[str, str]] = {}  # module and name of each parameter, by id
         self._samples = Samples(self.operators.pause)
         self._in_job = False
-        self._last: Callable[[], Step] | None = None
+        self._last: Callable[[], SeenStep] | None = None
         # Each state of an optimizer at the end of its update, by id: the tensor and its version.
         self._states: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._clear()
@@ -267,7 +267,7 @@ class Collector:
         if end_step is not None:
             end_step()
 
-    def end_step(self) -> Step | None:
+    def end_step(self) -> SeenStep | None:
         """End a step. Return the step before it, whose samples have arrived; None after the first."""
         self.operators.stop()
         if not self._is_open:
@@ -281,7 +281,7 @@ class Collector:
         self.step += 1
         return finished
 
-    def last(self) -> Step | None:
+    def last(self) -> SeenStep | None:
         """Return the last step that ended, if it was not returned yet."""
         last, self._last = self._last, None
         return None if last is None else last()

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from accelcore.errors import RecordingError
 from accelcore.layerwise import unit_of
-from accelcore.parity.events import PHASE_OF, Event, Seen, Step
+from accelcore.parity.events import PHASE_OF, Event, Seen
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.parity.settings import Difference, arithmetic, differences, of_training
 from accelcore.parity.tolerance import (
     BEFORE,
     WITHOUT_TOLERANCE,
+    Both,
     Pairs,
     Parted,
     Tolerance,
@@ -208,7 +209,7 @@ class _Comparison:
                 found = replace(found, phase="settings", item=", ".join(others), is_cause=True)
         return replace(found, settings=self._settings, notes=(*self._notes, *found.notes))
 
-    def _difference(self, number: int, both: tuple[Step, Step], pairs: Pairs) -> Result | None:
+    def _difference(self, number: int, both: Both, pairs: Pairs) -> Result | None:
         """Return the first difference of a step, and whether it begins there."""
         if number == 1 and (others := self._facts.get("other_weights")):
             module, _, item = others[0].rpartition(".")
@@ -254,7 +255,7 @@ class _Comparison:
             self._is_hidden = True
             self._notes.append(f"after step {number} rounding hides differences: only {WITHOUT_TOLERANCE} are compared")
 
-    def _pairs(self, both: tuple[Step, Step]) -> Pairs:
+    def _pairs(self, both: Both) -> Pairs:
         """Return the events that both steps have, in the recording's order.
 
         If the runs may have divided a model otherwise, a tensor of another shape is a shard, and is skipped. So are
@@ -320,7 +321,7 @@ def _result(parted: Parted, *, exact: bool, draws: bool) -> Result:
     )  # fmt: skip
 
 
-def _with_operator(result: Result, both: tuple[Step, Step], checked: Sequence[Mapping[str, Any]]) -> Result:
+def _with_operator(result: Result, both: Both, checked: Sequence[Mapping[str, Any]]) -> Result:
     """Add the operator: one that is wrong here, also if only one run has it, not one that carries a difference on."""
     if result.phase not in ("forward", "backward") or result.module is None:
         return result

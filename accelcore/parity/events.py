@@ -71,7 +71,7 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class SeenStep:
     """The events of one step in the order in which they came, and for each key of theirs the joined samples."""
 
     number: int
@@ -136,7 +136,7 @@ class Samples:
                 views.setdefault(key, []).append(view)
             self._parts += [torch.cat(each) for each in views.values()]
 
-    def end(self, number: int) -> Callable[[], Step]:
+    def end(self, number: int) -> Callable[[], SeenStep]:
         """Join the samples of a step, begin to copy them to the host, and return a function that waits for them."""
         self.flush()
         heads, rows = self._last
@@ -147,7 +147,7 @@ class Samples:
             parts[_key(part.dtype, part.device)].append(part)
         arriving = {key: fetch(torch.cat(each)) for key, each in parts.items()}
         self._last, self._heads, self._parts, self._is_first = (self._heads, rows), [], [], False
-        return lambda: Step(number, rows, {key: ready() for key, ready in arriving.items()})
+        return lambda: SeenStep(number, rows, {key: ready() for key, ready in arriving.items()})
 
 
 def elements(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from accelcore.layerwise import distance, unit_of
 from accelcore.parity.compare import Result
-from accelcore.parity.events import PHASE_OF, Step
+from accelcore.parity.events import PHASE_OF, SeenStep
 from accelcore.parity.recording import Reader, ranks_of
 from accelcore.util.html import plot, table, write_html
 
@@ -50,13 +50,13 @@ def write_page(path: Path, result: Result, reference: Path, other: Path) -> None
     write_html(path, "Record and replay", parts)
 
 
-def _norm(step: Step) -> float:
+def _norm(step: SeenStep) -> float:
     """Estimate the norm of all gradients from their samples."""
     gradients = [seen for seen in step.seen if seen.event.kind == "reduced"]
     return math.sqrt(sum(seen.values.double().square().mean().item() * math.prod(seen.shape) for seen in gradients))
 
 
-def _loss(step: Step) -> float:
+def _loss(step: SeenStep) -> float:
     """Return the mean loss of the step; NaN if no loss was seen."""
     return torch.cat([torch.zeros(0), *(seen.values for seen in step.seen if seen.event.kind == "loss")]).mean().item()
 

@@ -25,7 +25,7 @@ from accelcore.errors import ConfigurationError, RecordingError, UnsupportedErro
 from accelcore.jobs.launchers import read_launch
 from accelcore.optim.shards import is_sharded
 from accelcore.parity.collector import Collector, Watched
-from accelcore.parity.events import Step
+from accelcore.parity.events import SeenStep
 from accelcore.parity.recording import Writer, check_place
 from accelcore.parity.settings import settings_of
 from accelcore.randomness import draw_on_device, draw_on_host
@@ -256,7 +256,7 @@ class Record(Observer):
     def _step_ended(self, step: int, *, is_last: bool) -> None:
         """Called after each step; `is_last` if as many were recorded as asked for."""
 
-    def _took(self, step: Step | None) -> None:
+    def _took(self, step: SeenStep | None) -> None:
         if step is not None and self._writer is not None:
             self._writer.add(step)
 

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accelcore.errors import RecordingError
-from accelcore.parity.events import Event, Row, Step
+from accelcore.parity.events import Event, Row, SeenStep
 from accelcore.util.containers import bytes_of
 from accelcore.util.text import remedy_of_writing, replace_file
 
@@ -69,7 +69,7 @@ class Writer:
         self._folder = folder / f"rank-{rank:05d}"
         self._facts = {"what": "accelcore recording", "format": _FORMAT, "rank": rank, "steps": 0, **facts}
         self._facts["run"] = uuid4().hex
-        self._waiting: list[Step] = []
+        self._waiting: list[SeenStep] = []
         with _writing(self._folder):
             if self._folder.exists():
                 shutil.rmtree(self._folder)
@@ -84,7 +84,7 @@ class Writer:
             save_file(tensors, self._folder / f".{name}", {**texts, "sums": json.dumps(sums)})
             os.replace(self._folder / f".{name}", self._folder / f"{name}.safetensors")
 
-    def add(self, step: Step) -> None:
+    def add(self, step: SeenStep) -> None:
         """Add a step. It is written together with others."""
         self._waiting.append(step)
         size = sum(values.nbytes for each in self._waiting for values in each.values.values())
@@ -151,11 +151,11 @@ class Reader:
             if lost := set(self.steps) - self._steps.keys():
                 raise ValueError(f"there are no samples of step {min(lost)}")
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> SeenStep:
         path, rows = self._steps[number]
         with _reading(self._folder), safe_open(path, framework="pt") as file:
             keys = {row.key for row in rows}
-            return Step(number, rows, {key: self._checked(file, path.stem, f"{number}.{key}") for key in keys})
+            return SeenStep(number, rows, {key: self._checked(file, path.stem, f"{number}.{key}") for key in keys})
 
     def path(self, name: str) -> Path:
         """Return the file of whole tensors."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from accelcore.layerwise import Distance, distance, size_of, unit_of
-from accelcore.parity.events import PHASE_OF, Event, Seen, Step
+from accelcore.parity.events import PHASE_OF, Event, Seen, SeenStep
 
 BEFORE = {"weight": ("parameter", "buffer"), "old state": ("state",)}
 """Kinds of events at the start of a step, and of those at the end of the step before that show the same tensor."""
@@ -36,6 +36,7 @@ WITHOUT_TOLERANCE = (
     "batches, random numbers, learning rates, what a step begins with, operators and equal gradients of all ranks"
 )
 
+Both = tuple[SeenStep, SeenStep]  # a step of two runs: of the recording, and of the replay
 Pairs = Sequence[tuple[Seen, Seen]]  # events that two runs have in common: of the recording, and of the replay
 
 
@@ -66,7 +67,7 @@ def hides(pairs: Pairs) -> bool:
 class Tolerance:
     """The comparison of one step of two runs up to rounding."""
 
-    both: tuple[Step, Step]  # the step in both recordings
+    both: Both
     pairs: Pairs  # the events that are compared
     coarsest: float  # rounding of the coarsest dtype within compiled code
     before: tuple[Mapping[Event, Tensor], Mapping[Event, Tensor]]  # what was seen last at the end of a step
@@ -174,7 +175,7 @@ class Tolerance:
         return apart.error / (floor or unit) if apart.error > share * apart.size + _FREE_UPDATE * floor else None
 
 
-def _units(step: Step, coarsest: float) -> dict[Event, float]:
+def _units(step: SeenStep, coarsest: float) -> dict[Event, float]:
     """Return for each event the rounding of the coarsest dtype so far in the step."""
     units = accumulate((unit_of(seen.values.dtype) for seen in step.seen), max, initial=coarsest)
     return dict(zip((seen.event for seen in step.seen), list(units)[1:], strict=True))
@@ -203,7 +204,7 @@ def moved(seen: Seen, before: Mapping[Event, Tensor]) -> Tensor | None:
     return None
 
 
-def odd_ranks(steps: Mapping[int, Step]) -> dict[Event, int]:
+def odd_ranks(steps: Mapping[int, SeenStep]) -> dict[Event, int]:
     """Return the reduced gradients that differ among ranks, each with the rank that is least like their mean."""
     ranks = {
         rank: {seen.event: seen.values.double().nan_to_num() for seen in step.seen} for rank, step in steps.items()
@@ -236,7 +237,7 @@ def _unlike(values: Tensor, mean: Tensor) -> float:
 
 
 def begins_at(
-    parted: Seen, both: tuple[Step, Step], compared: Sequence[Event], *, before: Container[Event] | None, ranks: bool
+    parted: Seen, both: Both, compared: Sequence[Event], *, before: Container[Event] | None, ranks: bool
 ) -> bool | None:
     """Return True if all that an event was computed from is among the events that agree; None if that is not known.
 
@@ -270,7 +271,7 @@ def begins_at(
     return known or None
 
 
-def _alone(event: Event, both: tuple[Step, Step], kinds: Sequence[str]) -> bool:
+def _alone(event: Event, both: Both, kinds: Sequence[str]) -> bool:
     """Return whether one run saw something before this event that the other did not see."""
     seen = [[each.event for each in step.seen] for step in both]
     everywhere = set(seen[0]) & set(seen[1])

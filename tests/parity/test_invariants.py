@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 import accelcore
-from accelcore.parity.events import Event, Row, Step, elements
+from accelcore.parity.events import Event, Row, SeenStep, elements
 from accelcore.parity.tolerance import odd_ranks
 
 
@@ -144,7 +144,7 @@ def ranks(change):
     held = own.mean(0).repeat(3, 1) * 0.25  # clipped
     change(own, held)
     return {
-        rank: Step(
+        rank: SeenStep(
             1,
             [Row(Event(kind, "layer", "weight"), "float32.cpu", (6,), "", 6) for kind in ("gradient", "reduced")],
             {"float32.cpu": torch.cat([own[rank], held[rank]])},

@@ -18,10 +18,10 @@ FILE = "log.jsonl"
 _BYTES, _PLOT = "memory_peak", "plot.png"
 _FORMATS = ".png", ".svg", ".pdf", ".html"
 
-Record = Mapping[str, Any]
+Line = Mapping[str, Any]
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_records(folder: Path) -> list[Line]:
     """Return the lines of a log, by its folder or its file. A last line that a kill has cut off is skipped."""
     path = folder if folder.is_file() and folder.suffix == ".jsonl" else folder / FILE
     try:
@@ -34,7 +34,7 @@ def read_records(folder: Path) -> list[Record]:
             available=", ".join(logs[:5]),
             remedy="give the folder that accelcore.Log(folder) was given",
         ) from error
-    records: list[Record] = []
+    records: list[Line] = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -48,7 +48,7 @@ def read_records(folder: Path) -> list[Record]:
     return records
 
 
-def line_of(record: Record) -> str:
+def line_of(record: Line) -> str:
     """Return a record as a line of JSON. A number that is not finite becomes null, because JSON has none."""
     values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
@@ -65,7 +65,7 @@ def file_for(folders: Sequence[Path]) -> Path:
     return Path(_PLOT)
 
 
-def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
+def draw(runs: Mapping[str, Sequence[Line]], *paths: Path) -> None:
     """Draw the records of runs, by name, and write the plot to files, each at once.
 
     `paths` end in .png, .svg, .pdf, or .html: a page that loads nothing from elsewhere.
@@ -117,7 +117,7 @@ def draw(runs: Mapping[str, Sequence[Record]], *paths: Path) -> None:
             write_output(path, content.getvalue())
 
 
-def _columns(records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
+def _columns(records: Sequence[Line]) -> dict[str, tuple[list[int], list[float]]]:
     """Return the steps and values of each figure, in the order of their first lines."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
