@@ -277,6 +277,14 @@ drawn("exponential_of_rate_1", "test_moments", "has mean",
 drawn("exponential_of_rate_1_in_bf16", "test_draws_in_other_dtypes", "has mean",
       {"exponential_": lambda function, x, rate=1.0: function(x, rate if x.dtype == torch.float32 else 1.0)},
       draw="exponential_ of rate 4", dtype=torch.bfloat16)  # fmt: skip
+drawn("whole_numbers_from_0", "test_moments", "has mean", {
+      "random_": lambda function, x, low, high: function(x, 0, high)}, draw="random_")  # fmt: skip
+drawn("even_truth_of_whole_numbers", "test_moments", "has mean",
+      {"bernoulli_": lambda function, x, p: function(x, p if x.is_floating_point() else 0.5)},
+      draw="bernoulli_ of whole numbers")  # fmt: skip
+drawn("complex_numbers_of_variance_2", "test_moments", "has variance", {
+      "randn_like": lambda function, x, dtype: torch.complex(torch.randn(x.shape), torch.randn(x.shape))},
+      draw="randn of complex numbers")  # fmt: skip
 drawn("multinomial_of_fp16_that_is_even", "test_draws_in_other_dtypes", "has mean",
       {"multinomial": lambda function, weights, *args, **options: function(
           weights if weights.dtype == torch.float32 else (weights > 0).float(), *args, **options)},
