@@ -16,6 +16,7 @@ from accelcore_lint.port.guards import (
     Guard,
     Test,
     body_of,
+    end_of,
     flag_in,
     forks_cudas,
     has_blocks,
@@ -51,9 +52,6 @@ _FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?(?:\s+[\w.]+ 
 """A line that chooses the CPU after all, and others that turn something off for it."""
 
 _PARTS = (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)
-_SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
-"""Statements that end a test without a failure."""
-
 _TRIED = "a use of one vendor's device by which the script asks whether there is one: ask for accel.device.type instead"
 _FORKS = "devices of torch.random.fork_rng: give it their type, too, by device_type="
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
@@ -136,7 +134,7 @@ class Decisions(cst.CSTVisitor):
             elif guard is None:
                 self._leave(rule, node, decision)
             else:
-                self._waiting[self._end_of(guard)].append((guard, rule, node, decision))
+                self._waiting[end_of(guard, self._facts.parent)].append((guard, rule, node, decision))
             return decision.inner
         if isinstance(node, GUARDS) or tests_of(node):
             self._marks[node] = (*self._done(), len(self.left))
@@ -290,23 +288,10 @@ class Decisions(cst.CSTVisitor):
         args = (arg for call in own for arg in call.args if text_of(arg.value) == name)
         return {arg.keyword.value for arg in args if arg.keyword is not None}
 
-    def _end_of(self, guard: Guard) -> cst.CSTNode:
-        """Return the node after which it is known what a guard guards: itself, or its block if it returns.
-
-        After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices. So
-        does the rest of a test after a skip.
-        """
-        last = last_of(guard)
-        returns = last is not None and (isinstance(last, cst.Return) or _SKIP.match(text_of(last)) is not None)
-        block = self._facts.parent(guard)
-        is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
-        return block if is_early and isinstance(block, (cst.IndentedBlock, cst.Module)) else guard
-
     def _done(self) -> tuple[int, int]:
-        """Return how often something was rewritten, or is ignored elsewhere, with and without device checks."""
-        asked = sum(note.rule == "device check" for note in self.rewritten)
-        count = len(self.rewritten) + len(self.harmless)
-        return count, count - asked
+        """Return how often something was rewritten, or is ignored elsewhere, and how often a device then does more."""
+        idle = sum(note.rule in ("device check", "switch") for note in self.rewritten)
+        return len(self.rewritten) + len(self.harmless), len(self.rewritten) - idle
 
     def _guard_of(self, node: cst.CSTNode) -> Guard | None:
         """Return the `if`, the choice, or the test of whose condition a node is a part."""

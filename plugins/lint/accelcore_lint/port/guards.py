@@ -37,6 +37,9 @@ _GPU = re.compile(r"[\"']gpu[\"']")
 
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
 _CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
+_SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
+"""Statements that end a test without a failure."""
+
 _ERRORS = re.compile(r"\b(BaseException|Exception|RuntimeError|AssertionError)\b")
 _NONE = re.compile(r"(?m)(=|\breturn) *(False|None|0|[\"']cpu[\"']|torch\.device\([\"']cpu[\"']\)) *($|#)")
 """A line for a script that found no device."""
@@ -75,6 +78,19 @@ def last_of(guard: Guard | None) -> cst.BaseSmallStatement | None:
     body = body.body[-1] if isinstance(body, cst.IndentedBlock) and body.body else body
     lines = body.body if isinstance(body, (cst.SimpleStatementLine, cst.SimpleStatementSuite)) else ()
     return lines[-1] if lines else None
+
+
+def end_of(guard: Guard, parent: Callable[[cst.CSTNode], cst.CSTNode | None]) -> cst.CSTNode:
+    """Return the node after which it is known what a guard guards: itself, or its block if it returns.
+
+    After `if not torch.cuda.is_available(): return` the rest of the block only runs on the vendor's devices. So
+    does the rest of a test after a skip.
+    """
+    last = last_of(guard)
+    returns = last is not None and (isinstance(last, cst.Return) or _SKIP.match(text_of(last)) is not None)
+    block = parent(guard)
+    is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
+    return block if is_early and isinstance(block, (cst.IndentedBlock, cst.Module)) else guard
 
 
 def set_in(guard: Guard) -> set[str]:
