@@ -17,7 +17,7 @@ _MARK = "__accelcore_removed__"
 _VARIABLE = r"(?:environ\[[\"']LOCAL_RANK[\"']\]|getenv\([\"']LOCAL_RANK[\"']\))"
 _READ_RANK = re.compile(rf"(?m)^[ \t]*(\w+) = int\(os\.{_VARIABLE}\)[ \t]*\r?$")
 _PLAIN = (cst.Comparison, cst.Name, cst.Attribute)
-_QUESTION = "torch.accelerator.is_available()"
+_QUESTION = re.compile(r"torch\.(accelerator|cuda)\.is_available\(\)")
 
 Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
 
@@ -25,6 +25,11 @@ Block = TypeVar("Block", cst.Module, cst.IndentedBlock)
 def removed(statement: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
     """Return what stands for a removed statement until `sweep`."""
     return statement.with_changes(body=[cst.Expr(cst.Name(_MARK))])
+
+
+def removed_suite(suite: cst.SimpleStatementSuite) -> cst.IndentedBlock:
+    """Return what stands for the statement of `if test: statement` until `sweep`."""
+    return cst.IndentedBlock([removed(cst.SimpleStatementLine(suite.body))])
 
 
 def is_removed(statement: cst.CSTNode) -> bool:
@@ -105,7 +110,7 @@ class _Sweep(_Blocks):
         return _swept(updated_node)
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement:
-        """Remove a condition with nothing under it, if its test is a name, or was rewritten to a question."""
+        """Remove a condition with nothing under it, if its test only asks."""
         last, new = original_node.orelse, updated_node.orelse
         is_empty_else = isinstance(last, cst.Else) and _is_empty(last.body)
         if new is not None and (is_removed(new) or (is_empty_else and not _has_comment(new))):
@@ -113,8 +118,7 @@ class _Sweep(_Blocks):
         empty = _is_empty(original_node.body) and not _has_comment(updated_node)
         if original_node in self._elifs and any(line.comment for line in updated_node.leading_lines):
             return updated_node
-        plain = isinstance(updated_node.test, _PLAIN) or text_of(updated_node.test) == _QUESTION
-        if not empty or updated_node.orelse is not None or not plain:
+        if not empty or updated_node.orelse is not None or not _is_plain(updated_node.test):
             return updated_node
         line = cst.SimpleStatementLine([cst.Pass()], leading_lines=updated_node.leading_lines)
         return removed(line)
@@ -127,6 +131,15 @@ class _Sweep(_Blocks):
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
         return _swept(updated_node)
+
+
+def _is_plain(test: cst.BaseExpression) -> bool:
+    """Return whether a condition only asks, so that it can go with all that it guards."""
+    if isinstance(test, cst.BooleanOperation):
+        return _is_plain(test.left) and _is_plain(test.right)
+    if isinstance(test, cst.UnaryOperation):
+        return _is_plain(test.expression)
+    return isinstance(test, _PLAIN) or _QUESTION.fullmatch(text_of(test)) is not None
 
 
 def _is_empty(body: cst.BaseSuite) -> bool:

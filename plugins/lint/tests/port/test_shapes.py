@@ -30,6 +30,26 @@ def test_a_branch_with_nothing_in_it_is_removed_or_passes(comment, last):
     assert ("elif kind == 2:\n        pass\n" in ported) is bool(comment or last)
 
 
+@pytest.mark.parametrize("test", ["args.cuda or args.mixed", "torch.cuda.is_available() and kind", "kind == 'cuda'"])
+def test_a_condition_goes_with_a_seed_that_is_all_it_guards(test):
+    source = (
+        "import torch\n\n\ndef main(args, kind):\n    assert kind in ['mps', 'cpu']\n    torch.manual_seed(4)\n"
+        f"    if {test}:\n        torch.cuda.manual_seed(4)\n    return kind\n"
+    )
+    ported = _ported(source)
+    assert "    torch.manual_seed(4)\n    return kind\n" in ported.source
+    assert ported.left == []
+
+
+def test_a_seed_below_a_question_that_stays_is_of_the_device_that_answers_it():
+    source = (
+        "import torch\n\nx = torch.ones(2).cuda()\nif torch.cuda.is_available():\n    torch.cuda.manual_seed(4)\n"
+        "    torch.cuda.nothing_else_has_this()\n"
+    )
+    ported = _ported(source).source
+    assert "if torch.cuda.is_available():\n    torch.get_device_module().manual_seed(4)" in ported
+
+
 @pytest.mark.parametrize(
     ("header", "last"),
     [

@@ -23,7 +23,7 @@ _ONE_LINE = {"synchronize": "accelerator", "empty_cache": "get_device_module()"}
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS)
 
 
-def called(node: cst.SimpleStatementLine, facts: Facts) -> tuple[str, cst.Call] | None:
+def called(node: cst.SimpleStatementLine | cst.SimpleStatementSuite, facts: Facts) -> tuple[str, cst.Call] | None:
     """Return the function of a vendor's module that a line calls, and the call; None for anything else."""
     if len(node.body) != 1 or not isinstance(node.body[0], cst.Expr) or not isinstance(node.body[0].value, cst.Call):
         return None

@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.removed import removed
+from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_calls import called
 from accelcore_lint.port.syntax import text_of
@@ -27,9 +27,14 @@ _ASKED = {"torch.device", "torch.cuda.is_available", "torch.cuda.device_count", 
 _STATES = {"set_rng_state": 1, "seed": 0}
 """Other functions that the modules of all devices have, with their arguments."""
 
+Line = cst.SimpleStatementLine | cst.SimpleStatementSuite
+"""A line, or what follows the colon in `if test: statement`."""
 
-def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | None:
+
+def _decide(node: Line, facts: Facts) -> Rewrite | Left | None:
     """Remove a seed of the device that `torch.manual_seed` gives it anyway, or seed the device alone."""
+    if isinstance(node, cst.SimpleStatementSuite):
+        return Rewrite(removed_suite, node.body) if _repeats(node, facts) else None
     if len(node.body) > 1:
         return _decide_line(node, facts)
     found = called(node, facts)
@@ -41,19 +46,24 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         return _of_device(facts, node, call, found[0]) if known else None
     if len(call.args) != 1 or call.args[0].star:
         return Left("arguments of manual_seed that are not known")
+    return Rewrite(removed, node.body) if _repeats(node, facts) else _seeded_alone(facts, node, call, found[0])
+
+
+def _repeats(node: Line, facts: Facts) -> bool:
+    """Return whether a line seeds the device as `torch.manual_seed` does beside it."""
+    function, call = called(node, facts) or ("", None)
+    if call is None or function not in ("manual_seed", "manual_seed_all") or len(call.args) != 1:
+        return False
     seed = text_of(call.args[0].value)
-    function = facts.function_of(node)
     fixed = "(" not in seed.removeprefix("int(")  # another call may return another seed
-    if fixed and any(
-        other.args
+    return fixed and any(
+        bool(other.args)
         and text_of(other.args[0].value) == seed
-        and facts.function_of(other) is function
+        and facts.function_of(other) is facts.function_of(node)
         and _runs_with(facts, other, node)
         and _is_fresh(facts, other, call)
         for other in facts.seeds
-    ):
-        return Rewrite(removed, node.body)
-    return _seeded_alone(facts, node, call, found[0])
+    )
 
 
 def _decide_line(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | None:
@@ -98,6 +108,7 @@ def _of_device(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, func
     of = "" if facts.level is Level.TORCH else facts.place.device(node)
     test = f'{of}.type != "cpu"' if of else f"{facts.torch}.accelerator.is_available()"
     facts.place.check_question(node)
+    of = "" if facts.guards(node) else of  # a question that stays may be true where the backend's device is the CPU
     func = cst.parse_expression(f"{facts.torch}.get_device_module({of}).{function}")
 
     def build(updated: cst.SimpleStatementLine) -> cst.BaseStatement:
@@ -133,10 +144,15 @@ def _chooses_device(line: str) -> bool:
 SEEDS = Rule(
     "seed",
     "seeds of the device",
-    (cst.SimpleStatementLine,),
+    (cst.SimpleStatementLine, cst.SimpleStatementSuite),
     _decide,
     (
         Example(Level.TORCH, "torch.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)", "torch.manual_seed(seed)"),
+        Example(
+            Level.ROLES,
+            "torch.manual_seed(n)\nif args.cuda or args.mixed: torch.cuda.manual_seed(n)",
+            "torch.manual_seed(n)",
+        ),
         Example(
             Level.TORCH,
             "torch.random.manual_seed(seed)\ntorch.cuda.manual_seed_all(seed)",
