@@ -23,6 +23,7 @@ from accelcore_lint.port.guards import (
     is_foreign,
     is_portable,
     is_tried,
+    lacks_answer,
     last_of,
     names_in,
     passes_on,
@@ -33,7 +34,7 @@ from accelcore_lint.port.guards import (
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
-from accelcore_lint.port.removed import removed
+from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.splits import is_idle, is_split, places
@@ -147,7 +148,7 @@ class Decisions(cst.CSTVisitor):
             rewritten, actions, left = self._marks[guard]
             done = self._done()
             whole = all(note.rule == "replicas" for note in self.left[left:])  # DataParallel works on other devices
-            some = done[0] > rewritten or is_portable(guard, self._facts.is_whole)
+            some = done[0] > rewritten or len(self.left) > left or is_portable(guard, self._facts.is_whole)
             opens = (done[1] > actions or whole) if decision.some else (some and whole)
             fails = body_of(guard) in self._fixed or any(note.rule in _FAILS for note in self.left[left:])
             if decision.some and fails:
@@ -171,6 +172,9 @@ class Decisions(cst.CSTVisitor):
                 self._leave(rule, node, decision)
                 self._unset |= set_in(guard)
 
+        if self._empties(original_node) and self.comments.pop(original_node, []):  # it goes with what it guards
+            line = self._facts.line(original_node)
+            self.left = [note for note in self.left if note.line != line]
         if original_node in self._marks:
             _, actions, left = self._marks[original_node]
             actions = self._done()[1] - actions
@@ -210,10 +214,11 @@ class Decisions(cst.CSTVisitor):
             return replace(decision, reason=keeps), False
         return decision, opens
 
-    def _empties(self, guard: Guard | None) -> bool:
+    def _empties(self, guard: cst.CSTNode | None) -> bool:
         """Return whether all that an `if` guards is removed, so that its answer decides nothing."""
-        lines = guard.body.body if isinstance(guard, cst.If) and isinstance(guard.body, cst.IndentedBlock) else ()
-        gone = [line in self.rewrites and self.rewrites[line].build is removed for line in lines]
+        body = guard.body if isinstance(guard, cst.If) else None
+        lines = body.body if isinstance(body, cst.IndentedBlock) else filter(None, [body])
+        gone = [line in self.rewrites and self.rewrites[line].build in (removed, removed_suite) for line in lines]
         return bool(gone) and all(gone) and cst.ensure_type(guard, cst.If).orelse is None
 
     def _asserts(self, node: cst.CSTNode) -> bool:
@@ -328,7 +333,7 @@ class Decisions(cst.CSTVisitor):
             return
         self.left.append(note)
         chooses = rule.name == "device" and "is_available" in text_of(node)
-        self._split = self._split or chooses or (rule.name in _QUESTIONS and is_split(guard))
+        self._split = self._split or chooses or (rule.name in _QUESTIONS and self._divides(guard, node))
         self._flags |= {self._name_of(node)} - {""} if guard is None and rule.name in _QUESTIONS else set()
         around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
         if rule.name in ("device", "device string") and isinstance(next(around), cst.Assign):
@@ -340,6 +345,10 @@ class Decisions(cst.CSTVisitor):
         comments = self.comments[statement]
         if decision.reason not in comments:
             comments.append(decision.reason)
+
+    def _divides(self, guard: Guard | None, node: cst.CSTNode) -> bool:
+        """Return whether the answer to a question that stays decides where something is, or what a function returns."""
+        return is_split(guard) or lacks_answer(guard, self._facts.function_of(node), self._facts.calls)
 
     def _corrects(self, guard: cst.If) -> bool:
         """Return whether an `if` only replaces a device by the CPU, and the device may stay the vendor's."""

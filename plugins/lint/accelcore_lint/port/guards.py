@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import libcst as cst
 
@@ -91,6 +91,15 @@ def end_of(guard: Guard, parent: Callable[[cst.CSTNode], cst.CSTNode | None]) ->
     block = parent(guard)
     is_early = returns and isinstance(guard, cst.If) and guard.orelse is None and "not " in text_of(guard.test)
     return block if is_early and isinstance(block, (cst.IndentedBlock, cst.Module)) else guard
+
+
+def lacks_answer(guard: Guard | None, function: cst.FunctionDef | None, calls: Iterable[cst.Call]) -> bool:
+    """Return whether a function returns nothing where a condition holds, and the file uses what it returns."""
+    last = last_of(guard)
+    if function is None or not isinstance(last, cst.Return) or (last.value and text_of(last.value) != "None"):
+        return False
+    answers = any(each.value is not None and text_of(each.value) != "None" for each in find(function, cst.Return))
+    return answers and any(text_of(call.func) == function.name.value for call in calls)
 
 
 def set_in(guard: Guard) -> set[str]:

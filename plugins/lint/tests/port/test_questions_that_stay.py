@@ -72,7 +72,8 @@ def test_a_named_question_opens_no_condition_over_what_is_left(guarded, kept):
 @pytest.mark.parametrize(("moved", "kept"), [("model", True), ("torch.ones(2)", False)])
 def test_a_question_stays_if_beside_what_is_left_there_is_only_a_switch(moved, kept):
     source = (
-        "import torch\nimport torch.backends.cudnn as cudnn\n\n\nclass Bank:\n    def cuda(self):\n        return self\n\n\n"
+        "import torch\nimport torch.backends.cudnn as cudnn\n\n\n"
+        "class Bank:\n    def cuda(self):\n        return self\n\n\n"
         f"def run(model):\n    if torch.cuda.is_available():\n        {moved}.cuda()\n        cudnn.benchmark = True\n"
     )
     assert ("if torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept

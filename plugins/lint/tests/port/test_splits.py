@@ -198,3 +198,31 @@ def test_a_choice_stays_if_the_name_in_it_may_be_a_vendors(level, above, choice,
     outcome = port_source(f"import torch\n{above}{choice}", level)
     assert ("torch.cuda.is_available()" in outcome.source) is stays
     assert any("name comes from elsewhere" in note.text for note in outcome.left) is stays
+
+
+@pytest.mark.parametrize(("used", "kept"), [("found()", True), ("other()", False)])
+def test_a_question_stays_if_a_function_returns_nothing_by_one_that_is_left(used, kept):
+    first = f"def chosen(other):\n    if torch.cuda.is_available():\n        torch.cuda.set_device({used}[0])\n"
+    second = (
+        "def found():\n    if not torch.cuda.is_available():\n        return\n    return torch.cuda.utilization(0)\n"
+    )
+    ported = port_source(f"import torch\n\n\n{first}\n\n{second}", Level.ROLES).source
+    assert ("torch.cuda.is_available()" in ported.split("def found")[0]) is kept
+
+
+@pytest.mark.parametrize("more", ["", " and installed"])
+@pytest.mark.parametrize(("other", "kept"), [("x.npu()", False), ("x.npu(), y.npu()", True)])
+def test_branches_for_two_vendors_stay_if_both_would_ask_the_same(other, more, kept):
+    source = (
+        "import torch\n\n\ndef moved(x, y, device, installed):\n    if 'cuda' in device:\n        x.cuda()\n"
+        f"    elif 'npu' in device{more}:\n        {other}\n"
+    )
+    assert ("if 'cuda' in device:" in port_source(source, Level.ROLES).source) is kept
+
+
+def test_a_condition_over_data_parallel_opens_to_all_accelerators():
+    source = (
+        "import torch\n\n\ndef made(net, device):\n    model = net()\n    if device.type == 'cuda':\n"
+        "        model = torch.nn.DataParallel(model)\n    else:\n        model.eval()\n    return model.cuda()\n"
+    )
+    assert 'if device.type != "cpu":' in port_source(source, Level.ROLES).source

@@ -27,9 +27,11 @@ _OPTIONS = re.compile(r"pin_memory|non_blocking|(\w+_)?fused")
 """Options that torch has for every accelerator."""
 _NAMES = re.compile(rf"([\"'])({'|'.join(DEVICES)}|cpu|mps|xpu)\1( if [^\"']* else ([\"'])(cpu|mps|xpu)\4)?")
 """A choice between names of devices without an index."""
+_VENDOR = re.compile(rf"\b({'|'.join(DEVICES)})\b")
 _VENDORS = re.compile(r"(?i)cuda|apex|npu|triton|kernel|extension|fused|\bext\b")
 
 _ASKED = re.compile(r"([\w.]+?)\.(?:is_cuda|is_npu|device\.type == .*)$")
+_TO_HOST = re.compile(r"([\w.]+) *= *\1(\.detach\(\)|\.data)?\.cpu\(\)$")
 _MOVED = re.compile(r"\.cpu\(|\.to\(|device *=")
 
 _OF_DEVICE = re.compile(r"^str\(|\)$|\.type$")
@@ -41,10 +43,26 @@ _CPU = ("'cpu'", '"cpu"')
 def _decide(node: cst.Comparison | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     """Ask the condition of every accelerator, unless the script also runs on one that does not have what it guards."""
     decision = _decide_flag(node, facts) if isinstance(node, cst.Attribute) else _decide_comparison(node, facts)
+    if decision is not None and _has_rival(node, facts):
+        return _left(node)
     waits = isinstance(decision, Left) and decision.retry is not None
     if isinstance(decision, Left) and _needs_host(node, facts):
         return decision.retry or decision
     return _left(node) if waits and facts.names_others and _may_fail(node, facts) else decision
+
+
+def _has_rival(node: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether another branch of an `if` does something else for another vendor: both would ask the same."""
+    around = [each for each in facts.parents(node) if not isinstance(each, cst.BooleanOperation)][:2]
+    for first, other in ((around[0], getattr(around[0], "orelse", None)), (around[-1], around[0])):
+        if isinstance(first, cst.If) and isinstance(other, cst.If) and first.orelse is other:
+            tests, bodies = (
+                [_VENDOR.sub("", text_of(each)) for each in pair]
+                for pair in ((first.test, other.test), (first.body, other.body))
+            )
+            if text_of(first.test) not in text_of(other.test) and tests[0] in tests[1] and bodies[0] != bodies[1]:
+                return True
+    return False
 
 
 def _may_fail(node: cst.CSTNode, facts: Facts) -> bool:
@@ -93,11 +111,14 @@ def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | N
 
 
 def _needs_host(node: cst.Comparison | cst.Attribute, facts: Facts) -> bool:
-    """Return whether an `if` otherwise takes a tensor's memory as an array, which raises an error on all devices.
+    """Return whether an `if` only moves to the CPU, or otherwise takes a tensor's memory as an array.
 
-    The tensor is the one whose device is asked, or torch has made it of that one.
+    That raises an error on all devices. The tensor is the one whose device is asked, or torch has made it of that one.
     """
     guard, asked = facts.parent(node), _ASKED.match(text_of(node))
+    if isinstance(guard, cst.If) and guard.test is node and guard.orelse is None:
+        lines = guard.body.body if isinstance(guard.body, cst.IndentedBlock) else ()
+        return bool(lines) and all(_TO_HOST.match(text_of(line)) for line in lines)
     other = guard.orelse if isinstance(guard, cst.If) and guard.test is node else None
     if asked is None or not isinstance(other, cst.Else) or not isinstance(other.body, cst.IndentedBlock):
         return False
@@ -110,7 +131,7 @@ def _needs_host(node: cst.Comparison | cst.Attribute, facts: Facts) -> bool:
         if made is not None and is_made and uses.search(text_of(made)) and not _MOVED.search(text_of(made)):
             names.add(name)
     owner = "|".join(map(re.escape, names))
-    array = re.compile(rf"[\w.]+ *= *({owner})(\.detach\(\)|\.data)*\.numpy\(\)$")
+    array = re.compile(rf"([\w.]+ *= *)?({owner})(\.detach\(\)|\.data)*\.numpy\(\)(\.tofile\(\w+\))?$")
     for line in map(text_of, other.body.body):
         if array.match(line):
             return True
@@ -224,7 +245,8 @@ def _decide_place(node: cst.IfExp, facts: Facts) -> Rewrite | None:
         return None
     tensor = text_of(cst.ensure_type(node.test, cst.Attribute).value)
     is_text = _is_vendor(node.body) and text_of(node.orelse) in _CPU
-    if is_text or (text_of(node.body) == f"{tensor}.get_device()" and text_of(node.orelse)[13:-1] in _CPU):
+    names = (f"{tensor}.get_device()", f"{tensor}.device")
+    if is_text or (text_of(node.body) in names and text_of(node.orelse)[13:-1] in _CPU):
         return whole(node, f"{tensor}.device.type" if is_text else f"{tensor}.device")
     return None
 
@@ -313,12 +335,28 @@ CLASS = Rule(
     ),
 )
 
-IS_CUDA = Rule("is_cuda", "`x.is_cuda`, if all that it guards is rewritten", (cst.Attribute,), _decide, ())
+IS_CUDA = Rule(
+    "is_cuda",
+    "`x.is_cuda`, if all that it guards is rewritten",
+    (cst.Attribute,),
+    _decide,
+    (
+        Example(Level.ROLES, "if x.is_cuda:\n    x = x.cpu()", 'if x.device.type != "cpu":\n    x = x.cpu()'),
+        Example(
+            Level.ROLES,
+            "if x.is_cuda:\n    copied(x).tofile(f)\nelse:\n    x.numpy().tofile(f)",
+            'if x.device.type != "cpu":\n    copied(x).tofile(f)\nelse:\n    x.numpy().tofile(f)',
+        ),
+    ),
+)
 
 PLACE = Rule(
     "device of a tensor",
     "a choice of a name by `x.is_cuda`",
     (cst.IfExp,),
     _decide_place,
-    (Example(Level.ROLES, "kind = 'cuda' if x.is_cuda else 'cpu'", "kind = x.device.type"),),
+    (
+        Example(Level.ROLES, "kind = 'cuda' if x.is_cuda else 'cpu'", "kind = x.device.type"),
+        Example(Level.ROLES, "home = x.device if x.is_cuda else torch.device('cpu')", "home = x.device"),
+    ),
 )

@@ -27,12 +27,15 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     own = own or (first and facts.is_own(device))
     named = "" if device is None or own or not is_device_name(text_of(device)) else text_of(device)
     named = "0" if first and not own else named  # the process may have another one
+    index = text_of(device) if device is not None and text_of(device).endswith(".index") else ""
+    named = index if is_device_name(index.removesuffix(".index")) else named
     if len(node.args) > 1 or not (own or named):
         return Left(f"{name} of a device of its own")
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
     if own and facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
-    module = f"{facts.torch}.get_device_module({f'{facts.torch}.device({named})' if named not in ('', '0') else ''})"
+    of = f"{facts.torch}.device({named})" if named not in ("", "0", index) else ""
+    module = f"{facts.torch}.get_device_module({of})"
     none = "lambda _: 0" if named else "lambda: 0"  # the CPU's module has no figures, nor has that of MPS
     return whole(node, f'getattr({module}, "{name}", {none})({named})', facts.needs_torch)
 
@@ -47,6 +50,11 @@ MEMORY = Rule(
             Level.TORCH,
             "peak = torch.cuda.max_memory_allocated()",
             'peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)()',
+        ),
+        Example(
+            Level.ROLES,
+            "used = torch.cuda.memory_allocated(device=args.device.index)",
+            'used = getattr(torch.get_device_module(), "memory_allocated", lambda _: 0)(args.device.index)',
         ),
         Example(Level.ROLES, "peak = torch.cuda.max_memory_allocated()", "peak = accel.runtime.memory().peak"),
     ),
