@@ -37,6 +37,7 @@ from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
+from accelcore_lint.port.rules.availability import HIDES
 from accelcore_lint.port.splits import is_idle, is_split, places
 from accelcore_lint.port.syntax import is_import, key_of, loses_comment, reasons_above, text_of
 from accelcore_lint.port.uses import STOPS
@@ -332,7 +333,7 @@ class Decisions(cst.CSTVisitor):
             self.harmless.append(note)
             return
         self.left.append(note)
-        chooses = rule.name == "device" and "is_available" in text_of(node)
+        chooses = (rule.name == "device" and "is_available" in text_of(node)) or decision.reason == HIDES
         self._split = self._split or chooses or (rule.name in _QUESTIONS and self._divides(guard, node))
         self._flags |= {self._name_of(node)} - {""} if guard is None and rule.name in _QUESTIONS else set()
         around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))

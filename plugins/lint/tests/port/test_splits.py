@@ -226,3 +226,18 @@ def test_a_condition_over_data_parallel_opens_to_all_accelerators():
         "        model = torch.nn.DataParallel(model)\n    else:\n        model.eval()\n    return model.cuda()\n"
     )
     assert 'if device.type != "cpu":' in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(("hides", "kept"), [("os.environ['CUDA_VISIBLE_DEVICES'] = args.gpu", True), ("pass", False)])
+def test_the_device_of_a_module_stays_beside_a_flag_under_which_another_file_hides_devices(tmp_path, hides, kept):
+    flag = "args.use_gpu = True if torch.cuda.is_available() and args.use_gpu else False"
+    choice = "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')"
+    files = {
+        "run.py": f"import torch\nfrom chosen import device_of\nfrom options import args\n\n{flag}\n",
+        "chosen.py": (
+            "import os\nimport torch\nfrom nets import Net\n\n\ndef device_of(args):\n    if args.use_gpu:\n"
+            f"        {hides}\n        return torch.device('cuda:0')\n    return torch.device('cpu')\n"
+        ),
+        "nets.py": f"import torch\n\n{choice}\n\n\nclass Net(torch.nn.Module):\n    pass\n",
+    }
+    assert (choice in program(tmp_path, files)["nets.py"].source) is kept

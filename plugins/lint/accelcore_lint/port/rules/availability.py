@@ -23,7 +23,7 @@ from accelcore_lint.port.walk import find
 
 _LEFT = "a condition on one vendor's device: what it guards is left"
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
-_HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
+HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
 _GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
@@ -177,7 +177,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     if flag in facts.known.asked:
         return Left(facts.known.asked[flag], node.children)
     if flag in facts.known.hiding - flags_that_hide(facts.code):
-        return Left(_HIDES, node.children)
+        return Left(HIDES, node.children)
     if _is_given_away(whole_test, facts):
         return Left(_GIVEN, node.children)
     if whole_test is node and isinstance(assign, cst.Assign) and holder is assign:
