@@ -35,7 +35,7 @@ PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA
 _GPU = re.compile(r"[\"']gpu[\"']")
 """The name by which other packages, such as DALI and Lightning, choose a vendor's device."""
 
-_EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b")
+_EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b|^\w+ = [\w.]+\.(get_device\(\)|device)$")
 _CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
 _SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
 """Statements that end a test without a failure."""

@@ -341,6 +341,11 @@ IS_CUDA = Rule(
     (cst.Attribute,),
     _decide,
     (
+        Example(
+            Level.ROLES,
+            "if x.is_cuda:\n    home = x.get_device()",
+            'if x.device.type != "cpu":\n    home = x.get_device()',
+        ),
         Example(Level.ROLES, "if x.is_cuda:\n    x = x.cpu()", 'if x.device.type != "cpu":\n    x = x.cpu()'),
         Example(
             Level.ROLES,
