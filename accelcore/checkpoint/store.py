@@ -95,17 +95,24 @@ def after_steps(folder: Path, steps: int) -> Path:
 def beneath(folder: Path) -> str:
     """Return up to five folders in `folder`, or one below, that have checkpoints, for a message."""
     inside = [*folder.glob("*/"), *folder.glob("*/*/")]
-    found = sorted(path for path in inside if path.is_dir() and checkpoints(path))
+    found = sorted(path for path in inside if _has_checkpoints(path))
     return ", ".join(map(str, found[:5]))
 
 
 def similar(folder: Path) -> Path | None:
     """Return the folder of checkpoints above `folder`, or beside it with a similar name but for the number of a run."""
-    if checkpoints(folder.parent):
+    if _has_checkpoints(folder.parent):
         return folder.parent
-    word, found = re.sub(r"\d+", "", folder.name), (path for path in folder.parent.glob("*/") if checkpoints(path))
+    word, found = re.sub(r"\d+", "", folder.name), filter(_has_checkpoints, folder.parent.glob("*/"))
     near = nearest(folder.name, (path.name for path in found if re.sub(r"\d+", "", path.name) != word))
     return None if near is None else folder.with_name(near)
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    try:
+        return bool(checkpoints(folder))
+    except OSError:  # such as another user's folder in /tmp
+        return False
 
 
 def no_checkpoint(folder: Path, remedy: str) -> CheckpointError:

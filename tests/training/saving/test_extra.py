@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -155,6 +156,20 @@ def test_a_first_start_beside_a_folder_of_a_similar_name_is_a_warning_that_names
     (record,) = caplog.records
     assert record.levelname == level
     assert (f"did you mean one of these? {tmp_path / (saved or '')}" in record.message) == (level == "WARNING")
+
+
+def test_a_first_start_beside_a_folder_that_this_user_may_not_read(accel, tmp_path, monkeypatch):
+    (tmp_path / "frist").mkdir()
+    read = Path.iterdir
+
+    def iterdir(folder):  # tests may run as root, who may read everything
+        if folder.name == "frist":
+            raise PermissionError(13, "Permission denied")
+        return read(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert make(accel).resume(tmp_path / "first") is None
+    assert make(accel).resume(tmp_path) is None
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
