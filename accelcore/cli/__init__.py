@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.debug:
             traceback.print_exc()
         elif isinstance(error, click.ClickException):
-            if getattr(error, "option_name", None) in _COUNTS_OF_RANKS:
+            options = ctx.command.params if (ctx := getattr(error, "ctx", None)) else []
+            is_count = getattr(error, "option_name", None) in _COUNTS_OF_RANKS
+            if is_count and any("--nproc" in option.opts for option in options):
                 error.possibilities = ["--nproc"]  # type: ignore[attr-defined]  # click names --node-rank
             error.show()
         else:

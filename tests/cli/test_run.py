@@ -191,6 +191,7 @@ def here(machine, monkeypatch):
         (["run", "--devise", "cpu", "script.py"], "--device"),
         (["run"], "SCRIPT"),
         (["run", "--ranks", "2", "script.py"], "Did you mean '--nproc'?"),
+        (["doctor", "--devices", "2"], "Did you mean '--deep'?"),
         (["run", "-m", "nothing.main"], "there is no module 'nothing.main'"),
         (["run", "-m", ""], "there is no module ''"),
         (["sing"], "sing"),
