@@ -101,7 +101,7 @@ class FiniteCheck:
     def _bad_losses(self) -> list[tuple[int, float]]:
         if not self.losses:
             return []
-        flat = [loss.detach().float().reshape(()).to(self.losses[0][1].device) for _, loss in self.losses]
+        flat = [loss.detach().reshape(()).to(self.losses[0][1].device) for _, loss in self.losses]
         values = zip((step for step, _ in self.losses), torch.stack(flat).tolist(), strict=True)  # one copy to the host
         return [each for each in values if not math.isfinite(each[1])]
 

@@ -192,3 +192,11 @@ def test_a_loss_that_is_nan_and_changes_no_parameter_is_reported_once(accel, tmp
     assert trainer.model[0].weight.isfinite().all()
     (said,) = [record.getMessage() for record in caplog.records if "losses" in record.getMessage()]
     assert "losses are NaN or inf, the first of step 1: nan. The parameters are finite" in said
+
+
+def test_a_loss_in_fp64_that_fp32_cannot_hold_is_finite(accel, tmp_path, caplog):
+    trainer = make(accel, model=plain().double(), loss=lambda m, b: m(b[0].double()).square().mean() * 1e60)
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    list(map(trainer, data(3)))
+    trainer.save(tmp_path)
+    assert not [record for record in caplog.records if "losses" in record.getMessage()]
