@@ -42,7 +42,8 @@ class Plan:
     exact: dict[int, Tensor] = field(default_factory=dict)
     # for each fp32 master in the groups of a torch optimizer, by its id, the model's parameter (`Bind`)
     masters: dict[int, nn.Parameter] = field(default_factory=dict)
-    saved_trained: list[str] | None = None  # what a checkpoint's run trained, from the resume to the first step
+    # From a resume to the first step: parameters that only one of the two runs trained, and whether the saved run did.
+    otherwise_trained: dict[str, bool] | None = None
     forward: Callable[..., Any] = field(init=False)  # the model to call (`Replicate`, `Compile`)
     compiled: Compiled | None = None  # the compiled model; None if `compile` was not asked for
     captured: CapturedStep | None = None  # captures steps; None if `graph=True` was not asked for

@@ -385,7 +385,7 @@ class Trainer(Suggests, Checkpoints):
         if begins or self._window.is_last:
             self._step.check_unchanged(trains=True)
         self._number_step(self._window.micro + 1)
-        if self._plan.saved_trained is not None:
+        if self._plan.otherwise_trained is not None:
             warn_if_others_trained(self._plan)
         if begins and not self._window.steps:
             if self.backend.collectives.world_size > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,8 @@ class TrainedPart(Part):
         names = saved.shared.get(self.name)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
-        what = _other_trained(self.plan, names)
+        differing = {name: name in names for name in {slot.name for slot in self.plan.gradients.slots} ^ set(names)}
+        what = _other_trained(self.plan, differing)
         if what and as_dict(saved.own.get("window"), "window", "micro")["micro"]:
             raise CheckpointError(
                 what,
@@ -94,13 +95,16 @@ class TrainedPart(Part):
                 remedy=f"{saved.between_windows()}. Or freeze or unfreeze as that run had, and call trainer.refresh() "
                 "before the resume. To avoid this, save where trainer.window_closed is True",
             )
-        return lambda: setattr(self.plan, "saved_trained", names)
+        return lambda: setattr(self.plan, "otherwise_trained", differing or None)
 
 
 def warn_if_others_trained(plan: Plan) -> None:
-    """Log that the first step after a resume trains other parameters than the run that saved the checkpoint."""
-    what = _other_trained(plan, plan.saved_trained or ())
-    plan.saved_trained = None
+    """Log that the first step after a resume trains other parameters than the run that saved the checkpoint.
+
+    A parameter that was the same at the resume was changed since: the script may unfreeze it for an epoch that begins.
+    """
+    what = _other_trained(plan, plan.otherwise_trained or {})
+    plan.otherwise_trained = None
     if what and plan.backend.collectives.rank == 0:
         logger.warning(
             "%s: the results differ from those of the run that saved it. If that is not meant, freeze or unfreeze as "
@@ -110,12 +114,14 @@ def warn_if_others_trained(plan: Plan) -> None:
         )
 
 
-def _other_trained(plan: Plan, names: Collection[str]) -> str:
-    differing = {slot.name for slot in plan.gradients.slots} ^ set(names)
+def _other_trained(plan: Plan, saved: Mapping[str, bool]) -> str:
+    """Return a text on the parameters that are trained and were not, or the reverse; `saved`: whether they were."""
+    now = {slot.name for slot in plan.gradients.slots}
+    differing = [name for name, was in saved.items() if was != (name in now)]
     if not differing:
         return ""
     name = min(differing)
-    what = f"{name!r} is " + ("frozen now, and was trained" if name in names else "trained now, and was not")
+    what = f"{name!r} is " + ("frozen now, and was trained" if saved[name] else "trained now, and was not")
     return f"{what} when the checkpoint was saved (parameters that differ: {len(differing)})"
 
 

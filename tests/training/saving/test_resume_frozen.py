@@ -83,6 +83,17 @@ def test_a_change_as_in_the_saved_run_gives_its_losses_and_no_warning(accel, tmp
     assert not caplog.records
 
 
+@pytest.mark.parametrize("change", [{"b": True}, {"c": False, "a": True}])
+def test_a_change_for_an_epoch_that_begins_after_the_checkpoint_gives_no_warning(accel, tmp_path, caplog, change):
+    expected = saved(accel, tmp_path, change)
+    caplog.clear()
+    run = Run(accel)
+    run.trainer.resume(tmp_path)
+    run.change(**change)
+    assert run.train() == expected
+    assert not caplog.records
+
+
 def test_masters_are_exact_if_the_checkpoint_is_resumed_again(accel, tmp_path):
     options = {"precision": accelcore.Policy(model_dtype=torch.bfloat16)}
     expected = saved(accel, tmp_path, {"b": True}, {}, **options)
