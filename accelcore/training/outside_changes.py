@@ -233,22 +233,34 @@ class SharedParameters:
         """
         if self.left is None:
             return
-        parameter, updates, gradient, version = self.left
+        parameter, updates, *_ = self.left
         if parameter._version != updates and not counted and not self._warned:
             self._warned = True
             logger.warning(
                 "the parameters have changed between two calls of trainer.backward(...), and trainer.update() was not "
                 "called: call it instead of optimizer.step()"
             )
-        now = parameter.grad
-        is_changed = now is not gradient or gradient._version != version
-        found = (to_local(grad) for each in self._parameters if (grad := each.grad) is not None)
-        if now is None or (is_changed and not any(grad.any() for grad in found)):
+        if self._is_cleared():
             raise TrainingError(
                 "the gradients of a window were cleared before its update",
                 why="zero_grad() was called, and the trainer adds gradients up until the window's update",
                 remedy="remove optimizer.zero_grad() and model.zero_grad(): each window begins without gradients",
             )
+
+    def warn_if_zero(self) -> None:
+        """Log that the script wrote to the gradients, and that all are 0. The loss, too, may have given them."""
+        if self.left is not None and self.left[0].grad is not None and self._is_cleared():
+            logger.warning(
+                "all gradients of the first update are 0: it trains nothing. If zero_grad(set_to_none=False) was "
+                "called after trainer.backward(loss), remove it: each window begins without gradients"
+            )
+
+    def _is_cleared(self) -> bool:
+        assert self.left is not None
+        parameter, _, gradient, version = self.left
+        is_changed = parameter.grad is not gradient or gradient._version != version
+        found = (to_local(grad) for each in self._parameters if (grad := each.grad) is not None)
+        return is_changed and not any(grad.any() for grad in found)
 
     def _first_foreign(self) -> Slot | None:
         """Return the first parameter that has a gradient of a foreign backward pass, if there is one."""

@@ -183,8 +183,8 @@ class Step:
         self.shared.acquire()
         try:
             self.shared.check_foreign()
-            if loss is None and self._window.steps.bit_count() < 2:  # rarely: it waits if the script clips in place
-                self.shared.check_left(counted=True)
+            if loss is None and not self._window.steps and self._warns:  # once, because it may wait for the device
+                self.shared.warn_if_zero()
             if not updated:
                 self.update_parameters(full=full)
             if self._captured:
