@@ -218,8 +218,11 @@ class Schedule:
         self.check()
         done = _last_epoch(self.scheduler)
         has_ended = self.updates is not None and done is not None and done >= self.updates
-        rates = (group["lr"] for group in self._optimizer.param_groups)
-        self._idle = self._idle + 1 if all(isinstance(lr, float) and lr <= 0 for lr in rates) else 0  # no tensor: waits
+        self._idle += 1
+        for group in self._optimizer.param_groups:  # `all` takes three times as long
+            if not isinstance(group["lr"], float) or group["lr"] > 0:  # to read a tensor waits
+                self._idle = 0
+                break
         if self._idle == 10 and warns and not self._has_warned:  # a schedule may end a few updates before the training
             self._has_warned = True
             logger.warning(
