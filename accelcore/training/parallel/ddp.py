@@ -21,6 +21,7 @@ from accelcore.training.parallel.strategy import (
     broadcast_buffers,
     check_no_launcher,
 )
+from accelcore.util.text import first_line
 
 
 class DDP(Strategy):
@@ -48,7 +49,16 @@ class DDP(Strategy):
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {sync: False, "gradient_as_bucket_view": True}
-        self._ddp = DistributedDataParallel(self._module, device_ids=_device_ids(self.device), **options)
+        try:
+            self._ddp = DistributedDataParallel(self._module, device_ids=_device_ids(self.device), **options)
+        except RuntimeError as error:
+            if not any(map(torch.is_complex, self._parameters)):
+                raise
+            raise UnsupportedError(  # torch 2.7 over gloo
+                "DistributedDataParallel cannot take complex parameters here",
+                why=first_line(error),
+                remedy='choose parallel="combine_ddp"',
+            ) from error
         broadcast_buffers(self.collectives, model)
         # A hook lives as long as its parameter. So it holds no reference to the replica.
         self._arrived, self._ran = [], [False]
