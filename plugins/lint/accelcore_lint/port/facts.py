@@ -201,19 +201,19 @@ class Facts(DeviceNumbers):
         for outer in self.parents(node):
             if isinstance(outer, cst.FunctionDef):
                 return False
-            if isinstance(outer, (cst.If, cst.IfExp)) and inner is outer.body and self._implies(outer.test):
+            if isinstance(outer, (cst.If, cst.IfExp)) and inner is outer.body and self.implies(outer.test):
                 return True
             if isinstance(outer, cst.BooleanOperation) and inner is outer.right:
-                found = isinstance(outer.operator, cst.And) and self._implies(outer.left)
+                found = isinstance(outer.operator, cst.And) and self.implies(outer.left)
                 if found:
                     return True
             inner = outer
         return False
 
-    def _implies(self, test: cst.BaseExpression) -> bool:
+    def implies(self, test: cst.BaseExpression) -> bool:
         """Return whether there is an accelerator wherever a condition is true."""
         if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
-            return self._implies(test.left) or self._implies(test.right)
+            return self.implies(test.left) or self.implies(test.right)
         if isinstance(test, cst.Name):
             given = any(re.search(rf"\b{test.value}\b", text) for text in _LOOPS.findall(self.code))
             given = given or self.is_given(test.value, test)

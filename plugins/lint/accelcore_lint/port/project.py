@@ -97,7 +97,7 @@ class Known:
             on, and why: the file is not ported, or the lines move objects of the project's own.
         typed: functions and their parameters that are always a type of one vendor's tensors.
         uses: what the project needs of the original's objects; the words are those of `uses_in`. "copied": the file's
-            program saves or copies an optimizer itself.
+            program saves or copies an optimizer itself. "scaled_below": a file that it imports makes a scaler.
         loads: the words in the conditions above each line of the project that loads the state of a scaler.
     """
 
@@ -243,6 +243,7 @@ def _known_of_each(
     flagged = {path: found & off for path, found in flagged.items()}
     rest = {path for path, text in texts.items() if uses.TAKES_REST.search(text)}
     copying = {path for path, text in scripts.items() if uses.copies_optimizer(text)}
+    scaling = {path for path, text in scripts.items() if "GradScaler(" in text}
     meeting = _by_name(own, texts)
     known_of = {}
     for path, (files, users) in edges.items():
@@ -262,7 +263,9 @@ def _known_of_each(
             keeps_questions=next((kept[each] for each in (path, *sorted(files | users)) if each in kept), "")
             or _flagged(path, {*files, *users}, flagged, texts)
             or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
-            uses=known.uses | (set() if copying.isdisjoint(files | users) else {"copied"}),
+            uses=known.uses
+            | (set() if copying.isdisjoint(files | users) else {"copied"})
+            | (set() if scaling.isdisjoint(files) else {"scaled_below"}),
             asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )
     return known_of

@@ -1,6 +1,8 @@
 """A question that stays and decides where something is: the others of its program stay, too."""
 
+import port_runs
 import pytest
+import torch
 from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.port_command import ported_together
 from accelcore_lint.port.project import read_project
@@ -148,6 +150,77 @@ def test_a_scaler_is_off_on_the_cpu_where_gradients_are_read_as_it_scales_them(b
     made = "accel.scaler.create()"
     made = made if at_roles else f'{made} if accel.device.type != "cpu" else accel.scaler.none()'
     assert f"scaler = {made}\n" in ported
+
+
+HALF = """import torch
+
+torch.manual_seed(0)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+net = torch.nn.Linear(4, 1).to(device)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e7)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(3):
+    x = torch.full((8, 4), 1e-4).to(device)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(x).float().mean() * 1e-4
+    scaler.scale(loss).backward()
+    {reads}
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    print("loss", loss.item())
+    print("loss", read)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize(
+    "reads", ["read = net.weight.grad.sum().item()", "read = clip_grad_norm_(net.parameters(), 1.0).item()"]
+)
+def test_gradients_that_are_read_as_they_are_scaled_do_not_vanish_on_the_cpu(monkeypatch, level, reads):
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    source = HALF.format(reads=reads.replace("clip", "torch.nn.utils.clip"))
+    expected = port_runs.losses(source)
+    assert 0.0 not in expected
+    assert port_runs.losses(port_source(source, level).source) == pytest.approx(expected, rel=1e-5, abs=0.0)
+
+
+OFF = ', enabled=accel.device.type != "cpu"'
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "becomes"),
+    [
+        ("GradScaler()", "", ""),
+        ("GradScaler()\nclip_grad_norm_(w, 1.0)", "", OFF),
+        ("GradScaler()\nclip_grad_norm_(w, 1.0)", "enabled=amp", f"{OFF} and amp"),
+        ("GradScaler()\nclip_grad_norm_(w, 1.0)", "enabled=False", ", enabled=False"),
+        ("GradScaler()\nscaler.unscale_(o)\nclip_grad_norm_(w, 1.0)", "", ""),
+        ("GradScaler(enabled=dev.type == 'cuda')", "", OFF),
+        ("GradScaler(enabled=torch.cuda.is_available())", "", OFF),
+        ("GradScaler(enabled=amp)", "enabled=amp", ", enabled=amp"),
+        ("GradScaler() if torch.cuda.is_available() else None", "", OFF),
+    ],
+)
+def test_autocast_is_off_on_the_cpu_where_the_scaler_is(made, given, becomes):
+    source = f"import torch\nfrom torch.cuda.amp import GradScaler, autocast\n\nscaler = {made}\n"
+    ported = port_source(f"{source}with autocast({given}):\n    y = net(x)\n", Level.ROLES).source
+    assert f"with accel.autocast(torch.float16{becomes}):\n" in ported
+    guarded = f"{source}if torch.cuda.is_available():\n    with autocast({given}):\n        y = net(x)\n"
+    given = f", {given}" if given else ""
+    assert f"with accel.autocast(torch.float16{given}):\n" in port_source(guarded, Level.ROLES).source
+
+
+@pytest.mark.parametrize(("imports", "becomes"), [("from loop import Loop", OFF), ("import json", "")])
+def test_autocast_of_a_script_is_off_on_the_cpu_beside_a_scaler_of_a_module(tmp_path, imports, becomes):
+    loop = "import torch\n\n\nclass Loop:\n    def __init__(self):\n        self.scaler = torch.cuda.amp.GradScaler()\n"
+    train = f"import torch\n{imports}\n\nwith torch.cuda.amp.autocast():\n    y = net(x)\n"
+    made = program(tmp_path, {"train.py": train, "loop.py": loop, "other.py": "import loop\n"}, Level.ROLES)
+    assert "enabled=current_device.type != " in made["loop.py"].source
+    assert f"with accel.autocast(torch.float16{becomes}):\n" in made["train.py"].source
 
 
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])

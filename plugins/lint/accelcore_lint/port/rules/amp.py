@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.syntax import arguments, text_of
+from accelcore_lint.port.syntax import argument, arguments, text_of
+from accelcore_lint.port.vendors import DEVICES
 
 _OF_DEVICE = {"torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast"}
 _GENERIC = {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
 _CUSTOM = {
     f"torch.cuda.amp.{module}{name}": name for module in ("", "autocast_mode.") for name in ("custom_fwd", "custom_bwd")
 }
+
+_SCALER = re.compile(r"torch\.(?:\w+\.)*GradScaler")
+_OF_TYPE = re.compile(rf"== *[\"'](?:{'|'.join(DEVICES)})[\"']")
 
 _MADE_ONCE = "an autocast that is made before the CPU's own may be turned on: make and enter it in a `with` statement"
 
@@ -31,13 +37,17 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left("arguments of autocast that are not known")
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
-    with_backend = facts.place.can_choose(node) and "cache_enabled" not in given
+    can_choose = facts.place.can_choose(node)
+    unscaled = can_choose and _lacks_scale_on_cpu(facts)
+    with_backend = can_choose and "cache_enabled" not in given and not (unscaled and "autocast" in facts.uses_of)
     test = ""
     if not with_backend and _is_made_once(node, facts) and "autocast" in facts.uses_of and not facts.guards(node):
         return Left(_MADE_ONCE)
     if with_backend:
         func = f"{facts.place.backend(node)}.autocast"
         first = []
+        if unscaled and not (facts.guards(node) or ("enabled" in given and facts.implies(given["enabled"].value))):
+            test = is_on(facts, facts.place.kind(node))
     else:
         func = f"{facts.torch}.autocast"
         first = [facts.place.kind(node)]
@@ -63,6 +73,21 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
     return Rewrite(build, claims=gone, imports=facts.needs_torch)
+
+
+def _lacks_scale_on_cpu(facts: Facts) -> bool:
+    """Return whether a scaler of the script is off on the CPU: autocast there would compute in float16 without one.
+
+    A scaler that an imported module makes is: the module has no backend.
+    """
+    scalers = [call for call in facts.calls if _SCALER.fullmatch(facts.name(call.func) or "")]
+    tests = [test for call in scalers if (test := argument(call, "enabled")) is not None]
+    return (
+        "scaled" in facts.uses_of
+        or (not scalers and "scaled_below" in facts.uses_of)
+        or any(facts.guards(call) or not facts.place.can_choose(call) for call in scalers)
+        or any(facts.implies(test) or _OF_TYPE.search(text_of(test)) for test in tests)
+    )
 
 
 def _is_made_once(node: cst.Call, facts: Facts) -> bool:
