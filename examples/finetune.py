@@ -67,7 +67,10 @@ def run(args: argparse.Namespace) -> None:
         accel.runtime.seed(0)
         path = args.weights or pretrain(accel, args.output / "pretrained", args.pretraining)
         is_safe = path.suffix == ".safetensors"
-        weights = load_file(path) if is_safe else torch.load(path, map_location=accel.device, weights_only=True)
+        try:
+            weights = load_file(path) if is_safe else torch.load(path, map_location=accel.device, weights_only=True)
+        except Exception as error:  # noqa: BLE001  # a damaged file raises errors of many classes
+            sys.exit(f"--weights {path} cannot be read: {type(error).__name__}: {error}".splitlines()[0])
         accel.runtime.seed(0)  # again: pretraining drew numbers, if it ran
         model = Network(kinds=8)
         body = {name.removeprefix("body."): weight for name, weight in weights.items() if name.startswith("body.")}

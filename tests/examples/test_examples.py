@@ -230,3 +230,12 @@ def test_a_fine_tuned_model_resumes_after_its_body_was_unfrozen(run, tmp_path):
     last = [max((folder / "finetuned").glob("step-*")) / "model.safetensors" for folder in (whole, stopped)]
     assert torch.equal(load_file(last[0])[body], load_file(last[1])[body])
     assert not torch.equal(load_file(last[0])[body], load_file(weights)[body])
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pth"])
+def test_weights_that_are_damaged_are_one_line(run, tmp_path, ending):
+    damaged = tmp_path / f"damaged.{ending}"
+    damaged.write_bytes(b"\x9c" * 64)
+    error = run("finetune.py", "--output", tmp_path, "--weights", damaged, code=1).stderr
+    assert f"damaged.{ending} cannot be read" in error.splitlines()[-1]
+    assert "Traceback" not in error
