@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Compiler(ABC):
         """Raise ConfigurationError if `compile` would refuse the options."""
 
     @abstractmethod
-    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+    def compile(self, module: nn.Module, options: Mapping[str, Any] = MappingProxyType({})) -> Compiled:
         """Compile `module` with options of the compiler (for torch.compile: `mode`, `dynamic`, `fullgraph`...).
 
         `{"backend": name}` chooses a declared compiler. If compilation fails, here or in the first forward pass, the
@@ -70,7 +71,7 @@ class Compiler(ABC):
 class NoCompiler(Compiler):
     """Compiler of a backend that declares none."""
 
-    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+    def compile(self, module: nn.Module, options: Mapping[str, Any] = MappingProxyType({})) -> Compiled:
         raise UnsupportedError("this backend declares no compiler", remedy="remove compile")
 
 
@@ -90,7 +91,7 @@ class TorchCompiler(Compiler):
         if self._missing() is None:
             _compile(nn.Identity(), options)
 
-    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+    def compile(self, module: nn.Module, options: Mapping[str, Any] = MappingProxyType({})) -> Compiled:
         reason = self._missing()
         if draws_on_host():
             reason = 'compiled modules draw other random numbers than runtime.seed(..., same="everywhere") promises'

@@ -8,6 +8,7 @@ import shutil
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,7 @@ class CudaCompiler(TorchCompiler):
         super().__init__(avoids=(MIX_ORDER_REDUCTION,))
         self._compute, self._rocm = compute, rocm
 
-    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+    def compile(self, module: nn.Module, options: Mapping[str, Any] = MappingProxyType({})) -> Compiled:
         own = _without_mix_order_reduction(options) if MIX_ORDER_REDUCTION.applies else options
         compiled = super().compile(module, own)  # refuses unknown options; compiles at the first call
         compiled.overwrites = replays_graphs(options)

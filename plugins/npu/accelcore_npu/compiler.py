@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class NpuCompiler(TorchCompiler):
     def check(self, options: Mapping[str, Any]) -> None:
         super().check({"backend": next(iter(installed_compilers()), "eager"), **options})
 
-    def compile(self, module: nn.Module, options: Mapping[str, Any]) -> Compiled:
+    def compile(self, module: nn.Module, options: Mapping[str, Any] = MappingProxyType({})) -> Compiled:
         wanted = options.get("backend")
         if wanted is not None and wanted not in _BACKENDS:
             return super().compile(module, options)
