@@ -223,11 +223,12 @@ class Schedule:
             if not isinstance(group["lr"], float) or group["lr"] > 0:  # to read a tensor waits
                 self._idle = 0
                 break
-        if self._idle == 10 and warns and not self._has_warned:  # a schedule may end a few updates before the training
+        if self._idle == 10 and warns and not (self._has_warned or self._is_meant):  # it may end a few updates early
             self._has_warned = True
             logger.warning(
                 "10 updates in a row have trained nothing: no learning rate is above 0 after %s steps of the schedule. "
-                'Make it for the number of updates, or step it yourself: accel.trainer(..., schedule_by="script")',
+                'Make it for the number of updates, or step it yourself: accel.trainer(..., schedule_by="script"). '
+                'If it is right, give schedule_by="window", which ends this warning',
                 done,
             )
         if has_ended and warns and not self._has_warned:

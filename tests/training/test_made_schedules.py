@@ -314,12 +314,17 @@ def test_a_scheduler_for_another_number_of_steps_is_reported_unless_it_was_asked
         assert all(word in line for line in lines)
 
 
-@pytest.mark.parametrize(("last", "warns"), [(4, True), (15, True), (19, False), (0, False)])
-def test_updates_at_a_learning_rate_of_0_are_reported(accel, caplog, last, warns):
+@pytest.mark.parametrize(
+    ("last", "by", "warns"),
+    [(4, None, True), (15, None, True), (19, None, False), (0, None, False), (4, "window", False)],
+)
+def test_updates_at_a_learning_rate_of_0_are_reported(accel, caplog, last, by, warns):
     model = nn.Linear(3, 2)
     optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
     falls = LambdaLR(optimizer, lambda done: max(last - done, 0) / last if last else done)
-    trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).mean(), scheduler=falls)
+    trainer = accel.trainer(
+        model, optimizer, loss=lambda model, rows: model(rows).mean(), scheduler=falls, schedule_by=by
+    )
     for _ in range(25):
         trainer(torch.ones(2, 3))
     found = [each.message for each in caplog.records if "no learning rate is above 0" in each.message]
