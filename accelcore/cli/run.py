@@ -24,7 +24,7 @@ from accelcore.cli.options import (
 )
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe_error, hooks_of, only_one
-from accelcore.devices.request import parse, requested_device
+from accelcore.devices.request import requested_device
 from accelcore.devices.select import check_installed, rank_count
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
 from accelcore.util.text import shown
@@ -107,7 +107,7 @@ def run(
     if device:  # an empty one counts as unset, as in ACCEL_DEVICE and select()
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
-        parse(asked, "ACCEL_DEVICE")
+        check_installed(asked, "ACCEL_DEVICE")
     nproc = _number_of_ranks(nproc, device, emulated=emulate is not None)
     if machines:
         _check_machines(machines, environ)

@@ -75,12 +75,13 @@ def test_the_option_goes_before_the_variable_which_stays_without_it(machine):
     assert echoed(machine.run("run", "script.py"))["device"] == "", "empty means unset"
 
 
-def test_a_variable_that_is_no_device_is_found_before_the_script_starts(machine):
+@pytest.mark.parametrize(("asked", "nproc"), [("auto,cpu", "2"), ("moon", "1")])
+def test_a_variable_that_is_no_device_is_found_before_the_script_starts(machine, asked, nproc):
     machine.write("script.py", "raise AssertionError('it was started')")
-    machine.variables["ACCEL_DEVICE"] = "auto,cpu"
-    done = machine.run("run", "--nproc", "2", "script.py")
+    machine.variables["ACCEL_DEVICE"] = asked
+    done = machine.run("run", "--nproc", nproc, "script.py")
     assert done.returncode == 64
-    assert "ACCEL_DEVICE='auto,cpu'" in done.stderr
+    assert f"ACCEL_DEVICE={asked!r}" in done.stderr
     assert "Traceback" not in done.stderr
 
 
