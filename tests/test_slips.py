@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accelcore
-from accelcore.errors import ConfigurationError, UnknownBackendError
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, UnknownBackendError
 
 
 def test_a_device_of_torchs_is_taken():
@@ -165,3 +165,61 @@ def test_names_of_other_libraries_say_what_to_write(accel):
         with pytest.raises(AttributeError, match=rf"no attribute {name!r}; write .*{re.escape(write)}"):
             getattr(owner, name)
         assert not hasattr(owner, "nothing_of_that_name")
+
+
+def _loss(model, batch):
+    return model(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)], _loss), r"\.mean\(function\)"),
+        (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(_loss), "_loss(.|\n)*lambda batch: "),
+        (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean("loss"), "a str(.|\n)*lambda batch: "),
+        (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: None), "returned None"),
+        (lambda accel, trainer: next(trainer.batches("data")), "a str is not a loader"),
+        (lambda accel, trainer: trainer.save("unused", keep_last=2), r"save has no option 'keep_last'(.|\n)*keep="),
+        (lambda accel, trainer: trainer.resume("no/step-00000042"), r"step-00000042(?!(.|\n)*replay)"),
+        (lambda accel, trainer: accelcore.Log("unused").write({"acc": 1}), r"write\(accuracy="),
+        (lambda accel, trainer: accelcore.Trainer(trainer.model, trainer.optimizer), r"accel\.trainer\(model, "),
+        (lambda accel, trainer: accel.join().mean([1, 2, 3]), r"a list(.|\n)*torch\.tensor\("),
+        (lambda accel, trainer: accel.optimizers.fastest("adamw"), r"'adamw'(.|\n)*create\("),
+        (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, total_steps=5), "total_steps=5.*sched"),
+        (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, parallel="lr"), "available: .*'ddp'"),
+    ],
+)
+def test_a_call_of_another_form_says_what_to_write(accel, tmp_path, monkeypatch, call, says):
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 1)
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=_loss)
+    with pytest.raises((CheckpointError, ConfigurationError, TrainingError, accelcore.UnsupportedError), match=says):
+        call(accel, trainer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_number_of_updates_alone_is_for_observers(accel):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert accel.trainer(model, optimizer, total_steps=5, observers=[accelcore.Progress()]).total_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"inputs": torch.ones(2, 2)}, r"'inputs'(.|\n)*these items; or .*batch\[\"x\"\]"),
+        ({"x": torch.ones(2, 2)}, r"no \"loss\"(.|\n)*'logits'(.|\n)*labels"),
+    ],
+)
+def test_a_model_called_by_names_that_gives_no_loss_says_which_names_there_are(accel, batch, says):
+    class Named(torch.nn.Linear):
+        def forward(self, x, labels=None):
+            return {"logits": super().forward(x)}
+
+    model = Named(2, 1)
+    with pytest.raises(TrainingError, match=says):
+        accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1))(batch)
+
+
+def test_a_compiler_needs_no_options(accel):
+    assert callable(accel.compiler.compile(torch.nn.Linear(2, 1)).module)

@@ -299,9 +299,7 @@ class Checkpoint:
         self.path = path
         if not path.is_dir():
             siblings = ", ".join(sibling.name for sibling in checkpoints(path.parent)[-3:])
-            remedy = (
-                "" if siblings else "give the folder of an earlier save; a replay needs what the recorded run resumed"
-            )
+            remedy = "" if siblings else "give the folder of an earlier save, or restore it from a copy"
             raise CheckpointError(f"there is no checkpoint {path}", available=siblings, remedy=remedy)
         try:
             self.manifest = verify(path, share)

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.errors import DistributedError, logger
+from accelcore.errors import ConfigurationError, DistributedError, logger
 from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
-from accelcore.util.text import Suggests
+from accelcore.util.text import Suggests, kind_of
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -158,6 +158,10 @@ class Job(Suggests):
 
         Each rank has the same weight. If ranks have seen different numbers of rows, `gather` the values of all rows.
         """
+        if isinstance(value, list | tuple):
+            raise ConfigurationError(
+                f"job.mean was given {kind_of(value)}", remedy="give a number, or torch.tensor(values)"
+            )
         if not isinstance(value, Tensor):
             return float(self.mean(torch.tensor(value, dtype=torch.float64)).item())
         if value.is_complex():

@@ -213,6 +213,9 @@ class Optimizers(Suggests):
         """
         if isinstance(optimizer, RoutedOptimizer):
             return optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            remedy = 'for a new one by its fastest route: accel.optimizers.create("adamw", parameters, lr=...)'
+            raise ConfigurationError(f"fastest(...) was given {optimizer!r}, not an optimizer", remedy=remedy)
         name = name_of(type(optimizer))
         if name is None or name not in self._routes:
             logger.warning(

@@ -50,17 +50,20 @@ class LossOfModel:
         except TypeError as error:
             if bound(self._forward, *listed, **named) is not None:
                 raise
-            raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
+            raise _no_loss_given(f"the model cannot be called with this batch: {error}", named=bool(named)) from error
         if isinstance(returned, Tensor) and returned.numel() != 1:
-            raise _no_loss_given(f"the model returned a tensor of shape {tuple(returned.shape)}, not a scalar")
+            shape = tuple(returned.shape)
+            raise _no_loss_given(f"the model returned a tensor of shape {shape}, not a scalar", named=bool(named))
         return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
 
 
-def _no_loss_given(what: str) -> TrainingError:
+def _no_loss_given(what: str, *, named: bool) -> TrainingError:
     return TrainingError(
         what,
         why="loss= was not given to accel.trainer(...), so the model gets the batch and has to return its loss",
-        remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+        remedy='rename these items; or pass loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])'
+        if named
+        else "pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
     )
 
 
@@ -72,15 +75,16 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
         return returned[0], returned[1]
     if isinstance(returned, Mapping) and "loss" in returned:
         loss = returned["loss"]
-    elif hasattr(returned, "loss"):
-        loss = returned.loss
+    elif isinstance(returned, Mapping) or hasattr(returned, "loss"):
+        loss = getattr(returned, "loss", None)
     else:
         return returned, None
     if loss is None:
         raise TrainingError(
-            f"the {type(returned).__name__} that was returned has a loss of None",
-            why="such a model computes its loss only if the batch has labels",
-            remedy="put the labels into the batch",
+            f'the {type(returned).__name__} that was returned has no "loss", or None',
+            why="many models compute it only if the batch has labels",
+            available=", ".join(map(repr, returned)) if isinstance(returned, Mapping) else "",
+            remedy=f"put the labels into the batch, or return {_FORMS_OF_LOSS}",
         )
     return loss, returned
 

@@ -82,7 +82,8 @@ class TrainerOptions(TypedDict, total=False):
             the loader.
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
             updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
-        total_steps: number of updates of the whole training; None: computed from `trainer.epochs(n)` and the loader.
+        total_steps: number of updates of the whole training, for a scheduler or observers, such as `Progress`. It does
+            not end the training. None: computed from `trainer.epochs(n)` and the loader.
         schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.
             `"script"`: the script calls `scheduler.step()`, such as after each epoch, or with a metric for
             ReduceLROnPlateau. Under `"window"` a script that does so gets an error. A scheduler made for epochs, such
@@ -187,7 +188,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
                 remedy=meant if " " in meant else did_you_mean(meant, known, "remove it, or use an available option"),
             )
         word = value.__name__ if isinstance(value, type) else value
-        if name == "parallel" and isinstance(word, str) and word in _WORDS:
+        if name == "parallel" and isinstance(word, str) and _WORDS.get(word) in ("ddp", "fsdp"):
             raise ConfigurationError(f"{name}={word!r} is unknown", remedy=f"did you mean {name}={_WORDS[word]!r}?")
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
@@ -240,6 +241,11 @@ def check_values(options: TrainerOptions) -> None:
         (isinstance(graph, bool), f"graph={graph!r} is not True or False", "give one of them"),
         (nonfinite_fits, f"on_nonfinite={nonfinite!r} is unknown", 'give "raise", "skip" or None'),
         (updates_fit, f"total_steps={updates!r} is not a number of updates", "give 1 or more, or None"),
+        (
+            updates is None or options["scheduler"] is not None or observers,
+            f"total_steps={updates!r} has no effect without a scheduler",
+            'give scheduler="cosine", or remove it; to end the training there, break when trainer.steps reaches it',
+        ),
         # It is read more than once.
         (isinstance(observers, Sequence), f"observers is {kind_of(observers)}, not a list", "pass observers=[...]"),
     ):
@@ -249,8 +255,11 @@ def check_values(options: TrainerOptions) -> None:
         raise ConfigurationError("clip= and clip_norm= were both given", remedy="give one of them")
 
 
-def check_arguments(model: Any, optimizer: Any) -> None:
+def check_arguments(backend: Any, model: Any, optimizer: Any) -> None:
     """Raise ConfigurationError unless `model` is an nn.Module, and `optimizer` an optimizer."""
+    if isinstance(backend, nn.Module):
+        remedy = "make it by accel = accelcore.select(), and accel.trainer(model, optimizer, ...)"
+        raise ConfigurationError("accelcore.Trainer(...) was given a model first, not a backend", remedy=remedy)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"the model is {_shown(model)}, not an nn.Module",

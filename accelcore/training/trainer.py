@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _numbers = count()
+_MISSING: Any = None  # a default, so that `check_arguments` names what is wrong
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
@@ -81,13 +82,13 @@ class Trainer(Suggests, Checkpoints):
     """
 
     def __init__(
-        self, backend: Backend, model: nn.Module, optimizer: Optimizer, **options: Unpack[TrainerOptions]
+        self, backend: Backend, model: nn.Module, optimizer: Optimizer = _MISSING, **options: Unpack[TrainerOptions]
     ) -> None:
         super().__init__()
+        check_arguments(backend, model, optimizer)
         given = complete(with_trial(options))
         given["precision"] = preset_name(given["precision"], backend)
         given["fp32"] = fp32_mode(given["fp32"], backend)
-        check_arguments(model, optimizer)
         model = unwrapped(model, given, warns=backend.collectives.rank == 0)
         check_loss(given["loss"], model)
         self._name = type(model).__name__  # "fsdp" gives the model a class of torch's
@@ -157,8 +158,7 @@ class Trainer(Suggests, Checkpoints):
     @property
     def total_steps(self) -> int | None:
         """Number of windows of the whole training: as given, or from `epochs(n)` and the last loader; or None."""
-        given = self._options["total_steps"]
-        return self._stream.total_steps(self.accumulate) if given is None else given
+        return self._options["total_steps"] or self._stream.total_steps(self.accumulate)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -241,7 +241,7 @@ class Trainer(Suggests, Checkpoints):
         self.flush()
         self._step.end_epoch(began)
 
-    def evaluate(self, loader: Iterable[Any]) -> Evaluation:
+    def evaluate(self, loader: Iterable[Any], *more: NoReturn) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
 
         `trainer.evaluate(loader).mean(function)` is the mean of `function(batch)` over all rows of all ranks.
@@ -256,6 +256,8 @@ class Trainer(Suggests, Checkpoints):
                 all must read it in the same order. If the model is sharded, a rank with more batches than others is an
                 error.
         """
+        if more:
+            raise ConfigurationError("evaluate takes only a loader", remedy="trainer.evaluate(loader).mean(function)")
         self._step.check_failure()
         together = self._plan.strategy.layout == "shards"
         return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader, together=together)

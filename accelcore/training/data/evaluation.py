@@ -19,6 +19,7 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import Agreement
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import rows, tensors
+from accelcore.util.text import bound, kind_of
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -57,6 +58,9 @@ class Evaluation(Batches):
                 differ in dimension 0.
             ConfigurationError: there are no rows at all.
         """
+        if not callable(function) or bound(function, None) is None:
+            name, remedy = getattr(function, "__name__", kind_of(function)), "pass lambda batch: loss(model, batch)"
+            raise ConfigurationError(f"mean({name}) is not given a function of the batch alone", remedy=remedy)
         totals: dict[str, list[Tensor]] = defaultdict(list)
         counts: dict[str, int] = defaultdict(int)
         square: dict[str, int] = {}  # for each name, the n of results of shape (n, n); 0 if one has another shape
@@ -103,6 +107,8 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
             why="a scalar counts as the mean over the batch's rows",
             remedy="return one value for each row, such as predicted == target without .sum()",
         )
+    if value is None:
+        raise TrainingError("the function returned None for a batch", remedy="return one value for each row")
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
     if value.dim():

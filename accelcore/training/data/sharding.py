@@ -118,7 +118,7 @@ _COPIED = (
 def check_loader(loader: object) -> None:
     """Raise ConfigurationError for a dataset, a tensor of rows, or another value that does not yield batches."""
     of_rows = isinstance(loader, Tensor) or (isinstance(loader, Dataset) and not isinstance(loader, IterableDataset))
-    if of_rows or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+    if of_rows or isinstance(loader, str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         what = "yields rows, not batches" if of_rows else "is not a loader of batches"
         raise ConfigurationError(f"{kind_of(loader)} {what}", remedy="pass DataLoader(dataset, batch_size=...)")
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class Log(Meter):
             self._report()
             self._flush()
 
-    def write(self, **values: float | Tensor) -> None:
+    def write(self, *more: NoReturn, **values: float | Tensor) -> None:
         """Write a line of figures of your own, such as `accuracy=0.9`, at the present step. Any rank may call it.
 
         Args:
@@ -130,6 +130,8 @@ class Log(Meter):
             ConfigurationError: a value has a name of the log's own figures, or is not a number; or the log was given to
                 no trainer.
         """
+        if more:
+            raise ConfigurationError("log.write takes named values only", remedy="log.write(accuracy=0.9), or **values")
         found = {name: item(value) for name, value in values.items()}
         for name, value in found.items():
             if name in _OWN:

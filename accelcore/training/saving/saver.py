@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
 import torch
@@ -81,6 +81,7 @@ class Checkpoints(ABC):
         best: float | Tensor | None = None,
         mode: str | None = None,
         extra: Mapping[str, Any] | None = None,
+        **unknown: NoReturn,
     ) -> Path:
         """Save a new checkpoint in `folder`, named by the number of steps, from which training resumes.
 
@@ -99,6 +100,8 @@ class Checkpoints(ABC):
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
         """
+        for name in unknown:
+            raise ConfigurationError(f"trainer.save has no option {name!r}", available="keep=, best=, mode=, extra=")
         if keep is not None and not is_whole(keep, 1):
             raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
         if extra is not None and not isinstance(extra, Mapping):
@@ -223,8 +226,7 @@ class Checkpoints(ABC):
             raise store.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
         if rank == 0:
             meant = store.beneath(folder) or store.similar(folder)
-            hint = f" (did you mean one of these? {meant})" if meant else ""
-            log = logger.warning if hint else notice
+            log, hint = (logger.warning, f" (did you mean one of these? {meant})") if meant else (notice, "")
             log("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
         return None
 
