@@ -11,12 +11,11 @@ torch.manual_seed(manualSeed)
 ngpu = 1
 nz = 4
 accel = accelcore.select()
-device = torch.device(accel.device.type if (accel.device.type != "cpu" and ngpu > 0) else "cpu")
+device = torch.device(str(accel.device) if (accel.device.type != "cpu" and ngpu > 0) else "cpu")
 
 netG = nn.Sequential(nn.Linear(nz, 16), nn.ReLU(), nn.Linear(16, 6)).to(device)
 netD = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1), nn.Sigmoid()).to(device)
-# TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
-if (device.type == 'cuda') and (ngpu > 1):
+if (device.type != "cpu") and (ngpu > 1):
     # TODO(accelcore): DataParallel drives several devices from one process: start one for each, and use DistributedDataParallel
     netG = nn.DataParallel(netG, list(range(ngpu)))
 

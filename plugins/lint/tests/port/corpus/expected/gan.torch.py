@@ -15,8 +15,7 @@ device = torch.device(accelerator.type if (torch.accelerator.is_available() and 
 
 netG = nn.Sequential(nn.Linear(nz, 16), nn.ReLU(), nn.Linear(16, 6)).to(device)
 netD = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1), nn.Sigmoid()).to(device)
-# TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
-if (device.type == 'cuda') and (ngpu > 1):
+if (device.type != "cpu") and (ngpu > 1):
     # TODO(accelcore): DataParallel drives several devices from one process: start one for each, and use DistributedDataParallel
     netG = nn.DataParallel(netG, list(range(ngpu)))
 

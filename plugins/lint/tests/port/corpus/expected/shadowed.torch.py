@@ -25,6 +25,7 @@ def g():
     return torch.cuda.is_available()
 
 
+# TODO(accelcore): a word for one vendor's devices that no rule knows: see what other devices need here
 cuda = {"cuda": 1}
 # TODO(accelcore): this file defines a method cuda, which may be the one that is called
 print(Camera().cuda(), f(torch_like), g(), cuda["cuda"], f"cuda {1}")
