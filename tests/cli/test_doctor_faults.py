@@ -33,9 +33,7 @@ def test_those_of_the_installed_versions_and_of_usable_backends_are_shown(machin
     }  # fmt: skip
     avoided = sum(not fault["instead"].startswith("nothing") for fault in report["faults"])
     count = len(report["faults"])
-    assert (
-        f"\nknown kernel bugs: {count}. accelcore avoids {avoided} of them; the other {count - avoided} affect " in text
-    )
+    assert f"\nknown kernel bugs: {count}; {avoided} are avoided, {count - avoided} others affect " in text
     assert "not set (" not in text, "nor does it count variables that are not set"
     assert "it adds wrongly" not in text, "the first command of a newcomer lists no bugs"
     assert text.index("known kernel bugs") < text.index("\nselect()\n"), "the choice and the verdict come last"

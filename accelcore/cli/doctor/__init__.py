@@ -127,9 +127,9 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
             yield 2, str(autoload), ""
     if diagnosis.faults:
         left = sum(str(fault["instead"]).startswith(CANNOT_AVOID) for fault in diagnosis.faults)
-        found = f"{len(diagnosis.faults)}. accelcore avoids {len(diagnosis.faults) - left} of them"
+        found = f"{len(diagnosis.faults)}; {len(diagnosis.faults) - left} are avoided"
         yield 0, "", ""
-        yield 0, f"known kernel bugs: {found}; the other {left} affect rare calls (--json lists all)", ""
+        yield 0, f"known kernel bugs: {found}, {left} others affect rare calls (--json: all)", ""
     yield from _headed("select()")
     yield from _selection(diagnosis.selection)
     yield 0, "", ""
