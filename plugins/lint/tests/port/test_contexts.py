@@ -256,6 +256,8 @@ def test_a_model_whose_state_is_saved_is_wrapped_in_a_job_of_one_rank_as_well():
     saved = port_source(source.format("state_dict"), Level.ROLES).source
     assert "DistributedDataParallel(net.to(accel.device), device_ids=[accel.device] if accel.device.type" in saved
     assert "accel.replicate(net.to(accel.device))" in port_source(source.format("cost"), Level.ROLES).source
+    part = source.format("cost").replace("net = torch", "model.parts(lambda net: torch").replace("rank])", "rank]))")
+    assert "DistributedDataParallel(net.to(accel.device), device_ids=[accel" in port_source(part, Level.ROLES).source
 
 
 def test_a_module_that_imports_torch_late_does_not_choose_a_device_when_it_is_imported():

@@ -107,6 +107,7 @@ def test_seeds_of_the_host_stay_as_they_are():
         ("before = copy.deepcopy(optimizer.state_dict())", 0),
         ("torch.save(dict(schedule=scheduler), path)", 1),
         ("print(optimizer)", 0),
+        ("net.share_memory()", 1),  # other processes read its parameters where they are
     ],
 )
 def test_an_optimizer_that_is_saved_or_copied_itself_stays(line, kept):

@@ -40,7 +40,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if module.startswith("torch.optim") and kind in _TORCHS and facts.level is not Level.TORCH:
         given = arguments(node, *_TORCHS[kind])
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
-        stays = facts.engine is not None or "optimizer" in facts.uses_of or _is_copied(node, facts)
+        # Flat memory would take parameters out of the memory that other processes read.
+        stays = facts.engine is not None or "optimizer" in facts.uses_of or ".share_memory(" in facts.code
+        stays = stays or _is_copied(node, facts)
         if given is None or "params" not in given or stays:
             return None
         try:

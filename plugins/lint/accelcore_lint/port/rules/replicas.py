@@ -84,7 +84,8 @@ def _needs_wrapper(facts: Facts, node: cst.Call) -> bool:
     made = facts.parent(node)
     names = [text_of(target.target) for target in made.targets] if isinstance(made, cst.Assign) else []
     saved = (rf"(?<![\w.]){re.escape(name)}\.(load_)?state_dict\(" for name in names)
-    return "wrapper" in facts.uses_of or any(re.search(pattern, facts.code) for pattern in saved)
+    # Without a name it may be a part of a model, whose state has the name of the wrapper in its keys.
+    return not names or "wrapper" in facts.uses_of or any(re.search(pattern, facts.code) for pattern in saved)
 
 
 def _where_there_is_one(facts: Facts, node: cst.Call, given: list[cst.Arg]) -> Rewrite | Left:
