@@ -24,53 +24,6 @@ __all__ = ["Autocast", "Contexts", "Precision", "TorchPrecision"]
 Context = AbstractContextManager[object]
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
-
-
-class _Repeated:
-    """Context that can be entered several times at once, also by several threads: each entry makes a new context."""
-
-    def __init__(self, create: Callable[[], Context]) -> None:
-        self._create, self._entered = create, local()
-        self._first = [create()]  # raises now what the first entry would raise
-
-    def __enter__(self) -> object:
-        try:
-            context = self._first.pop()
-        except IndexError:  # it was entered, here or in another thread
-            context = self._create()
-        returned = context.__enter__()
-        self._entered.__dict__.setdefault("contexts", []).append(context)
-        return returned
-
-    def __exit__(self, *error: object) -> bool | None:
-        context: Any = self._entered.contexts.pop()
-        swallows: bool | None = context.__exit__(*error)
-        return swallows
-
-
-class Autocast(_Repeated):
-    """Context of a backend's autocast. As a decorator, it makes each call of a function run in a context of its own.
-
-    It can be entered several times at once: calls may be recursive, or run in several threads. Generators and
-    coroutines are refused, because code that runs between their parts would be cast, too.
-    """
-
-    def __call__(self, function: F) -> F:
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_kind(function) for is_kind in kinds):
-            raise ConfigurationError(
-                f"autocast cannot decorate the generator or coroutine {getattr(function, '__name__', function)!s}",
-                why="autocast would also hold outside of it, between its parts",
-                remedy="enter `with accel.autocast():` inside of it, around parts without yield or await",
-            )
-
-        @wraps(function)
-        def call(*arguments: Any, **options: Any) -> Any:
-            with self._create():
-                return function(*arguments, **options)
-
-        return call  # type: ignore[return-value]
 
 
 class Precision(ABC):
@@ -195,6 +148,52 @@ class TorchPrecision(Precision):
                 f"there is no autocast table {name!r} on {self._device_type}",
                 available=", ".join(self._capabilities.autocast_tables),
             )
+
+
+class _Repeated:
+    """Context that can be entered several times at once, also by several threads: each entry makes a new context."""
+
+    def __init__(self, create: Callable[[], Context]) -> None:
+        self._create, self._entered = create, local()
+        self._first = [create()]  # raises now what the first entry would raise
+
+    def __enter__(self) -> object:
+        try:
+            context = self._first.pop()
+        except IndexError:  # it was entered, here or in another thread
+            context = self._create()
+        returned = context.__enter__()
+        self._entered.__dict__.setdefault("contexts", []).append(context)
+        return returned
+
+    def __exit__(self, *error: object) -> bool | None:
+        context: Any = self._entered.contexts.pop()
+        swallows: bool | None = context.__exit__(*error)
+        return swallows
+
+
+class Autocast(_Repeated):
+    """Context of a backend's autocast. As a decorator, it makes each call of a function run in a context of its own.
+
+    It can be entered several times at once: calls may be recursive, or run in several threads. Generators and
+    coroutines are refused, because code that runs between their parts would be cast, too.
+    """
+
+    def __call__(self, function: F) -> F:
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in kinds):
+            raise ConfigurationError(
+                f"autocast cannot decorate the generator or coroutine {getattr(function, '__name__', function)!s}",
+                why="autocast would also hold outside of it, between its parts",
+                remedy="enter `with accel.autocast():` inside of it, around parts without yield or await",
+            )
+
+        @wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self._create():
+                return function(*arguments, **options)
+
+        return call  # type: ignore[return-value]
 
 
 class Contexts:
