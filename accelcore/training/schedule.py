@@ -53,7 +53,7 @@ class Schedule:
     updates: int | None = None  # the number of updates that it was made for; None if it was given, or is not made yet
 
     def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy | None, warmup: float = 0) -> None:
-        self._is_meant = by is not None  # the script says what is counted: no warning of the schedule's length
+        self._by_is_given = by is not None  # the script says what is counted: no warning of the schedule's length
         by = by or "window"
         if by not in get_args(ScheduleBy):
             raise ConfigurationError(
@@ -72,15 +72,16 @@ class Schedule:
                 "ReduceLROnPlateau needs a metric, which the trainer does not have",
                 remedy='set schedule_by="script", and call scheduler.step(metric) yourself',
             )
-        self.scheduler, self.by = None if self._make else scheduler, by
-        self._optimizer, self._compared = optimizer, self._make is None
-        self._steps = scheduler is not None and by == "window"
-        self._stays, self._has_warned = isinstance(scheduler, str), scheduler == "constant"
-        self._is_compared = self._stays  # with the number of epochs; a schedule by name fits
+        self.scheduler, self.by, self._optimizer = None if self._make else scheduler, by, optimizer
+        self._steps_by_window = scheduler is not None and by == "window"
+        self._is_named = isinstance(scheduler, str)
+        self._updates_are_checked = self._make is None  # by `check_updates`
+        self._length_is_checked = self._is_named  # by `warn_of_length`; a schedule by name fits
+        self._has_warned = scheduler == "constant"  # of a schedule and a training that do not end together
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         self._idle = 0  # updates in a row without a learning rate above 0
-        self._is_unknown = scheduler is None  # until `warn_if_unknown` has warned
+        self._may_be_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
             expect_no_step(optimizer)  # a trainer may update without calling `step`
 
@@ -104,7 +105,7 @@ class Schedule:
 
     def check_updates(self, updates: int | None) -> None:
         """Make the scheduler, or compare it with the number of updates, once; None: the number is unknown."""
-        if self._compared or updates == 0:  # an empty loader raises next
+        if self._updates_are_checked or updates == 0:  # an empty loader raises next
             return
         if updates is None and self.scheduler is None:
             raise ConfigurationError(
@@ -116,13 +117,13 @@ class Schedule:
             self.make(updates)
         elif updates not in (None, self.updates):
             raise _another_length(ConfigurationError, self.updates, updates, self._checkpoint)
-        self._compared = True
+        self._updates_are_checked = True
 
     def warn_of_length(self, epochs: int | None, updates: int | None) -> None:
         """Log once that the scheduler seems to be made for another number of steps than that of the updates."""
-        if self._is_compared or self._is_meant or not (self._steps and epochs and updates):
+        if self._length_is_checked or self._by_is_given or not (self._steps_by_window and epochs and updates):
             return
-        self._is_compared = True
+        self._length_is_checked = True
         if (
             _length(self.scheduler) > updates
             or 0 < _end(self.scheduler) < updates * (1 if isinstance(self.scheduler, OneCycleLR) else 0.9)
@@ -140,7 +141,7 @@ class Schedule:
     def warn_if_cut(self) -> None:
         """Log once that the epochs have ended, if the schedule is far from its end or was never stepped."""
         done = _last_epoch(self.scheduler)
-        length = self.updates or (_length(self.scheduler) if self._steps and not self._is_meant else 0)
+        length = self.updates or (_length(self.scheduler) if self._steps_by_window and not self._by_is_given else 0)
         if done is None or self._has_warned or not (done < 0.9 * length or (self.by == "script" and not done)):
             return
         self._has_warned = True
@@ -188,8 +189,8 @@ class Schedule:
 
         torch's schedulers, except ReduceLROnPlateau, write `initial_lr` into the optimizer's groups.
         """
-        if self._is_unknown and any("initial_lr" in group for group in self._optimizer.param_groups):
-            self._is_unknown = False
+        if self._may_be_unknown and any("initial_lr" in group for group in self._optimizer.param_groups):
+            self._may_be_unknown = False
             logger.warning(
                 "the optimizer has a scheduler that the trainer does not know: the checkpoint lacks its state, and a "
                 "resumed run starts it again. Give it to the trainer: accel.trainer(..., scheduler=scheduler, "
@@ -212,7 +213,7 @@ class Schedule:
 
         The script may do anything to the scheduler before the first window ends.
         """
-        if not self._steps:
+        if not self._steps_by_window:
             return
         assert self.scheduler is not None, "a window needs a scheduler that is made"
         self.check()
@@ -223,7 +224,7 @@ class Schedule:
             if not isinstance(group["lr"], float) or group["lr"] > 0:  # to read a tensor waits
                 self._idle = 0
                 break
-        if self._idle == 10 and warns and not (self._has_warned or self._is_meant):  # it may end a few updates early
+        if self._idle == 10 and warns and not (self._has_warned or self._by_is_given):  # it may end a few updates early
             self._has_warned = True
             logger.warning(
                 "10 updates in a row have trained nothing: no learning rate is above 0 after %s steps of the schedule. "
@@ -240,7 +241,7 @@ class Schedule:
                 " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)),
             )
         try:
-            if not (has_ended and self._stays):
+            if not (has_ended and self._is_named):
                 self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
@@ -290,10 +291,10 @@ def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
             why="from a name or a function, the trainer makes a scheduler, and steps it after each update",
             remedy='make the scheduler yourself, or leave schedule_by="window"',
         )
-    return lambda optimizer, updates: _make(make, optimizer, updates, warmup)
+    return lambda optimizer, updates: _with_warmup(make, optimizer, updates, warmup)
 
 
-def _make(make: Make, optimizer: Optimizer, updates: int, warmup: float) -> LRScheduler:
+def _with_warmup(make: Make, optimizer: Optimizer, updates: int, warmup: float) -> LRScheduler:
     """Make a scheduler: a linear rise over the first `warmup` updates, if there are any, and then `make`'s."""
     rising = warmup if isinstance(warmup, int) else round(warmup * updates)
     if rising >= updates:
