@@ -107,10 +107,7 @@ def without_backward(loss: Tensor) -> Tensor:
     return loss
 
 
-UNTREATED = "gradients of loss.backward() are neither scaled, weighted nor averaged over ranks"
-
-
-def no_loss(loss: object) -> TrainingError:
+def unusable_loss(loss: object) -> TrainingError:
     """Return the error for a value that backward cannot start from."""
     if not isinstance(loss, Tensor):
         without = ", without .item()" if isinstance(loss, float) else ""
@@ -131,35 +128,6 @@ def no_loss(loss: object) -> TrainingError:
         f"the loss depends on no trained parameter{off}",
         remedy="look for torch.no_grad(), detach() or frozen parameters between the parameters and the loss; and for a "
         "loop over trainer.evaluate(loader) around this call, or one that was left by break and kept in a variable",
-    )
-
-
-def wrong_update() -> TrainingError:
-    """Return the error for `trainer.update()` without `trainer.backward(loss)` before it."""
-    return TrainingError(
-        "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
-        why=UNTREATED,
-        remedy="remove it after trainer(batch), which updates the parameters by itself. Otherwise call "
-        "trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it",
-    )
-
-
-def no_gradient() -> TrainingError:
-    """Return the error for a window in which no parameter received a gradient."""
-    return TrainingError(
-        "no parameter received a gradient in this window",
-        remedy="look for frozen parameters, for zero_grad() after trainer.backward(loss), or for a loss of another "
-        "model: loss(model, batch) must call the model that it gets; a loop of your own must call trainer.forward",
-    )
-
-
-def no_update(when: str) -> TrainingError:
-    """Return the error for gradients that no update has used until `when`."""
-    return TrainingError(
-        f"{when}, and trainer.update() was not called before: the trainer has changed no weight",
-        why="trainer.backward(loss) only adds gradients up",
-        remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
-        "epoch, make the trainer with accumulate=len(loader) as well",
     )
 
 

@@ -14,11 +14,12 @@ from accelcore.errors import TrainingError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import to_local
-from accelcore.training.loss import UNTREATED
 from accelcore.training.observers import Hooks
 
 # Compared in every window, for every parameter: without a Python frame for each.
 _TRAINABLE, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
+
+UNTREATED = "gradients of loss.backward() are neither scaled, weighted nor averaged over ranks"
 
 _thread = threading.local()  # `holder`, in each thread: a weak reference to the parameters that are in use there
 _of_trainers: list[None] = []  # an entry for each trainer that runs a backward pass now, in any thread
@@ -41,7 +42,7 @@ class ModelSnapshot:
         self._trainable = list(map(_TRAINABLE, self._parameters))
         self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
 
-    def check(self, *, warns: bool = False) -> None:
+    def check_known(self, *, warns: bool = False) -> None:
         """Raise TrainingError for a change of the known parameters or the optimizer's groups.
 
         If it `warns`, log once that the model is in evaluation mode.
@@ -67,9 +68,9 @@ class ModelSnapshot:
             raise self._changed()
 
     def check_model(self) -> None:
-        """Do what `check` does, and walk the whole model for new parameters."""
+        """Do what `check_known` does, and walk the whole model for new parameters."""
         self.check_refreshable()
-        self.check()
+        self.check_known()
         # A frozen parameter, too, has to be moved to the device, and to be the same on all ranks.
         if any(name not in self._by_name for name, _ in self._model.named_parameters()):
             raise self._changed()
@@ -276,7 +277,6 @@ class ScriptCalls:
 
     Attributes:
         added: whether a backward pass was added that no micro-batch has counted.
-        began: the steps of all trainers of the job when the epoch began; None after an update, and outside of an epoch.
     """
 
     def __init__(self, optimizer: Optimizer, job: Collectives, accumulate: int) -> None:
@@ -302,11 +302,12 @@ class ScriptCalls:
         """Begin a window, or, if `opened`, continue one."""
         self.added = opened
         self._place: object = None  # in the data, of the first loss of a micro-batch
-        self.began: dict[int, tuple[int, int]] | None = None
+        # The steps of all trainers of the job when the epoch began; None after an update, and outside of an epoch.
+        self._steps_at_epoch: dict[int, tuple[int, int]] | None = None
 
-    def note(self, call: str) -> None:
-        """Note the call that counts a micro-batch, or "" for a backward pass."""
-        self.added = not call
+    def note_update(self, call: str) -> None:
+        """Note the call that counts a micro-batch."""
+        self.added = False
         if self._binding is not None:
             self._binding.updated_by = call
 
@@ -323,15 +324,16 @@ class ScriptCalls:
                 "Without it, both batches count as one",
                 remedy="call trainer.update() after each batch, not only after the last of a window",
             )
-        self._place = place
-        self.note("")
+        self._place, self.added = place, True
+        if self._binding is not None:
+            self._binding.updated_by = ""
 
     def epoch_begins(self) -> None:
-        self.began = dict(self._job.steps)
+        self._steps_at_epoch = dict(self._job.steps)
 
     def warn_if_idle(self) -> None:
         """Log once that no trainer of the job made a step since the epoch began."""
-        if self.began is None or self.began != self._job.steps or self._warned:
+        if self._steps_at_epoch is None or self._steps_at_epoch != self._job.steps or self._warned:
             return
         self._warned = True
         if self._job.rank == 0:

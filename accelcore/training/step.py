@@ -16,16 +16,9 @@ from accelcore.training.agreement import check_replicas
 from accelcore.training.captured import CapturedStep
 from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
-from accelcore.training.loss import (
-    LossOfModel,
-    no_gradient,
-    no_loss,
-    no_update,
-    split_loss,
-    wrong_update,
-)
+from accelcore.training.loss import LossOfModel, split_loss, unusable_loss
 from accelcore.training.observers import tell
-from accelcore.training.outside_changes import ModelSnapshot, ScriptCalls, SharedParameters
+from accelcore.training.outside_changes import UNTREATED, ModelSnapshot, ScriptCalls, SharedParameters
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
@@ -56,8 +49,8 @@ class Step:
         self._find_bad = lambda: first_not_finite(plan.gradients, plan.gradients.of_values())
         self._sets_grad = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers read `grad`
         # `FusedStep` cannot skip an overflow. A graph needs torch's own step, which checks what the graph bakes in.
-        self._captured = plan.captured is not None
-        fused = not self._captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
+        self._is_captured = plan.captured is not None
+        fused = not self._is_captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
         self._fused_step = FusedStep(plan.optimizer) if fused else None  # instead of the optimizer's slower own step
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
@@ -65,7 +58,7 @@ class Step:
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
         self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
-        if self._captured:  # its parameters keep gradients between windows
+        if self._is_captured:  # its parameters keep gradients between windows
             self.shared.watch()
         self.calls = ScriptCalls(plan.optimizer, self._job, window.accumulate)
         self._norm: Tensor | None = None
@@ -143,7 +136,7 @@ class Step:
         self, loss: Tensor, weight: float | Tensor | None, *, outlast: bool, retain_graph: bool = False
     ) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or MARK in loss.__dict__:
-            raise no_loss(loss)
+            raise unusable_loss(loss)
         if weight is None and self._weight is not None:
             raise TrainingError(
                 "a loss has no weight, and this trainer was made with weight=",
@@ -165,7 +158,7 @@ class Step:
             self._strategy.after_backward()
         if self._overwrites and outlast:  # the next call of the model overwrites them, but not a copy
             self._gradients.load_state(self._gradients.state())
-        if outlast and not self._captured:  # a graph holds its gradients itself
+        if outlast and not self._is_captured:  # a graph holds its gradients itself
             self.shared.note_left()
 
     def end_micro_batch(self, loss: Tensor | None = None, *, updated: bool = False) -> bool:
@@ -187,7 +180,7 @@ class Step:
                 self.shared.warn_if_zero()
             if not updated:
                 self.update_parameters(full=full)
-            if self._captured:
+            if self._is_captured:
                 self._scaler.warn()
             if self._world_size > 1:
                 broadcast_buffers(self._job, self._model)
@@ -218,7 +211,7 @@ class Step:
         self.calls.warn_if_idle()
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
-            raise no_update("an epoch has ended")
+            raise _no_update("an epoch has ended")
         if self.is_open and self._warns:
             logger.warning(
                 "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
@@ -229,13 +222,18 @@ class Step:
     def check_saved(self) -> None:
         """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
         if self.is_open and self._window.steps == self._window.micro == 0:
-            raise no_update("trainer.save() was called")
+            raise _no_update("trainer.save() was called")
         self.shared.check_foreign()
 
     def check_update(self) -> None:
         """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
         if not self.calls.added:
-            error = wrong_update()
+            error = TrainingError(
+                "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
+                why=UNTREATED,
+                remedy="remove it after trainer(batch), which updates the parameters by itself. Otherwise call "
+                "trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it",
+            )
             self.drop(error)
             raise error
 
@@ -253,14 +251,19 @@ class Step:
         finally:  # a hook of the optimizer may raise after the masters were updated
             gradients.masters_to_params()
         self._overflow = self._scaler.overflowed if self._listeners.overflow else None
-        self._scaler.update(self._find_bad, captured=self._captured)
+        self._scaler.update(self._find_bad, captured=self._is_captured)
         gradients.clear()
         self._window.forget_weights()
 
     def _check_received(self) -> None:
         if True not in self._gradients.received:
             self._snapshot.check_model()  # if all layers were replaced, this names one
-            raise no_gradient()
+            raise TrainingError(
+                "no parameter received a gradient in this window",
+                remedy="look for frozen parameters, for zero_grad() after trainer.backward(loss), or for a loss of "
+                "another model: loss(model, batch) must call the model that it gets; a loop of your own must call "
+                "trainer.forward",
+            )
 
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:
         """Return the weighted gradients, unscaled if they are clipped or observed; none if they are not read."""
@@ -313,7 +316,7 @@ class Step:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
 
-    def check(self) -> None:
+    def check_can_train(self) -> None:
         """Raise the failure of an earlier step, or DistributedError if the job has another number of ranks now."""
         self.check_failure()
         if self._job.world_size != self._world_size:
@@ -325,15 +328,15 @@ class Step:
     def check_unchanged(self, *, trains: bool = False) -> None:
         """Raise TrainingError, and drop the window, if the known parameters or the optimizer's groups have changed."""
         try:
-            self._snapshot.check(warns=trains and self._warns)
+            self._snapshot.check_known(warns=trains and self._warns)
         except TrainingError:
             if self.is_open:
                 self.discard("the model or the optimizer has changed")
             raise
 
     def check_model(self) -> None:
-        """Do what `check` does; raise TrainingError if model or optimizer have changed."""
-        self.check()
+        """Do what `check_can_train` does; raise TrainingError if model or optimizer have changed."""
+        self.check_can_train()
         self._snapshot.check_model()
 
     def check_refreshable(self) -> None:
@@ -380,3 +383,13 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
+
+
+def _no_update(when: str) -> TrainingError:
+    """Return the error for gradients that no update has used until `when`."""
+    return TrainingError(
+        f"{when}, and trainer.update() was not called before: the trainer has changed no weight",
+        why="trainer.backward(loss) only adds gradients up",
+        remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
+        "epoch, make the trainer with accumulate=len(loader) as well",
+    )

@@ -272,7 +272,7 @@ class Trainer(Suggests, Checkpoints):
             raise ConfigurationError("a trainer takes one batch", remedy="give its parts as a tuple: trainer((x, y))")
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
-        step.calls.note("trainer(batch)")
+        step.calls.note_update("trainer(batch)")
         loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
         step.finite.losses.append((self._window.steps + 1, loss))
         step.end_micro_batch(loss, updated=captured is not None)
@@ -322,7 +322,7 @@ class Trainer(Suggests, Checkpoints):
         """Count a micro-batch, after each batch; update at the end of a window. Return whether a window was closed."""
         self._step.check_failure()
         self._step.check_update()
-        self._step.calls.note("trainer.update()")
+        self._step.calls.note_update("trainer.update()")
         if self._window.is_last:
             self._step.check_unchanged()
             self._number_step(self._window.micro + 1)
@@ -331,7 +331,7 @@ class Trainer(Suggests, Checkpoints):
     def flush(self) -> None:
         """Close a window that is not full, as the mean of its micro-batches. Does nothing if no window is open."""
         if self._window.micro:
-            self._step.check()
+            self._step.check_can_train()
             self._step.check_unchanged()
             self._number_step(self.accumulate)
             self._step.close_window(full=False)
@@ -347,7 +347,7 @@ class Trainer(Suggests, Checkpoints):
                 trainer can then no longer train, on any rank.
             DistributedError: the ranks of the job have made different changes. The trainer can no longer train.
         """
-        self._step.check()
+        self._step.check_can_train()
         self._preparation.repeat(self._step.check_refreshable, self._step.give_up)
         self._prepared()
 
@@ -383,7 +383,7 @@ class Trainer(Suggests, Checkpoints):
 
     def _check_step(self, *, begins: bool) -> None:
         """Check that the trainer can train on a micro-batch, which `begins` a window or not."""
-        self._step.check()
+        self._step.check_can_train()
         if begins or self._window.is_last:
             self._step.check_unchanged(trains=True)
         self._number_step(self._window.micro + 1)
