@@ -121,10 +121,10 @@ class Backend(Suggests):
                 the context switches autocast off.
         """
         from accelcore.precision.policy import autocast_dtype
-        from accelcore.precision.role import Autocast
+        from accelcore.precision.role import Autocast, fastest_dtype
 
         if dtype is not None:
-            dtype = autocast_dtype(dtype, self)
+            dtype = autocast_dtype(dtype, lambda: fastest_dtype(self))
             enabled = enabled and dtype is not None
         return Autocast(partial(self.precision.autocast, dtype, enabled=enabled, table=table))
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError
 from accelcore.scaling.contract import LossScaler
 from accelcore.scaling.dynamic import LossScale, Scalers
@@ -156,12 +155,16 @@ _MEANT = {
 }
 
 
-def preset_name(precision: object, backend: Backend) -> str | Policy:
+Fastest = Callable[[], "torch.dtype | None"]
+"""Function that returns the dtype for `"best"` on a device; None if that is fp32."""
+
+
+def preset_name(precision: object, fastest: Fastest) -> str | Policy:
     """Return the preset's name for a preset, an alias of one, a torch dtype, or `"best"`; a `Policy` as it is."""
     if isinstance(precision, Policy):
         return precision
     if precision == _BEST:
-        precision = _fastest(backend) or torch.float32
+        precision = fastest() or torch.float32
     name = _canonical(precision)
     if name not in _PRESETS:
         raise _unknown(precision, (*_PRESETS, _BEST))
@@ -182,10 +185,10 @@ def skipping(policy: Policy) -> Policy:
     return replace(policy, loss_scale=LossScale(init=scale, min=scale, max=scale))
 
 
-def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | None:
+def autocast_dtype(dtype: torch.dtype | str, fastest: Fastest) -> torch.dtype | None:
     """Return the dtype of a word such as `"bf16"`; None for fp32, also if that is what `"best"` is on the device."""
     if dtype == _BEST:
-        return _fastest(backend)
+        return fastest()
     found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(_canonical(dtype))
     if found is None:
         raise ConfigurationError(
@@ -196,8 +199,8 @@ def autocast_dtype(dtype: torch.dtype | str, backend: Backend) -> torch.dtype | 
     return None if found == torch.float32 else found
 
 
-def fp32_mode(mode: str | None, backend: Backend) -> str | None:
-    """Return `"ieee"`, `"fast"` or None for a trainer's option `fp32`."""
+def fp32_mode(mode: str | None, fast_fp32: str | None) -> str | None:
+    """Return `"ieee"`, `"fast"` or None for a trainer's option `fp32`; `fast_fp32`: as the backend declares it."""
     if mode is not None and mode not in _FP32_MODES:
         raise ConfigurationError(
             f"fp32={mode!r} is not a mode of fp32 products",
@@ -205,7 +208,7 @@ def fp32_mode(mode: str | None, backend: Backend) -> str | None:
             remedy=did_you_mean(str(mode), _FP32_MODES, "remove fp32 to keep torch's setting"),
         )
     if mode == "fast if possible":
-        return None if backend.capabilities.fast_fp32 is None else "fast"
+        return None if fast_fp32 is None else "fast"
     return mode
 
 
@@ -218,12 +221,6 @@ def create_scaler(scalers: Scalers, policy: Policy) -> LossScaler:
     if policy.loss_scale == "dynamic":
         return scalers.create()
     return scalers.create(init=float(policy.loss_scale), dynamic=False)
-
-
-def _fastest(backend: Backend) -> torch.dtype | None:
-    """Return the first declared autocast dtype that the device has hardware for; None if fp32 is fastest."""
-    dtypes: Iterable[torch.dtype] = (getattr(torch, name) for name in backend.capabilities.autocast_dtypes)
-    return next(filter(backend.precision.has_units, dtypes), None)
 
 
 def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:

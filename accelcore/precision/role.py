@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelcore.backend import Capabilities
+from accelcore.backend import Backend, Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.precision.o1.autocast import Region, listed_operators, torch_operators
 from accelcore.precision.o1.table import Treatment
@@ -194,6 +194,12 @@ class Autocast(_Repeated):
                 return function(*arguments, **options)
 
         return call  # type: ignore[return-value]
+
+
+def fastest_dtype(backend: Backend) -> torch.dtype | None:
+    """Return the first declared autocast dtype that the device has hardware for; None if fp32 is fastest."""
+    dtypes = (getattr(torch, name) for name in backend.capabilities.autocast_dtypes)
+    return next(filter(backend.precision.has_units, dtypes), None)
 
 
 class Contexts:

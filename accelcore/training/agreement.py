@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accelcore.backend import Backend
 from accelcore.errors import AccelError, CheckpointError, DistributedError
-from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects, not_all_came, wait_for_ranks
 from accelcore.training.plan import Plan
 from accelcore.util.text import first_line, ranks, repr_of
@@ -27,10 +27,10 @@ _PATIENCE = 30  # seconds; a rank that goes further than a call is found meanwhi
 
 
 class Agreement:
-    """Collective checks of a job: all ranks pass them, or all raise. Tensors on `device` are reduced."""
+    """Collective checks of a backend's job: all ranks pass them, or all raise."""
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
-        self._collectives, self._device = collectives, device
+    def __init__(self, backend: Backend) -> None:
+        self._collectives, self._device = backend.collectives, backend.device
 
     def wait_for_ranks(self, what: str) -> None:
         """Wait until every rank makes the call `what`. Raise an error after the timeout, or if a rank has passed it."""

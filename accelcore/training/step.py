@@ -36,7 +36,7 @@ class Step:
     without a loss scale, the scaler only steps the optimizer.
     """
 
-    def __init__(self, plan: Plan, *, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
+    def __init__(self, plan: Plan, scaler: LossScaler, window: Window, schedule: Schedule) -> None:
         self._forward, self._listeners = plan.forward, plan.listeners
         self._loss, self._weight = plan.options["loss"] or LossOfModel(plan.model), plan.options["weight"]
         self._region, self._arithmetic = plan.contexts.region, plan.contexts.arithmetic
@@ -98,7 +98,7 @@ class Step:
             weight = None if self._weight is None else self._weight(batch)
             self._add_gradients(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
-            self._window.note(error, batch)
+            self._window.annotate(error, batch)
             self.drop(error)
             raise
         loss = loss.detach().clone() if self._overwrites else loss.detach()
@@ -203,40 +203,6 @@ class Step:
         if self._window.steps >= self.finite.due:
             self.finite.window_ended(self._window.steps)
 
-    def end_epoch(self, began: int | None) -> None:
-        """Report gradients and batches that updated nothing, and check that the parameters are finite.
-
-        `began`: the number of steps when the epoch began; None if a window was open then.
-        """
-        self.calls.warn_if_idle()
-        if self.is_open and self._window.steps == began:
-            self.discard("an epoch has ended without trainer.update()")
-            raise _no_update("an epoch has ended")
-        if self.is_open and self._warns:
-            logger.warning(
-                "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
-                "instead of optimizer.step(), and once more after the last batch"
-            )
-        self.finite.check(self._window.steps)
-
-    def check_saved(self) -> None:
-        """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
-        if self.is_open and self._window.steps == self._window.micro == 0:
-            raise _no_update("trainer.save() was called")
-        self.shared.check_foreign()
-
-    def check_update(self) -> None:
-        """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
-        if not self.calls.added:
-            error = TrainingError(
-                "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
-                why=UNTREATED,
-                remedy="remove it after trainer(batch), which updates the parameters by itself. Otherwise call "
-                "trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it",
-            )
-            self.drop(error)
-            raise error
-
     def update_parameters(self, *, full: bool = True) -> None:
         """Update the parameters: the work of the device at the end of a window, which a graph captures."""
         gradients = self._gradients
@@ -315,6 +281,40 @@ class Step:
         else:
             self._window.reset()
         self._strategy.before_forward(self._window.is_last)
+
+    def end_epoch(self, began: int | None) -> None:
+        """Report gradients and batches that updated nothing, and check that the parameters are finite.
+
+        `began`: the number of steps when the epoch began; None if a window was open then.
+        """
+        self.calls.warn_if_idle()
+        if self.is_open and self._window.steps == began:
+            self.discard("an epoch has ended without trainer.update()")
+            raise _no_update("an epoch has ended")
+        if self.is_open and self._warns:
+            logger.warning(
+                "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
+                "instead of optimizer.step(), and once more after the last batch"
+            )
+        self.finite.check(self._window.steps)
+
+    def check_saved(self) -> None:
+        """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
+        if self.is_open and self._window.steps == self._window.micro == 0:
+            raise _no_update("trainer.save() was called")
+        self.shared.check_foreign()
+
+    def check_update(self) -> None:
+        """Raise TrainingError unless `trainer.update()` follows `trainer.backward(loss)`."""
+        if not self.calls.added:
+            error = TrainingError(
+                "trainer.update() was called, and trainer.backward(loss) was not called since the last update",
+                why=UNTREATED,
+                remedy="remove it after trainer(batch), which updates the parameters by itself. Otherwise call "
+                "trainer.backward(loss) instead of loss.backward(), and trainer.update() once after it",
+            )
+            self.drop(error)
+            raise error
 
     def check_can_train(self) -> None:
         """Raise the failure of an earlier step, or DistributedError if the job has another number of ranks now."""

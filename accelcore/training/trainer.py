@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelcore.backend import Backend
 from accelcore.errors import ConfigurationError, logger
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
+from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.data.data_stream import DataStream
@@ -28,7 +29,7 @@ from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.parts import warn_if_others_trained
-from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
+from accelcore.training.saving.saver import Resumable, Saver, Trainings
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
@@ -44,7 +45,7 @@ _MISSING: Any = None  # a default, so that `check_arguments` names what is wrong
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
-class Trainer(Suggests, Checkpoints):
+class Trainer(Suggests, Resumable):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::
@@ -87,8 +88,8 @@ class Trainer(Suggests, Checkpoints):
         super().__init__()
         check_arguments(backend, model, optimizer)
         given = complete(with_trial(options))
-        given["precision"] = preset_name(given["precision"], backend)
-        given["fp32"] = fp32_mode(given["fp32"], backend)
+        given["precision"] = preset_name(given["precision"], lambda: fastest_dtype(backend))
+        given["fp32"] = fp32_mode(given["fp32"], backend.capabilities.fast_fp32)
         model = unwrapped(model, given, warns=backend.collectives.rank == 0)
         check_loss(given["loss"], model)
         self._name = type(model).__name__  # "fsdp" gives the model a class of torch's
@@ -106,7 +107,7 @@ class Trainer(Suggests, Checkpoints):
         self._number = next(_numbers)
         self.aux: Any = None
         self._lacks_autocast = plan.policy.autocast is not None  # until a step of the script's own enters it
-        self._prepared()
+        self._make_step()
         self._schedule.begin(given["total_steps"])
         for listener in plan.listeners.begin:
             listener(proxy(self))
@@ -349,7 +350,7 @@ class Trainer(Suggests, Checkpoints):
         """
         self._step.check_can_train()
         self._preparation.repeat(self._step.check_refreshable, self._step.give_up)
-        self._prepared()
+        self._make_step()
 
     def load(self, path: str | Path, *, optimizer: bool | None = None) -> dict[str, Any]:
         """Load the model from a checkpoint, to begin a new run with it, or from another program's file.
@@ -375,10 +376,8 @@ class Trainer(Suggests, Checkpoints):
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
         return {"": self.saver.state(self.extra if extra is None else extra, writes=extra is not None)}
 
-    def _prepared(self) -> None:
-        self._step = self.saver.step = Step(
-            self._plan, scaler=self.scaler, window=self._window, schedule=self._schedule
-        )
+    def _make_step(self) -> None:
+        self._step = self.saver.step = Step(self._plan, self._scaler, self._window, self._schedule)
         self._step.begin()
 
     def _check_step(self, *, begins: bool) -> None:

@@ -77,7 +77,7 @@ class Window:
             return torch.where(total > 0, total.reciprocal(), 0.0)
         return None if full else self.accumulate / self.micro
 
-    def note(self, error: BaseException, batch: Any) -> None:
+    def annotate(self, error: BaseException, batch: Any) -> None:
         """Add the step and the batch to an error of a micro-batch, where Python shows notes (3.11 or later)."""
         add_note = getattr(error, "add_note", None)  # the error keeps its class: a script may wait for OutOfMemoryError
         if add_note is not None and isinstance(error, Exception):

@@ -175,7 +175,7 @@ def evaluate(
 
     def read() -> Iterator[Any]:
         # A rank alone would see its share of the rows only.
-        Agreement(job, backend.device).wait_for_ranks("trainer.evaluate()")
+        Agreement(backend).wait_for_ranks("trainer.evaluate()")
         with evaluating(model):
             share = shared(partial(rank_0s_rows, collectives=job, device=backend.device))
             for batch in _together(share, job, backend.device) if together else share:

@@ -55,8 +55,8 @@ from accelcore.util.containers import item
 from accelcore.util.text import is_number, is_whole
 
 
-class Checkpoints(ABC):
-    """Save and resume one or several trainings of a process as one.
+class Resumable(ABC):
+    """Base of `Trainer` and `Together`: save and resume one or several trainings of a process as one.
 
     Attributes:
         extra: the dict last given to `save(extra=...)` or read by `resume`; each checkpoint holds it.
@@ -382,7 +382,7 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
 
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
     backend = next(iter(trainings.values())).saver.backend
-    return backend, Agreement(backend.collectives, backend.device)
+    return backend, Agreement(backend)
 
 
 @contextmanager

@@ -7,14 +7,14 @@ from typing import Any
 
 from accelcore.errors import ConfigurationError
 from accelcore.training.saving.parts import ExtraPart
-from accelcore.training.saving.saver import Checkpoints, Saver, Trainings
+from accelcore.training.saving.saver import Resumable, Saver, Trainings
 from accelcore.training.trainer import Trainer
 from accelcore.util.text import kind_of
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
-class Together(Checkpoints):
+class Together(Resumable):
     """Save and resume several trainers as one, such as the two of a GAN.
 
     Example::
@@ -30,7 +30,7 @@ class Together(Checkpoints):
         trainers: trainers of one job, by name. Each trainer has a folder of its name in a checkpoint.
 
     Attributes:
-        extra: as in `Checkpoints`.
+        extra: as in `Resumable`.
 
     Raises:
         ConfigurationError: a value is not a trainer, a trainer has two names, a name cannot be a folder's name, or the

@@ -30,14 +30,13 @@ class Preparation:
 
     def check(self, what: str, first: Callable[[], None] = lambda: None) -> None:
         """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
-        job = self._plan.backend.collectives
-        agreement = Agreement(job, self._plan.backend.device)
+        agreement = Agreement(self._plan.backend)
         agreement.wait_for_ranks(what)
         with agreement.all_or_none("prepare this training", DistributedError):
             first()
             for stage in self._stages:
                 stage.check(self._plan)
-        if job.world_size > 1:
+        if self._plan.backend.collectives.world_size > 1:
             agreement.train_alike(describe(self._plan))
 
     def repeat(self, first: Callable[[], None], give_up: Callable[[str, str, BaseException], None]) -> None:
