@@ -32,31 +32,52 @@ _all: WeakSet[DataStream] = WeakSet()
 
 
 class DataStream:
-    """The batches that a trainer reads, epoch after epoch."""
+    """The batches that a trainer reads, epoch after epoch.
 
-    epoch: int  # the current one, or the next one between two epochs; counted from 0
-    taken: int  # batches that this rank has received in this epoch
-    _resuming: bool
-    _restored: bool  # in the present epoch of `epochs`
-    _seed: int | None
-    _start: dict[str, Tensor]
-    _generators: list[torch.Generator]  # of the loader
-    _generators_start: list[Tensor]
-    _form: dict[str, Any]  # what must be the same if the epoch is continued
-    _source: tuple[Any, Any]
-    _stateful: Any  # the loader of the current loop, if it knows its own position
-    _saved: Any  # the position of such a loader in the checkpoint
-    _given: dict[int, tuple[int, int]] | None  # the steps of all trainers when the loop got its last batch
+    Attributes:
+        epoch: the current one, or the next one between two epochs; counted from 0.
+        taken: batches that this rank has received in this epoch.
+        loop: number of the current loop over the batches: an older loop has lost its position.
+    """
 
     def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
         self._runtime, self._collectives = runtime, collectives
         self._warned = self._warned_untrained = False
         self._keeps_epoch = False  # whether the script has set the epoch
         self.total_epochs: int | None = None
-        self._batches: int | None = None
-        self.loop = 0  # number of the current loop over the batches: an older loop has lost its position
+        self._batches: int | None = None  # of an epoch
+        self._generators: list[torch.Generator] = []  # of the loader
+        self.loop = 0
         self.load_state_dict(_BEGINNING)
         _all.add(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved position, at which the next call of `batches` continues."""
+        self.loop += 1
+        self.epoch: int = state["epoch"]
+        self.taken: int = state["taken"]
+        self._resuming = bool(self.epoch or self.taken)
+        self._restored = True  # in the present epoch of `epochs`
+        self._seed: int | None = state["seed"]
+        self._start: dict[str, Tensor] = state["start"]
+        self._generators_start: list[Tensor] = state["generators"]
+        self._form: dict[str, Any] = state["form"]  # what must be the same if the epoch is continued
+        self._saved: Any = state["loader"]  # the position of a loader that knows its own
+        self._stateful: Any = None  # such a loader, in the current loop
+        self._source: tuple[Any, Any] = None, None  # a loader, and this rank's share of it
+        # The steps of all trainers when the loop got its last batch.
+        self._given: dict[int, tuple[int, int]] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "taken": self.taken,
+            "seed": self._seed,
+            "start": self._start if self.taken else {},
+            "generators": self._generators_start,
+            "form": self._form if self.taken else {},
+            "loader": self._saved if self._stateful is None or not self.taken else self._stateful.state_dict(),
+        }
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
         """Yield one epoch of `loader`, or the rest of it after a resume."""
@@ -197,27 +218,6 @@ class DataStream:
                 yield waiting.popleft()()
         for ready in waiting:
             yield ready()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "taken": self.taken,
-            "seed": self._seed,
-            "start": self._start if self.taken else {},
-            "generators": self._generators_start,
-            "form": self._form if self.taken else {},
-            "loader": self._saved if self._stateful is None or not self.taken else self._stateful.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position, at which the next call of `batches` continues."""
-        self.loop += 1
-        self.epoch, self.taken, self._restored = state["epoch"], state["taken"], True
-        self._resuming = bool(self.epoch or self.taken)
-        self._seed, self._start, self._generators_start = state["seed"], state["start"], state["generators"]
-        self._source, self._stateful, self._saved = (None, None), None, state["loader"]
-        self._form = state["form"]
-        self._given = None
 
     def move_to(self, epoch: int) -> None:
         if not is_whole(epoch):
