@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
@@ -181,20 +181,7 @@ class Optimizers(Suggests):
             ) from error
         if lr is not _DEFAULT_LR:
             options["lr"] = lr
-        for key, value in chain(options.items(), *(group.items() for group in groups)):
-            if key == "betas" and not isinstance(value, list | tuple):
-                raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")
-            for number in value if isinstance(value, list | tuple) else (value,):  # betas
-                if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
-                    raise ConfigurationError(
-                        f"{key}={value!r} is text, not a number",
-                        why="YAML reads 1e-3 as text",
-                        remedy=f"give float({number!r}), or write 1.0e-3 in the file",
-                    )
-            if key == "lr" and (value is None or isinstance(value, bool)):
-                raise ConfigurationError(
-                    f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
-                )
+        _check_numbers(options, *groups)
         check_members(groups)
         empty = [str(number) for number, group in enumerate(groups) if not group["params"]]
         if empty:
@@ -299,6 +286,24 @@ class Optimizers(Suggests):
                 chosen = route.name if reason is None else None
             choices.append(ExplainedRoute(route.name, reason is None, reason or ""))
         return _Explanation(choices)
+
+
+def _check_numbers(*groups: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an option that is text, for `betas` of one number, and for no learning rate."""
+    for key, value in chain.from_iterable(group.items() for group in groups):
+        if key == "betas" and not isinstance(value, list | tuple):
+            raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")
+        for number in value if isinstance(value, list | tuple) else (value,):  # betas
+            if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
+                raise ConfigurationError(
+                    f"{key}={value!r} is text, not a number",
+                    why="YAML reads 1e-3 as text",
+                    remedy=f"give float({number!r}), or write 1.0e-3 in the file",
+                )
+        if key == "lr" and (value is None or isinstance(value, bool)):
+            raise ConfigurationError(
+                f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
+            )
 
 
 def _takes_shards(name: str, route: Route) -> bool:
