@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from inspect import signature
 from types import FunctionType
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload as OpOverload
 from torch.autograd import Variable
@@ -341,6 +342,23 @@ def register_kernel(
 @cache
 def _impl_overrides() -> bool:  # not when this file is imported: the documentation is built without torch
     return "allow_override" in signature(torch.library.Library.impl).parameters
+
+
+@contextlib.contextmanager
+def unlocked_destruction() -> Iterator[None]:
+    """Return a context in which process groups on the host are destroyed without Python's lock.
+
+    Their destruction waits for the threads of the group. Without this context, torch 2.7 keeps the lock
+    (pytorch#154976). It waits forever if one of them needs the lock, to drop the tensor of a finished collective.
+    In this context the groups end with the last reference to their backends: there torch 2.7, too, releases the lock.
+    """
+    cpu = torch.device("cpu")
+    groups = dist.distributed_c10d._world.pg_map
+    backends = [group._get_backend(cpu) for group in groups if cpu in group._device_types]
+    try:
+        yield
+    finally:
+        backends.clear()
 
 
 def remove_library(library: torch.library.Library) -> None:

@@ -320,6 +320,32 @@ def test_the_store_of_a_job_keeps_keys_of_two_prefixes_apart(job_of_one):
     assert internals.job_store("two").add("key", 1) == 1
 
 
+def test_a_group_ends_while_one_of_its_threads_needs_pythons_lock(fork, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import torch, torch.distributed as dist
+from accelcore.torch_internals import unlocked_destruction
+
+class Dropped:
+    def __del__(self):
+        print("dropped", flush=True)
+
+def marked():
+    tensor = torch.ones(1 << 20)
+    tensor.mark = Dropped()
+    return tensor
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(marked(), async_op=True)
+with unlocked_destruction():
+    dist.destroy_process_group()
+print("ended")
+"""
+    )
+    assert fork(script).finish(timeout=60).stdout.split() == ["dropped", "ended"]
+
+
 @pytest.mark.parametrize("feature", [True, False])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_sharded_model_forgets_a_pass_that_raised(phase, feature, job_of_one, monkeypatch):

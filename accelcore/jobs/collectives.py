@@ -25,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # missing in torc
 
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.launchers import Launch
+from accelcore.torch_internals import unlocked_destruction
 from accelcore.util.text import first_line, ranks
 
 __all__ = ["Collectives", "NoCollectives", "Op", "TorchCollectives"]
@@ -245,14 +246,16 @@ class TorchCollectives(Collectives):
 
     def close(self) -> None:
         if self._host_group is not None and len(self._entered) == 1:
-            dist.destroy_process_group(self._host_group)
-            self._host_group = None
+            with unlocked_destruction():
+                dist.destroy_process_group(self._host_group)
+                self._host_group = None
         if self._entered and self._entered.pop() and dist.is_initialized():
             # A reduction that began in backward holds a Python object, which a thread of the group drops later. If
             # that happens while the interpreter shuts down, the process aborts (pytorch#190489). Nothing reports when
             # the object was dropped, so wait a little, once a job.
             time.sleep(_DRAIN_SECONDS)
-            dist.destroy_process_group()
+            with unlocked_destruction():
+                dist.destroy_process_group()
         if not self._entered:
             self._stop_records()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelcore.apex import amp, optimizers
+from accelcore.torch_internals import unlocked_destruction
 
 
 def weights(model):
@@ -55,4 +56,5 @@ def main(rank):
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     Path(sys.argv[1], f"rank-{os.environ['RANK']}.json").write_text(json.dumps(main(dist.get_rank())))
-    dist.destroy_process_group()
+    with unlocked_destruction():  # torch 2.7 may wait forever without it
+        dist.destroy_process_group()

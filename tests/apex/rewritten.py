@@ -36,6 +36,7 @@ def run(script: str, *arguments: object) -> dict[str, Any]:
 
 def _ranks(folder: str, runs: str) -> None:
     from accelcore.apex import amp
+    from accelcore.torch_internals import unlocked_destruction
 
     args = json.loads(runs)
     dist.init_process_group(os.environ.get("DIST_BACKEND", "gloo"))
@@ -46,7 +47,8 @@ def _ranks(folder: str, runs: str) -> None:
         found.append(run(script, *(each.replace("RANK", os.environ["RANK"]) for each in arguments)))
         amp.reset()
     Path(folder, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
-    leave()
+    with unlocked_destruction():  # torch 2.7 may wait forever without it
+        leave()
 
 
 if __name__ == "__main__":

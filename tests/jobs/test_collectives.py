@@ -320,3 +320,30 @@ def test_jobs_of_one_process_follow_each_other_at_one_address(start):
         """
     )
     assert told(ended) == [[3.0, 5.0, 7.0]] * 2
+
+
+def test_a_job_that_fails_ends_though_a_thread_of_gloo_still_drops_a_tensor(start):
+    ended = start(
+        """
+        import threading, time
+
+        class Slow:
+            def __del__(self):
+                print(threading.current_thread() is threading.main_thread(), flush=True)
+                time.sleep(0.5)
+
+        with accel.distributed() as job:
+            tensor = torch.ones(2)
+            tensor.slow = Slow()
+            gone = folder / "gone"
+            while job.rank == 1 and not gone.exists():  # so that a thread of gloo is the last that holds rank 0's
+                time.sleep(0.01)
+            dist.all_reduce(tensor, async_op=True)
+            del tensor
+            gone.touch()
+            raise KeyError("both ranks")
+        """
+    )
+    assert [rank.returncode for rank in ended] == [1, 1]
+    assert "KeyError: 'both ranks'" in ended[0].stderr
+    assert ended[0].stdout == "False\n", "no thread of gloo dropped the tensor"
