@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -91,3 +92,33 @@ class AgainstTorch(RuleBasedStateMachine):
 
 TestAgainstTorch = AgainstTorch.TestCase
 TestAgainstTorch.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_the_defaults_are_torchs(accel):
+    theirs = torch.amp.GradScaler("cpu")
+    expected = {
+        "scale": theirs.get_scale(),
+        "growth_factor": theirs.get_growth_factor(),
+        "backoff_factor": theirs.get_backoff_factor(),
+        "growth_interval": theirs.get_growth_interval(),
+    }
+    state = accel.scaler.create().state_dict()
+    assert {name: state[name] for name in expected} == expected
+    settings = accelcore.LossScale()
+    assert [settings.init, settings.growth, settings.backoff, settings.interval] == list(expected.values())
+
+
+@pytest.mark.parametrize("bad", [[], [0], [1], [0, 1]])
+def test_an_overflow_of_either_of_two_optimizers_is_seen_by_both(accel, bad):
+    """Only the optimizer whose gradient overflowed is skipped; the scale falls once, as torch's does."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.5) for weight in weights]
+    scaler = accel.scaler.create(init=8.0)
+    factors = [INF if number in bad else 1.0 for number in range(2)]
+    scaler.scale(sum((weight * factor).sum() for weight, factor in zip(weights, factors, strict=True))).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert bool(scaler.overflowed) == bool(bad)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if bad else 8.0)
+    assert [weight.tolist() for weight in weights] == [[1.0, 1.0] if n in bad else [0.5, 0.5] for n in range(2)]

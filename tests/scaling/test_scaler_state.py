@@ -23,10 +23,11 @@ def test_a_state_with_more_in_it_is_taken(accel):
 
 
 @pytest.mark.parametrize(("stored", "taken"), [(0.0, 1.0), (2.0**40, 2.0**24), (3.0, 3.0)])
-def test_a_stored_scale_is_brought_within_the_bounds(accel, stored, taken):
+def test_a_stored_scale_is_brought_within_the_bounds_with_a_warning(accel, caplog, stored, taken):
     scaler = accel.scaler.create()
     scaler.load_state_dict({**scaler.state_dict(), "scale": stored})
     assert scaler.state_dict()["scale"] == taken
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (stored != taken)
 
 
 @pytest.mark.parametrize("key", ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"])
