@@ -278,8 +278,8 @@ CLEAN = [
         "ACC309",
         (
             "from torch.utils.data import DataLoader, DistributedSampler\n\ndef main(parts, train):\n"
-            "    for epoch in range(3):\n        data = parts.made(epoch=epoch)\n"
-            "        train(DataLoader(data, sampler=DistributedSampler(data)))"
+            "    for epoch in range(3):\n        if train:\n            data = parts.made(shuffle=True)\n"
+            "            train(DataLoader(data, sampler=DistributedSampler(data)))"
         ),
     ),
     ("ACC310", 'import accelcore\nimport torch\nstate = torch.load("a.pt")'),

@@ -43,14 +43,14 @@ def _calls_backward(loop: ast.For) -> bool:
 
 
 def _has_own_data(script: Script, call: ast.Call) -> bool:
-    """Return whether each epoch makes a dataset of its own, which its sampler shuffles once."""
+    """Return whether each epoch makes a dataset of its own, by its number or in an order of its own."""
     data = argument(call, "dataset", 0)
     loops = [above for above in script.names.ancestors(call) if isinstance(above, ast.For)]
-    made = [line for loop in loops for line in loop.body if isinstance(line, ast.Assign)]
-    counters = {ast.unparse(loop.target) for loop in loops}
+    made = [line for loop in loops for line in ast.walk(loop) if isinstance(line, ast.Assign)]
+    reasons = {ast.unparse(loop.target) for loop in loops} | {"shuffle=True"}
     return isinstance(data, ast.Name) and any(
         [ast.unparse(target) for target in line.targets] == [data.id]
-        and counters & {ast.unparse(node) for node in ast.walk(line.value)}
+        and reasons & {ast.unparse(node) for node in ast.walk(line.value)}
         for line in made
     )
 
