@@ -185,17 +185,18 @@ def test_a_setting_is_kept_that_takes_back_another_one_of_its_file():
 def test_apex_stays_beside_what_another_package_drives_it_by(helper):
     source = (
         "from apex import amp\nfrom apex.parallel import DistributedDataParallel as DDP\n{}\n"
-        "model, optimizer = amp.initialize(model, optimizer)\nmodel = DDP(model)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nmodel, optimizer = amp.initialize(model, optimizer)\n"
+        "model = DDP(model)\n"
     )
     outcome = port_source("import torch\n" + source.format(helper), Level.ROLES)
     assert "\nfrom apex import amp\n" in outcome.source
     assert "accelcore.apex import" not in outcome.source
     assert "\nfrom apex.parallel import DistributedDataParallel as DDP\n" in outcome.source
     assert outcome.left
-    assert (
-        "from accelcore.apex import amp"
-        in port_source("import torch\n" + source.format("import x"), Level.ROLES).source
-    )
+    assert "optimizer = torch.optim.SGD(" in outcome.source
+    ours = port_source("import torch\n" + source.format("import x"), Level.ROLES).source
+    assert "from accelcore.apex import amp" in ours
+    assert "torch.optim" not in ours
 
 
 def test_another_packages_functions_for_one_vendor_are_reported():
@@ -315,6 +316,7 @@ BUILDS = [
     "from torch.utils.cpp_extension import load",
     "from torch.utils import cpp_extension",
     "import torch.utils.cpp_extension",
+    "from torch.utils.ffi import create_extension",
 ]
 
 

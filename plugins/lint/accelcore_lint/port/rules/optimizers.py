@@ -29,6 +29,7 @@ _NPU_ONLY = {
 """Options in their order; torch's classes have more options, which only choose between its kernels."""
 
 
+_APEX = re.compile(r"(?m)^[ \t]*(from|import)[ \t]+apex\b")
 _COPIES = ("torch.save", "copy.copy", "copy.deepcopy", "pickle.dump", "pickle.dumps")
 
 
@@ -42,7 +43,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         # A generator of groups, `**options` and the choice of a kernel stay torch's.
         # Flat memory would take parameters out of the memory that other processes read.
         stays = facts.engine is not None or "optimizer" in facts.uses_of or ".share_memory(" in facts.code
-        stays = stays or _is_copied(node, facts)
+        # So does NVIDIA's apex, which puts masters of its own into an optimizer.
+        stays = stays or _is_copied(node, facts) or ("apex" in facts.strange_apex and _APEX.search(facts.code))
         if given is None or "params" not in given or stays:
             return None
         try:
