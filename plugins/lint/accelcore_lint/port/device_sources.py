@@ -68,7 +68,19 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
     if has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
         text = index_source(index)
         return numbered(facts.place.kind(site), text) if '"' not in text else _refused(index)
-    return f"str({facts.place.device(site)})" if own else _refused(index)
+    if not own:
+        return _refused(index)
+    device = facts.place.device(site)
+    if device.endswith(".device") or not _is_for_library(facts, site):
+        return f"str({device})"
+    kind = facts.place.kind(site)  # torch's current device has no index
+    return f'({numbered(kind, index_source(index))} if {kind} != "cpu" else "cpu")'
+
+
+def _is_for_library(facts: Facts, site: cst.CSTNode) -> bool:
+    """Return whether a name is an argument of a function that is not torch's, and that may read its index."""
+    call = facts.parent(facts.parent(site) or site)
+    return isinstance(call, cst.Call) and not (facts.name(call.func) or "").startswith("torch.")
 
 
 def _first(facts: Facts, site: cst.CSTNode) -> str:

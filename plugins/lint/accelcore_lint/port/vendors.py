@@ -62,7 +62,7 @@ _NAMED = re.compile(
     rb"|pynvml|faiss|ExecutionProvider|VISIBLE_DEVICES|\.cuh?['\"]"
 )
 _BUILDS = re.compile(
-    r"(?m)^[ \t]*((?:from|import)[ \t]+(?:torch\.utils\.cpp_extension|setuptools|distutils\.core|skbuild)\b"
+    r"(?m)^[ \t]*((?:from|import)[ \t]+(?:torch\.utils\.(?:cpp_extension|ffi)|setuptools|distutils\.core|skbuild)\b"
     r"|from[ \t]+torch\.utils[ \t]+import\b[^\n]*\bcpp_extension\b)"
 )
 STAR_IMPORT = re.compile(r"(?m)^from\b[^\n#]*\bimport[ \t]*\*")

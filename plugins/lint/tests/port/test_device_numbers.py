@@ -355,3 +355,19 @@ def test_the_number_of_the_current_device_is_left_where_it_may_be_a_device_or_a_
     ported = port_source(f"import torch\n\n{lines}\n", Level.ROLES)
     assert bool(ported.left) is is_left
     assert ("torch.cuda.current_device()" in ported.source) is is_left
+
+
+def test_a_name_of_a_device_for_another_library_keeps_its_number():
+    source = (
+        "import torch\n\n\ndef work(rank, serve):\n    torch.cuda.set_device(rank)\n"
+        '    return serve(device=f"cuda:{torch.cuda.current_device()}")\n'
+    )
+    work = imported(port_source(source, Level.ROLES).source).work
+    assert work(3, dict) == {"device": "cpu"}
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(torch.accelerator, "set_device_index"),
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
+    ):
+        assert work(3, dict) == {"device": "meta:3"}
