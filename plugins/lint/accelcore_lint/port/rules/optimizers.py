@@ -44,7 +44,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         # Flat memory would take parameters out of the memory that other processes read.
         stays = facts.engine is not None or "optimizer" in facts.uses_of or ".share_memory(" in facts.code
         # So does NVIDIA's apex, which puts masters of its own into an optimizer.
-        stays = stays or _is_copied(node, facts) or ("apex" in facts.strange_apex and _APEX.search(facts.code))
+        theirs = "apex" in facts.strange_apex and _APEX.search(facts.code) is not None
+        stays = stays or theirs or _is_copied(node, facts)
         if given is None or "params" not in given or stays:
             return None
         try:
