@@ -57,7 +57,8 @@ _BY_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {  # which a device may 
     "bernoulli_ by a tensor": lambda ones: ones.bernoulli_(ones * 0.3),
     "bernoulli_ of whole numbers": lambda ones: ones.int().bernoulli_(0.3),
     "bernoulli of 1 in 172": lambda ones: torch.bernoulli(ones / 172),  # no part of 256
-    "1 in 172 of multinomial": lambda ones: torch.multinomial(ones[:2].div(171).cumprod(0), len(ones), True),
+    # Low precision has digits for the small chance where it comes first, and not where chances add up to nearly 1.
+    "1 in 172 of multinomial": lambda ones: 1 - ones[:2].div(171).cumprod(0).flip(0).multinomial(len(ones), True),
     "poisson": lambda ones: torch.poisson(ones * 3),
     "geometric_": lambda ones: ones.geometric_(0.25),
     "log_normal_": lambda ones: ones.log_normal_(1.0, 0.25),

@@ -91,7 +91,8 @@ class TestOperators(ListTests, ModuleTests, DeviceTests):
         if (found := Found(known_faults(accel))).leaves_out(what):
             pytest.skip("; ".join(found.seen))
         try:
-            values = compute(accel.device).detach().cpu().double().reshape(-1).tolist()
+            with accel.precision.fp32("ieee"):  # by default, some devices round what a convolution is given
+                values = compute(accel.device).detach().cpu().double().reshape(-1).tolist()
         except Exception as error:
             if not is_refusal(error):
                 raise

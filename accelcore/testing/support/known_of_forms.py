@@ -177,7 +177,12 @@ def _of_wide_weights(normalize: Callable[..., Tensor], dtype: str) -> Compute:
         kind = getattr(torch, dtype)
         weight = torch.full((2,), 1 + torch.finfo(kind).eps / 2, device=device)
         rows = torch.tensor([[-1.0, 1.0], [1.0, -1.0]], device=device, dtype=kind)
-        return normalize(rows, weight, torch.full_like(weight, -1.0))[1, 0] / torch.finfo(kind).eps
+        try:
+            return normalize(rows, weight, torch.full_like(weight, -1.0))[1, 0] / torch.finfo(kind).eps
+        except RuntimeError as error:
+            if "expected scalar type" not in str(error):
+                raise
+            raise NotImplementedError(f"the weights have to be in {kind}: {error}") from error
 
     return compute
 

@@ -133,7 +133,8 @@ ROUGH = (
 """Operators that overflow or lose digits inside, on the CPU, too: compared in fp32, with a wider tolerance."""
 
 _ROUNDED_OFTEN = (
-    *("logcumsumexp", "nn.functional.scaled_dot_product_attention", "solution", "determinant", "inverse", "prod"),
+    *("nn.functional.scaled_dot_product_attention", "attention", "causal attention"),
+    *("logcumsumexp", "solution", "determinant", "inverse", "prod"),
 )
 """Operators whose fastest kernels round several times more often than those of the CPU, also in fp32."""
 _WIDER = 32  # times the usual limits in sums of thousands of elements: what a kernel misses or repeats is more
