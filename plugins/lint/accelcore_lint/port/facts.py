@@ -28,6 +28,8 @@ _COMPARES = re.compile(r"\.device\)? *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]
 _LOOPS = re.compile(r"\bfor ([^\n]*?) in\b")
 _OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
+_LATE = ("deepspeed", "horovod", "byteps")
+"""Libraries that start the ranks, and make a device current when they get the model, or leave it to the script."""
 
 
 class Facts(DeviceNumbers):
@@ -52,7 +54,8 @@ class Facts(DeviceNumbers):
     def _makes_rank_current(self) -> bool:
         """Return whether a line may make the device of the process's local rank current."""
         ranks = any(index is not None and self.is_local_rank(index) for index in self.made_indexes)
-        return ranks or self._is_set_up_elsewhere or self.engine is not None
+        engine = self.engine is not None and self.engine[0] not in _LATE
+        return ranks or self._is_set_up_elsewhere or engine
 
     def _chooses_by_hand(self, contexts: list[cst.Call]) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""
@@ -77,7 +80,9 @@ class Facts(DeviceNumbers):
     def _is_set_up_elsewhere(self) -> bool:
         """Return whether a function of another file may choose the device, such as DeiT's `init_distributed_mode`."""
         names = [self.name(call.func) or "" for call in self.calls]
-        helpers = any(_SETS_UP.search(name) and not name.startswith(("torch.", "accelcore.")) for name in names)
+        helpers = any(
+            _SETS_UP.search(name) and not name.startswith(("torch.", "accelcore.", "deepspeed.")) for name in names
+        )
         helpers = helpers or self.known.steered
         lists = [argument(call, "device_ids") for call in self.calls]
         lists = [ids.body if isinstance(ids, cst.IfExp) else ids for ids in lists]

@@ -124,7 +124,10 @@ class Place:
                 raise UnplacedError(DEFAULT)
             self._asking.append(site)
             # Without a check: that would fix which devices are visible, and an import of the original does not.
-            return f"({self._current_value})" if self._in_lambda(site) and self._asks(site) else self._unchecked
+            default = self._tree.in_default(site)
+            asks = self._asks(site) if default is None else _ASKS.search(text_of(default)) is not None
+            checks = asks and (is_default or self._in_lambda(site))
+            return f"({self._current_value})" if checks else self._unchecked
         function, hidden = scope_of(self._tree, site), self._hiding.hides(site)
         forks = (call for call in self._tree.forking if self._tree.line(call) > self._tree.line(site))
         below = function in (scope_of(self._tree, call) for call in forks) and not self._asks(site)

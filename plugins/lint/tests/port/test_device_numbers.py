@@ -371,3 +371,28 @@ def test_a_name_of_a_device_for_another_library_keeps_its_number():
         mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
     ):
         assert work(3, dict) == {"device": "meta:3"}
+
+
+@pytest.mark.parametrize(("library", "keeps"), [("deepspeed", True), ("accelerate", False)])
+def test_a_rank_keeps_its_number_if_a_library_makes_the_device_current_later(library, keeps):
+    source = (
+        f"import {library}\nimport torch\n\nargs.local_rank = int(os.environ['LOCAL_RANK'])\n"
+        f"{library}.init_distributed()\n"
+        "model = model.to(args.local_rank)\nx = torch.ones(2).cuda()\n"
+    )
+    device = "torch.device(current_device.type, args.local_rank)" if keeps else "current_device"
+    assert f"model.to({device})" in port_source(source, Level.ROLES).source
+
+
+def test_a_default_that_moves_when_it_is_imported_stays_on_the_cpu_without_a_device():
+    source = "import torch\n\n\ndef show(x, mean=torch.ones(3).cuda()):\n    return x + mean\n"
+    ported = port_source(source, Level.ROLES).source
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=False),
+        mock.patch.object(
+            torch.accelerator,
+            "current_accelerator",
+            side_effect=lambda check_available=False: None if check_available else torch.device("cuda"),
+        ),
+    ):
+        assert imported(ported).show(1).tolist() == [2, 2, 2]
