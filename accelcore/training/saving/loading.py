@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -21,7 +22,7 @@ from torch import Tensor
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MANIFEST, MODEL, RANK, digest_of_manifest, file_of
 from accelcore.checkpoint.store import Checkpoint
-from accelcore.errors import CheckpointError, logger
+from accelcore.errors import CheckpointError, ConfigurationError, logger
 from accelcore.optim.shards import divided_as
 from accelcore.training.agreement import Agreement
 from accelcore.training.saving.parts import SHARED, Part, Saved, as_dict
@@ -35,6 +36,21 @@ _OPTIMIZER_FILE = "optimizer.bin"
 _COMPILED = "_orig_mod."  # torch.compile adds it to the names of a module
 _NEEDS_STATE = ("amsgrad", "centered", "momentum")
 """Options with which an optimizer has state that it does not have without them."""
+
+
+@contextmanager
+def as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Convert any other error of a file or a state to a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, ConfigurationError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} cannot be restored",
+            why=repr(error),
+            remedy="give another checkpoint, or build model and optimizer as they were when it was saved",
+        ) from error
 
 
 def read_saved(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -30,6 +30,7 @@ from accelcore.training.agreement import Agreement
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
 from accelcore.training.saving.loading import (
+    as_checkpoint_error,
     check_position,
     check_same,
     check_trainers,
@@ -67,7 +68,7 @@ class Resumable(ABC):
         self.extra: dict[str, Any] = {}
         self._spared: Path | None = None
         self._told_mode = False
-        self._shared: dict[Path, bool] = {}  # each folder that was saved in: whether a warning was logged
+        self._saved_in: dict[Path, bool] = {}  # for each folder, whether a warning of another run was logged
 
     @abstractmethod
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
@@ -126,11 +127,7 @@ class Resumable(ABC):
             training.saver.step.check_replicas()
         rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
         if rank == 0:
-            parts = [part for training in trainings.values() for part in training.parts]
-            kept = [str(name) for part in parts if isinstance(part, ExtraPart) for name in part.extra]
-            for part in parts:
-                if isinstance(part, SchedulePart) and not any("sched" in name for name in kept):
-                    part.schedule.warn_if_unknown()
+            _warn_of_unknown_schedules([part for training in trainings.values() for part in training.parts])
         trainers = {name: training.saver.steps for name, training in trainings.items()}
         steps = max(trainers.values())
         facts = {
@@ -158,21 +155,27 @@ class Resumable(ABC):
                 if rank == 0:
                     saved = store.finish(folder, steps, facts)
         path: Path = folder / gather_objects(backend.collectives, saved)[0]
-        if rank == 0 and (keep is not None or folder not in self._shared):
-            try:
-                others = store.keep_newest(path, keep, self._spared)
-                if others and not self._shared.get(folder):
-                    logger.warning(
-                        "%s also has checkpoints of another run, or of steps that this run has left by resuming an "
-                        "older one, such as %s. trainer.resume(folder) takes the one of most steps: delete them, or "
-                        "save in another folder",
-                        *(folder, others[-1].name),
-                    )
-                self._shared[folder] = bool(others) or self._shared.get(folder, False)
-            except OSError as error:  # the new checkpoint is saved
-                logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
+        if rank == 0 and (keep is not None or folder not in self._saved_in):
+            self._delete_older(path, keep)
         self.extra = new
         return path
+
+    def _delete_older(self, path: Path, keep: int | None) -> None:
+        """Delete all but the newest `keep` checkpoints of this run; log once that another run saves here, too."""
+        folder = path.parent
+        try:
+            others = store.keep_newest(path, keep, self._spared)
+        except OSError as error:  # the new checkpoint is saved
+            logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
+            return
+        if others and not self._saved_in.get(folder):
+            logger.warning(
+                "%s also has checkpoints of another run, or of steps that this run has left by resuming an older one, "
+                "such as %s. trainer.resume(folder) takes the one of most steps: delete them, or save in another "
+                "folder",
+                *(folder, others[-1].name),
+            )
+        self._saved_in[folder] = bool(others) or self._saved_in.get(folder, False)
 
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
@@ -200,7 +203,7 @@ class Resumable(ABC):
         agreement.wait_for_ranks("trainer.resume()")
         rank, world_size = backend.collectives.rank, backend.collectives.world_size
         checkpoint, commits = None, {}
-        with agreement.all_or_none("resume"), _as_checkpoint_error(folder):
+        with agreement.all_or_none("resume"), as_checkpoint_error(folder):
             checkpoint = store.find(folder, (rank, world_size), best=best)
             if checkpoint is not None:
                 check_trainers(checkpoint, trainings)
@@ -256,7 +259,7 @@ class Saver:
         backend, agreement = _agreement({"": training})
         agreement.wait_for_ranks("trainer.load()")
         rank, world_size = backend.collectives.rank, backend.collectives.world_size
-        with agreement.all_or_none("load"), _as_checkpoint_error(file):
+        with agreement.all_or_none("load"), as_checkpoint_error(file):
             commits, rest, checkpoint = prepare_load(training.parts, file, (rank, world_size), self.sharded, optimizer)
         check_same(agreement, file, checkpoint)
         _commit({"": training}, {"": commits}, {"": self.steps}, agreement)
@@ -368,6 +371,14 @@ def _commit(
         raise CheckpointError(what, why=repr(error), remedy=remedy) from error
 
 
+def _warn_of_unknown_schedules(parts: Sequence[Part]) -> None:
+    """Log that checkpoints lack a scheduler of the script, unless `extra` seems to have it."""
+    kept = [str(name) for part in parts if isinstance(part, ExtraPart) for name in part.extra]
+    for part in parts:
+        if isinstance(part, SchedulePart) and not any("sched" in name for name in kept):
+            part.schedule.warn_if_unknown()
+
+
 def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
     """Write this rank's files of one trainer: its own state, and the shared state if it is rank 0 or has shards."""
     training.saver.step.shared.acquire()
@@ -383,18 +394,3 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
 def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
     backend = next(iter(trainings.values())).saver.backend
     return backend, Agreement(backend)
-
-
-@contextmanager
-def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Convert any other error of a file or a state to a CheckpointError."""
-    try:
-        yield
-    except (CheckpointError, ConfigurationError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder} cannot be restored",
-            why=repr(error),
-            remedy="give another checkpoint, or build model and optimizer as they were when it was saved",
-        ) from error
