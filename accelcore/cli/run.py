@@ -14,14 +14,7 @@ import click
 from click.core import ParameterSource
 
 from accelcore.cli import rank
-from accelcore.cli.options import (
-    check_script,
-    common,
-    device_option,
-    nproc_option,
-    number,
-    script_arguments,
-)
+from accelcore.cli.options import check_script, common, device_option, nproc_option, number, script_arguments
 from accelcore.devices import plugins
 from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe_error, hooks_of, only_one
 from accelcore.devices.request import requested_device

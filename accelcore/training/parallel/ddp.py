@@ -15,12 +15,7 @@ from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
 from accelcore.training.options import TrainerOptions
-from accelcore.training.parallel.strategy import (
-    Strategy,
-    all_reduce_gradients,
-    broadcast_buffers,
-    check_no_launcher,
-)
+from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_buffers, check_no_launcher
 from accelcore.util.text import first_line
 
 

@@ -19,12 +19,7 @@ from accelcore.torch_internals import AnyBatchNorm, after_backward, pytree, rese
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
 from accelcore.training.options import FSDP, TrainerOptions, chosen
-from accelcore.training.parallel.strategy import (
-    Strategy,
-    broadcast_buffers,
-    broadcast_tensors,
-    comm_dtype,
-)
+from accelcore.training.parallel.strategy import Strategy, broadcast_buffers, broadcast_tensors, comm_dtype
 
 # torch asks reduce_scatter for an average of gradients in these dtypes. It adds up and divides others itself.
 _AVERAGED = (torch.float32, torch.bfloat16)
