@@ -109,6 +109,8 @@ class Decisions(cst.CSTVisitor):
             self._was_left.append(bool(reasons))
             if not is_import(node):
                 self.left += [Note(self._facts.line(node), "earlier run", reason) for reason in reasons]
+                choices = find(node, cst.IfExp) if isinstance(node, cst.SimpleStatementLine) else ()
+                self._split = self._split or (bool(reasons) and any(map(is_split, (node, *choices))))
         if self._was_left and self._was_left[-1]:
             return True
         if id(node) in self._claimed or isinstance(node, (cst.Import, cst.ImportFrom)):

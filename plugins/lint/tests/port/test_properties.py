@@ -162,3 +162,16 @@ def test_a_comment_above_the_first_line_is_not_written_twice():
 )
 def test_a_file_with_nothing_to_port_stays_to_the_last_byte(source, level):
     assert port_source(source, level).source == source
+
+
+@pytest.mark.parametrize("level", Level, ids=lambda level: level.value)
+def test_a_question_that_an_earlier_run_left_keeps_a_type_of_tensor_in_a_later_one(level):
+    source = (
+        "import torch\n\n\ndef main(x, device):\n    if device == 'cuda':\n        x = x.cuda()\n"
+        "    elif x.is_cuda:\n        pass\n"
+        "    T = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor\n"
+        "    return x, T(2, 3).type(T)\n"
+    )
+    once = port_source(source, level).source
+    assert "T(2, 3).type(T)" in once
+    assert port_source(once, level).source == once
