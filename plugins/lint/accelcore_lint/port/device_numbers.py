@@ -134,6 +134,18 @@ class DeviceNumbers(Tree):
         """Return what the file assigns to a name."""
         return self.assigned.get(text_of(node), []) if isinstance(node, (cst.Name, cst.Attribute)) else []
 
+    def values_at(self, node: cst.BaseExpression, seen: tuple[cst.CSTNode, ...] = ()) -> list[cst.BaseExpression]:
+        """Return what a name may be where a node stands: what its function assigns or is given, or the module."""
+        values, function = self.values(node), self.function_of(node)
+        if not isinstance(node, cst.Name) or node in seen:
+            return values
+        if local := [value for value in values if self.function_of(value) is function]:
+            return local
+        if self.is_given(node.value, node):
+            passed = self._passed(node.value, node)
+            return [each for value in passed for each in self.values_at(value, (*seen, node)) or [value]]
+        return [value for value in values if self.function_of(value) is None]
+
     @cached_property
     def made_indexes(self) -> list[cst.BaseExpression | None]:
         """Return the indexes of the devices that the script makes current; None for a device without an index."""

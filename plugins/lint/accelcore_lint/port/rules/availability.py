@@ -15,6 +15,7 @@ from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_counts import at_least_one, needs_one
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_that_hide
@@ -36,9 +37,6 @@ _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _AS_DEVICE = "the number of the current device, which stands for a device: take torch.accelerator.current_accelerator()"
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
-_BATCH = re.compile(r"(?i)(?<!\w)(\w*batch_?size\w*|bs|samples_per_(gpu|device))$")
-"""Names of numbers of samples, of which torch refuses 0."""
-
 _NUMBER = re.compile(r"(?i)(rank|gpus?|ids?|idx|index|ordinal|num(ber)?)[\"'\])]*$")
 """An expression that is the number of a device rather than its name."""
 
@@ -46,7 +44,11 @@ _LOOKS_UP = ("get", "pop", "getattr")
 _SAME = {"torch.cuda.device_count": "device_count", "torch.cuda.current_device": "current_device_index"}
 
 
-def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
+def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite | Left | None:
+    if not isinstance(node, cst.Call) and (rewrite := at_least_one(node, facts)) is not None:
+        return rewrite
+    if isinstance(node, cst.Name):
+        return None
     if isinstance(node, cst.Attribute):  # a test of the function itself, whose parentheses are forgotten: always true
         holder = facts.parent(node)
         is_test = isinstance(holder, cst.UnaryOperation) or getattr(holder, "test", None) is node
@@ -69,7 +71,7 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         of = "" if facts.level is Level.TORCH else facts.place.device(node)
         source = f"{facts.torch}.get_device_module({of}).get_rng_state()"
         if not facts.guards(node):  # the CPU's module has none
-            source = f"{source} if {_available(facts, node)} else None"
+            source = f"{source} if {available(facts, node)} else None"
         return _as_operand(node, facts, source)
     if name not in _SAME:
         return None
@@ -79,14 +81,17 @@ def _decide(node: cst.Call | cst.Attribute, facts: Facts) -> Rewrite | Left | No
         return (
             whole(node, facts.place.device(node), facts.needs_torch) if only_moves else Left(_AS_DEVICE, node.children)
         )
+    holder = facts.parent(node)
+    if not is_count and isinstance(holder, cst.Arg) and holder.keyword is not None and holder.keyword.value == "device":
+        return Left(_AS_DEVICE, node.children)
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"
     test = f"{facts.torch}.accelerator.is_available()"
     if not facts.guards(node) and is_count:
         # As CUDA's own, this may be asked before a fork, unlike is_available, and needs no driver, unlike torch 2.7's.
         test = f"{facts.torch}.accelerator.current_accelerator()"
-        of = "" if _needs_one(node, facts) else test  # without a name, it is the CPU's module if there is no device
+        of = "" if needs_one(node, facts) else test  # without a name, it is the CPU's module if there is no device
         source = f"{facts.torch}.get_device_module({of}).device_count()"
-    if is_count and _needs_one(node, facts):
+    if is_count and needs_one(node, facts):
         source = f"max({source}, 1)"
     elif not facts.guards(node):
         source = f"({source} if {test} else 0)"
@@ -111,22 +116,6 @@ def _uses(name: str, facts: Facts) -> list[str]:
 
 def _moves_to(name: str, facts: Facts) -> list[str]:
     return re.findall(rf"(?:\.to\(|(?<!\.cuda\()\bdevice=){re.escape(name)}\s*[,)]", facts.code)
-
-
-def _needs_one(node: cst.Call, facts: Facts) -> bool:
-    """Return whether a number of devices divides something, or multiplies a batch: 0 fails on the CPU."""
-    holder = facts.parent(node)
-    if isinstance(holder, cst.AugAssign):
-        is_batch = isinstance(holder.operator, cst.MultiplyAssign) and _BATCH.search(text_of(holder.target)) is not None
-        return is_batch or isinstance(holder.operator, (cst.DivideAssign, cst.FloorDivideAssign))
-    if not isinstance(holder, cst.BinaryOperation):
-        return False
-    if isinstance(holder.operator, cst.Multiply):
-        return _BATCH.search(text_of(holder.left if holder.right is node else holder.right)) is not None
-    if holder.right is not node:
-        return False
-    is_text = isinstance(holder.left, (cst.SimpleString, cst.ConcatenatedString))  # `"%d GPUs" % n`
-    return isinstance(holder.operator, (cst.Modulo, cst.Divide, cst.FloorDivide)) and not is_text
 
 
 def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:
@@ -185,7 +174,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         asked = find(facts.module, cst.IfExp) if f"if {name} else" in facts.code else ()
         if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in asked):
             return Left(_ELSEWHERE, node.children)
-    return Left(_LEFT, node.children, retry=_as_operand(node, facts, _available(facts, node)), some=True)
+    return Left(_LEFT, node.children, retry=_as_operand(node, facts, available(facts, node)), some=True)
 
 
 def _takes_given_name(choice: cst.IfExp, facts: Facts) -> bool:
@@ -284,7 +273,8 @@ def _as_operand(node: cst.BaseExpression, facts: Facts, source: str) -> Rewrite:
     return whole(node, f"({source})" if " " in source and binds else source)
 
 
-def _available(facts: Facts, node: cst.CSTNode) -> str:
+def available(facts: Facts, node: cst.CSTNode) -> str:
+    """Return the source of the question whether there is an accelerator, as a line asks for it."""
     if facts.level is not Level.TORCH:
         try:
             return f'{facts.place.kind(node)} != "cpu"'
@@ -296,7 +286,7 @@ def _available(facts: Facts, node: cst.CSTNode) -> str:
 AVAILABILITY = Rule(
     "device check",
     "checks whether and how many devices there are",
-    (cst.Call, cst.Attribute),
+    (cst.Call, cst.Attribute, cst.Name),
     _decide,
     (
         Example(
@@ -326,6 +316,12 @@ AVAILABILITY = Rule(
             Level.ROLES,
             "batch_size *= torch.cuda.device_count()",
             "batch_size *= max(torch.get_device_module().device_count(), 1)",
+        ),
+        Example(
+            Level.TORCH,
+            "n = torch.cuda.device_count()\nbatch_size = 8 * n",
+            "n = torch.get_device_module(torch.accelerator.current_accelerator()).device_count() "
+            "if torch.accelerator.current_accelerator() else 0\nbatch_size = 8 * max(n, 1)",
         ),
         Example(
             Level.ROLES,

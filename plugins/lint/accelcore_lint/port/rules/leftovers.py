@@ -13,7 +13,7 @@ from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules import scaler
 from accelcore_lint.port.rules.conditions import TYPE_QUESTION
 from accelcore_lint.port.rules.device_strings import names_option, whole
-from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, type_text
 
 _REASONS = {
@@ -45,7 +45,16 @@ _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _MEMORY = re.compile(r"(CUDA|NPU) out of memory\b")
 _MODULE = "the module of one vendor's devices: torch.get_device_module() is that of any device"
+_SUMMARY = 'torchsummary knows CUDA and the CPU only: give it a model on the CPU, and device="cpu"'
 _DEFAULT = "one vendor's function, without a generic one"
+
+
+def _decide_summary(node: cst.Call, facts: Facts) -> Left | None:
+    """Leave a call of torchsummary, which makes the model's input on a CUDA device or on the CPU."""
+    if not f".{facts.name(node.func) or ''}".endswith(".torchsummary.summary"):
+        return None
+    device = argument(node, "device", 3)
+    return None if device is not None and text_of(device).strip("\"'") == "cpu" else Left(_SUMMARY, node.children)
 
 
 def _decide_class(node: cst.Attribute | cst.Name, facts: Facts) -> Rewrite | None:
@@ -140,6 +149,8 @@ def _begins_device(node: cst.SimpleString) -> bool:
     """Return whether a string is the beginning of a device's name, as in `"cuda:" + number`."""
     return str(node.evaluated_value) in {f"{device}:{form}" for device in DEVICES for form in ("", "{}", "%s", "%d")}
 
+
+SUMMARY = Rule("other package", "summaries of a model by torchsummary", (cst.Call,), _decide_summary)
 
 LEFTOVERS = (
     Rule(

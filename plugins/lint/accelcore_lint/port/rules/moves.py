@@ -144,7 +144,7 @@ def _is_device(index: cst.BaseExpression, facts: Facts) -> bool:
 
 def _device_argument(node: cst.Call, facts: Facts) -> cst.Arg | None:
     """Return the argument of `x.to(...)`, or of a function such as `torch.zeros`, that is this rank's number."""
-    is_to = isinstance(node.func, cst.Attribute) and node.func.attr.value == "to"
+    is_to = isinstance(node.func, cst.Attribute) and node.func.attr.value in ("to", "to_empty")
     name = facts.name(node.func) or ""
     is_torchs = name.startswith("torch.") and not name.startswith("torch.cuda.")
     for arg in node.args if is_to or is_torchs else ():

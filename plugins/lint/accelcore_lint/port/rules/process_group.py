@@ -10,11 +10,15 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import DEFAULT, UnplacedError
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.availability import available
 from accelcore_lint.port.rules.device_strings import DECLARED, whole
 from accelcore_lint.port.syntax import argument, arguments, text_of
 from accelcore_lint.port.vendors import GROUPS
 
 _INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
+_SHARDED = ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel")
+_BOUND = (*_INIT, *(f"{module}.FullyShardedDataParallel" for module in _SHARDED))
+"""Functions with a `device_id`: torch refuses the CPU's, or one with an index."""
 
 
 def _is_group(node: cst.CSTNode) -> bool:
@@ -100,6 +104,25 @@ def _decide_question(node: cst.Call, facts: Facts) -> Rewrite | None:
     )
 
 
+def _decide_id(node: cst.Arg, facts: Facts) -> Rewrite | None:
+    """Give a process group or FSDP no `device_id` on the CPU, which they refuse."""
+    call = facts.parent(node)
+    if not isinstance(call, cst.Call) or facts.name(call.func) not in _BOUND:
+        return None
+    if node.keyword is None or node.keyword.value != "device_id" or isinstance(node.value, cst.IfExp):
+        return None
+    if "None" in (text_of(node.value), *map(text_of, facts.values(node.value))) or facts.guards(node):
+        return None
+    is_current = facts.is_current(node.value)
+    index = f"{facts.torch}.accelerator.current_device_index()" if is_current else "None"
+    choice = cst.ensure_type(cst.parse_expression(f"{index} if {available(facts, node)} else None"), cst.IfExp)
+
+    def build(updated: cst.Arg) -> cst.Arg:
+        return updated.with_changes(value=choice if is_current else choice.with_changes(body=updated.value))
+
+    return Rewrite(build, [node.value] if is_current else [], facts.needs_torch)
+
+
 def _default(facts: Facts, node: cst.SimpleString, *, joins: bool = False) -> Rewrite:
     return Rewrite(whole(node, _default_name(facts, node, joins=joins)).build, (), facts.needs_torch)
 
@@ -120,6 +143,20 @@ PROCESS_GROUP = Rule(
     (cst.SimpleStatementLine,),
     _decide_init,
     (Example(Level.ROLES, 'torch.distributed.init_process_group("nccl", init_method="env://")', "accel.join()"),),
+)
+
+DEVICE_IDS = Rule(
+    "device id",
+    "`device_id` of a process group, and of FSDP",
+    (cst.Arg,),
+    _decide_id,
+    (
+        Example(
+            Level.ROLES,
+            "torch.distributed.init_process_group(device_id=torch.device('cuda', local_rank))",
+            'torch.distributed.init_process_group(device_id=accel.device if accel.device.type != "cpu" else None)',
+        ),
+    ),
 )
 
 BACKEND_NAMES = Rule(
