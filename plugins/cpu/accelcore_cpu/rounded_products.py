@@ -48,7 +48,7 @@ def _products() -> dict[OpOverload, Kernel]:
 
 def _rounded(dtypes: tuple[torch.dtype, ...], torchs: Kernel, *arguments: Any, **options: Any) -> Any:
     dtype = arguments[0].dtype
-    if dtype not in dtypes:
+    if dtype not in dtypes or _mixed(arguments):  # torch's kernels refuse factors of two dtypes
         return torchs(*arguments, **options)
     with with_setting(_setting(arguments)):
         found = torchs(*(_cast(each, dtype, torch.float32) for each in arguments), **options)
@@ -59,11 +59,16 @@ def _rounded(dtypes: tuple[torch.dtype, ...], torchs: Kernel, *arguments: Any, *
 
 def _written(operator: OpOverload, torchs: Kernel, *arguments: Any, out: Tensor, **options: Any) -> Tensor:
     """Write the result of `operator` to `out`, as compiled code calls it."""
-    if arguments[0].dtype is not torch.float16:
+    if arguments[0].dtype is not torch.float16 or _mixed((*arguments, out)):
         torchs(*arguments, out=out, **options)
         return out
     found = operator(*arguments, **options)
     return out.resize_(found.shape).copy_(found)
+
+
+def _mixed(arguments: tuple[Any, ...]) -> bool:
+    tensors = (each for each in arguments if isinstance(each, Tensor) and each.is_floating_point())
+    return len({each.dtype for each in tensors}) > 1
 
 
 def _cast(value: Any, found: torch.dtype, dtype: torch.dtype) -> Any:

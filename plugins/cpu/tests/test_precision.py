@@ -175,6 +175,24 @@ def test_products_of_fp16_are_those_of_fp32_rounded(accel, without_fp16_units, p
         assert worst(one, true) <= 0.51 * torch.finfo(torch.float16).eps
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        torch.mm, lambda a, b: torch.mv(a, b[:, 0]), lambda a, b: torch.bmm(a[None], b[None]),
+        lambda a, b: F.linear(a, b.t()), lambda a, b: F.conv1d(a[None], b[:8, :, None].expand(-1, -1, 3)),
+        lambda a, b: torch.mm(a, b.half(), out=torch.empty(40, 40)),
+    ],
+)  # fmt: skip
+def test_products_of_fp16_and_fp32_are_refused_as_by_torch(accel, without_fp16_units, product):
+    a, b = torch.ones(40, 64).half(), torch.ones(64, 40)
+    with pytest.raises(RuntimeError) as torchs:
+        product(a, b)
+    accel.precision.prepare(torch.float16)
+    with pytest.raises(RuntimeError) as ours:
+        product(a, b)
+    assert str(ours.value) == str(torchs.value)
+
+
 @REPLACES
 def test_a_model_that_its_owner_cast_to_fp16_has_the_products_of_fp16(accel, without_fp16_units, monkeypatch, caplog):
     installed = []
