@@ -119,6 +119,16 @@ def layer_norm_of_planes() -> bool:
     return _fails(_LAYER_NORM, because="invalid gradient")
 
 
+def mean_of_whole() -> bool:
+    """Check if the mean 1 of fractions is another whole number in `out=`."""
+    out = torch.full((1,), 77, device="cuda")
+    try:
+        torch.mean(torch.tensor([[0.5, 1.0, 1.5]], device="cuda"), 1, out=out)
+    except RuntimeError:
+        return False
+    return int(out) != 1
+
+
 def flash_attention() -> bool:
     """Check if flash attention fails on tensors that begin 8 bytes behind a multiple of 16."""
     return _misaligned("FLASH_ATTENTION")

@@ -143,7 +143,7 @@ class Case:
             self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
         if values and any(leaf.requires_grad for leaf in tensors(self.arguments)):
-            self._check("under no_grad", values, self._without_graph)
+            self._check(", ".join(filter(None, ("under no_grad", self.layout))), values, self._without_graph)
         if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE) and not self.writes:
             return
         if self.what != "broadcast" and in_place(self.info) is not None:
