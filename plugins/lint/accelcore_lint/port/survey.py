@@ -130,6 +130,9 @@ class Survey(cst.CSTVisitor):
                 self.numbered[node] = moved.value
             elif moved is not None and not index_of(moved)[0] and not isinstance(moved, (cst.Call, cst.SimpleString)):
                 self.moved_to.append(moved)
+        choice = node.args[0].value if node.args and text_of(node.func).endswith(".to") else None
+        if isinstance(choice, cst.IfExp) and text_of(choice.test) == f"{text_of(choice.body)} is not None":
+            self.moved_to.append(choice.body)  # which an earlier run has made of `x.cuda(i)`
         self._add_index(node)
         if name in ("torch.manual_seed", "torch.random.manual_seed"):
             self.seeds.append(node)

@@ -175,3 +175,12 @@ def test_a_question_that_an_earlier_run_left_keeps_a_type_of_tensor_in_a_later_o
     once = port_source(source, level).source
     assert "T(2, 3).type(T)" in once
     assert port_source(once, level).source == once
+
+
+@pytest.mark.parametrize("level", Level, ids=lambda level: level.value)
+@pytest.mark.parametrize("move", ["x = x.cuda(args.gpu)", "def f(a, d='cuda'):\n    return a.cuda(d)"])
+def test_a_move_to_a_number_that_may_be_none_decides_alike_in_a_second_run(move, level):
+    source = f"import torch\n{move}\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\ns = torch.cuda.Stream()\n"
+    once = port_source(source, level).source
+    assert " is not None else " in once
+    assert port_source(once, level).source == once
