@@ -224,7 +224,17 @@ class Schedule:
             if not isinstance(group["lr"], float) or group["lr"] > 0:  # to read a tensor waits
                 self._idle = 0
                 break
-        if self._idle == 10 and warns and not (self._has_warned or self._by_is_given):  # it may end a few updates early
+        if warns and not self._has_warned and (has_ended or self._idle == 10):  # it may end a few updates early
+            self._warn_of_end(done, has_ended)
+        try:
+            if not (has_ended and self._is_named):
+                self.scheduler.step()
+        finally:  # a schedule past its end raises, and has counted the step
+            self._expected = _last_epoch(self.scheduler)
+
+    def _warn_of_end(self, done: int | None, has_ended: bool) -> None:
+        """Log that updates have trained nothing, or that one came after the schedule's end."""
+        if self._idle == 10 and not self._by_is_given:
             self._has_warned = True
             logger.warning(
                 "10 updates in a row have trained nothing: no learning rate is above 0 after %s steps of the schedule. "
@@ -232,7 +242,7 @@ class Schedule:
                 'If it is right, give schedule_by="window", which ends this warning',
                 done,
             )
-        if has_ended and warns and not self._has_warned:
+        elif has_ended:
             self._has_warned = True
             logger.warning(
                 "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
@@ -240,11 +250,6 @@ class Schedule:
                 self.updates,
                 " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)),
             )
-        try:
-            if not (has_ended and self._is_named):
-                self.scheduler.step()
-        finally:  # a schedule past its end raises, and has counted the step
-            self._expected = _last_epoch(self.scheduler)
 
     def restored(self) -> None:
         """Continue with the scheduler as it is now."""

@@ -116,13 +116,7 @@ class DataStream:
                         "two loaders as one: zip(one, other)",
                     )
             if not self.taken:
-                why, remedy = "its data is empty", "give a loader with at least one batch"
-                if isinstance(loader, Iterator):
-                    why = "an iterator or a generator gives its batches once, in one epoch"
-                    remedy = "pass a list or a DataLoader"
-                elif getattr(loader, "drop_last", False):
-                    why = "its data is less than a batch, and drop_last=True drops it"
-                raise TrainingError("the loader has no batches: this epoch would train nothing", why=why, remedy=remedy)
+                raise _no_batches(loader)
         finally:
             if loop == self.loop:  # also if the loop is left early: that ends the epoch
                 self._end_epoch()
@@ -257,19 +251,17 @@ class DataStream:
             self._start = now
             return self._begin(source)
         saved, self._saved = self._saved, None
-        for what, now_is in (_form_of(source) if saved is None else {}).items():
-            if self._form.get(what, now_is) != now_is:
-                raise CheckpointError(
-                    f"the checkpoint was saved within an epoch, whose {what} was {self._form[what]}, and the loader's "
-                    f"is {now_is}",
-                    why="the rest of the epoch would repeat rows, and omit others",
-                    remedy="give the loader the dataset, batch size and shuffle= that it had, or resume from the end "
-                    "of an epoch",
-                )
         if saved is None:
+            _check_form(self._form, _form_of(source))
             self._runtime.set_rng_state(self._start)
+        elif _is_stateful(loader):
+            loader.load_state_dict(saved)
         else:
-            _restore(loader, saved)
+            raise CheckpointError(
+                "the checkpoint has the position of a stateful loader, and this "
+                f"{type(loader).__name__} has no state_dict",
+                remedy="give the loader it was saved with, or a checkpoint from the end of an epoch",
+            )
         iterator = self._begin(source)
         for done in range(self.taken if saved is None else 0):
             if next(iterator, self) is self:
@@ -315,17 +307,30 @@ def _form_of(source: Any) -> dict[str, Any]:
     return form
 
 
+def _check_form(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    for what, value in now.items():
+        if saved.get(what, value) != value:
+            raise CheckpointError(
+                f"the checkpoint was saved within an epoch, whose {what} was {saved[what]}, and the loader's is "
+                f"{value}",
+                why="the rest of the epoch would repeat rows, and omit others",
+                remedy="give the loader the dataset, batch size and shuffle= that it had, or resume from the end of an "
+                "epoch",
+            )
+
+
+def _no_batches(loader: Any) -> TrainingError:
+    why, remedy = "its data is empty", "give a loader with at least one batch"
+    if isinstance(loader, Iterator):
+        why = "an iterator or a generator gives its batches once, in one epoch"
+        remedy = "pass a list or a DataLoader"
+    elif getattr(loader, "drop_last", False):
+        why = "its data is less than a batch, and drop_last=True drops it"
+    return TrainingError("the loader has no batches: this epoch would train nothing", why=why, remedy=remedy)
+
+
 def _is_stateful(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _restore(loader: Any, state: Any) -> None:
-    if not _is_stateful(loader):
-        raise CheckpointError(
-            f"the checkpoint has the position of a stateful loader, and this {type(loader).__name__} has no state_dict",
-            remedy="give the loader it was saved with, or a checkpoint from the end of an epoch",
-        )
-    loader.load_state_dict(state)
 
 
 def _samplers(loader: Any) -> list[Any]:
