@@ -85,11 +85,6 @@ def unread_variables(known: Iterable[str]) -> dict[str, str | None]:
     return {name: None if end is None else _PREFIX + end for name, end in near.items()}
 
 
-def unread(name: str, near: str | None) -> str:
-    """Return a sentence about a variable that `unread_variables` has found."""
-    return f"{name} is set, and nothing installed reads it" + (f": did you mean {near}?" if near else "")
-
-
 def probe_timeout() -> float:
     """Return how many seconds a plugin may take to load and answer: ACCEL_PROBE_TIMEOUT, 5 by default."""
     text = os.environ.get("ACCEL_PROBE_TIMEOUT") or "5"

@@ -66,7 +66,14 @@ class CapturedStep:
         key = (last, structure, _kinds(leaves), self._hyperparameters())
         graph = self._graphs.get(key)
         if graph is None:
-            work = self._work(forward_backward, close, last=last)
+
+            def work(batch: Any) -> tuple[Tensor, Any]:
+                result = forward_backward(batch)
+                self._check_received()
+                if last:
+                    close()
+                return result
+
             if not self._warm or key not in self._kinds:
                 return self._train_eagerly(batch, key, work, last=last)
             graph = self._graphs[key] = self._capture(batch, work)
@@ -76,16 +83,6 @@ class CapturedStep:
             torch._foreach_copy_(graph.inputs, tensors, non_blocking=True)
         graph.replay()
         return graph.loss.clone(), graph.aux
-
-    def _work(self, forward_backward: ForwardBackward, close: Callable[[], None], *, last: bool) -> ForwardBackward:
-        def work(batch: Any) -> tuple[Tensor, Any]:
-            result = forward_backward(batch)
-            self._check_received()
-            if last:
-                close()
-            return result
-
-        return work
 
     def _train_eagerly(self, batch: Any, key: Any, work: ForwardBackward, *, last: bool) -> tuple[Tensor, Any]:
         if key not in self._kinds and len(self._kinds) >= _LIMIT:

@@ -15,7 +15,6 @@ import click
 
 from accelcore.cli.options import common, json_option, number
 from accelcore.devices.plugins import how_to_fit, how_to_install
-from accelcore.devices.request import unread
 from accelcore.known_faults import CANNOT_AVOID
 from accelcore.util.text import shown
 
@@ -120,7 +119,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     for name, value in values.items():
         yield 2, f"{name}={shown(value, 200)}", ""
     for name, near in diagnosis.unknown_variables.items():
-        yield 2, unread(name, near), _MEDIUM
+        meant = f": did you mean {near}?" if near else ""
+        yield 2, f"{name} is set, and nothing installed reads it{meant}", _MEDIUM
     if diagnosis.autoload:
         yield from _headed("import torch calls")
         for autoload in diagnosis.autoload:

@@ -33,8 +33,6 @@ class DDP(Strategy):
     def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         self._hooks = Hooks()
-        self._arrived: list[Tensor] = []
-        self._ran = [False]
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
         self._hooks.close()
@@ -56,7 +54,8 @@ class DDP(Strategy):
             ) from error
         broadcast_buffers(self.collectives, model)
         # A hook lives as long as its parameter. So it holds no reference to the replica.
-        self._arrived, self._ran = [], [False]
+        self._arrived: list[Tensor] = []
+        self._ran = [False]
         for parameter in self._parameters:
             self._hooks.add(parameter.register_post_accumulate_grad_hook(self._arrived.append))
         ran = self._ran

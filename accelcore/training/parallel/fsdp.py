@@ -56,12 +56,10 @@ class FullySharded(Strategy):
         self._sharding = asked if isinstance(asked, FSDP) else FSDP(reshard_after_forward=asked != "zero2")
         self._pinned = backend.capabilities.pinned_memory
         self._reduce_dtype = comm_dtype(options)
-        self._groups: list[Any] = []
         self._hooks = Hooks()
         self._arrived: set[int] = set()
         self._ran: set[bool] = set()
         self._unused: UnusedShards | None = None
-        self._sums = False
 
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -110,7 +108,7 @@ class FullySharded(Strategy):
                 remedy="call fully_shard on the model too, or leave all of it to the trainer",
             )
         self._model, self._sums = model, not _averages(self.device)
-        self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._hooks.close()
         if UNUSED_SHARDS.present:
             model.set_reduce_scatter_unused_params(True)
