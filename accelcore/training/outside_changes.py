@@ -1,4 +1,9 @@
-"""Detect what a script or another trainer does beside a trainer: changes of model and optimizer, gradients, calls."""
+"""Detect what a script or another trainer does beside a trainer.
+
+ModelSnapshot       changes of the model's parameters and of the optimizer's groups
+SharedParameters    gradients of other trainers, and of `loss.backward()` in the script
+ScriptCalls         calls that miss, and epochs that train nothing
+"""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class OptimizerPart(Part):
             entry = as_dict(saved, f"state of {name}", *(keys if shaped else ()))
             _check_count(name, entry, strict=fused)
             if shaped:
-                _check_shapes(name, entry, parameters[name], strict=fused)
+                _check_tensors(name, entry, parameters[name], strict=fused)
 
     def _kind(self) -> str:
         optimizer = self._optimizer
@@ -340,7 +340,7 @@ def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
         raise malformed(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
 
 
-def _check_shapes(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
+def _check_tensors(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
     """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
 
     If `strict`, each key must be a tensor of the parameter's shape, and the `COUNTERS` must be scalars.
