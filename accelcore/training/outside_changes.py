@@ -1,8 +1,7 @@
 """Detect what a script or another trainer does beside a trainer.
 
-ModelSnapshot       changes of the model's parameters and of the optimizer's groups
-SharedParameters    gradients of other trainers, and of `loss.backward()` in the script
-ScriptCalls         calls that miss, and epochs that train nothing
+Changes of model and optimizer (`ModelSnapshot`); gradients of others (`SharedParameters`); missing calls
+(`ScriptCalls`).
 """
 
 from __future__ import annotations
