@@ -35,7 +35,7 @@ __all__ = ["Child", "ChildError", "main"]
 
 NEEDED = {
     "experiments": 150.0,
-    "tests": 200.0,
+    "tests": 300.0,
     "step": 100.0,
     "gpt": 300.0,
     "batches": 420.0,
