@@ -139,6 +139,8 @@ class DeviceNumbers(Tree):
         values, function = self.values(node), self.function_of(node)
         if not isinstance(node, cst.Name) or node in seen:
             return values
+        if self.varies(node):
+            return [node]
         if local := [value for value in values if self.function_of(value) is function]:
             return local
         if self.is_given(node.value, node):

@@ -26,7 +26,7 @@ _TEXT = re.compile(
 _SHOWS = re.compile(r"print|log|info|warn|debug|error|raise|assert|write|echo|desc", re.IGNORECASE)
 _COMPARES = re.compile(r"\.device\)? *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]= *(?:str\()?[\w.]+\.device\b(?![.(])")
 _LOOPS = re.compile(r"\bfor ([^\n]*?) in\b")
-_OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']")
+_OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']|[\w.]+\.type != [\"']cpu[\"']")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
 _LATE = ("deepspeed", "horovod", "byteps")
 """Libraries that start the ranks, and make a device current when they get the model, or leave it to the script."""

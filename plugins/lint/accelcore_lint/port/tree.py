@@ -54,6 +54,7 @@ _RECORDS = re.compile(
 )
 """Functions that a module without a script calls when it is imported: they register something, or set it."""
 
+_VARY = (cst.For, cst.CompFor, cst.AsName, cst.AugAssign, cst.NamedExpr)
 _WORD = re.compile(r"\b[^\W\d]\w*")
 
 
@@ -146,6 +147,11 @@ class Tree(Survey):
     def line(self, node: cst.CSTNode) -> int:
         """Return the number of a node's first line."""
         return cast("int", self._positions[node].start.line)
+
+    def varies(self, node: cst.Name) -> bool:
+        """Return whether a loop, `with`, or an operation such as `n -= 1` also gives a name its value."""
+        found = () if (scope := self._scopes.get(node)) is None else scope[node.value]
+        return any(isinstance(self.parent(getattr(each, "node", node)), _VARY) for each in found)
 
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """Return the outermost function around a node, or None."""

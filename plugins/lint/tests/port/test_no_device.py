@@ -27,6 +27,11 @@ COUNT = "torch.cuda.device_count()"
         (f"n = {COUNT}\nworkers = 4 * n\nbatch_size = workers", 0),
         (f"n = {COUNT}\nbatch_size = 8 if n == 0 else 4", 8),
         (f"def share(n):\n    return 8 / n\nn = {COUNT}\nbatch_size = share(0.5)", 16),
+        (f"n = {COUNT}\nbatch_size = [8 / n for n in (0.5,)][0]", 16),
+        (f"n = {COUNT}\nfor n in (0.5,):\n    batch_size = 8 / n", 16),
+        (f"n = {COUNT}\nn += 0.5\nbatch_size = 8 / n", 16),
+        (f"n = {COUNT}\nbatch_size = f'{{8}} on %d' % n", "8 on 0"),
+        (f"text = 'on %d'\nbatch_size = text % {COUNT}", "on 0"),
     ],
 )
 def test_a_number_of_devices_is_at_least_one_where_zero_fails(level, lines, value):
@@ -62,6 +67,18 @@ def test_a_process_group_on_the_cpu_has_no_device(level, module, given, tmp_path
     imported(ported.source).main("", 0, None)
     assert joined[0]["device_id"] is None
     assert port_source(ported.source, level).source == ported.source
+
+
+@LEVELS
+def test_a_device_of_a_process_group_stays_where_there_is_one(level):
+    source = (
+        "import torch\nimport torch.distributed as dist\nif torch.cuda.is_available():\n"
+        "    device = torch.device('cuda', int(os.environ['LOCAL_RANK']))\n"
+        "    dist.init_process_group('nccl', device_id=device)\n"
+    )
+    once = port_source(source, level).source
+    assert " else None" not in once
+    assert port_source(once, level).source == once
 
 
 @pytest.mark.parametrize("given", ["device if args.cuda else None", "None"])

@@ -27,14 +27,21 @@ def needs_one(node: cst.BaseExpression, facts: Facts) -> bool:
         if not isinstance(outer, cst.BinaryOperation):
             return inner is not node and _is_size(inner, outer)
         if isinstance(outer.operator, _DIVIDES) and outer.right is inner:
-            is_text = isinstance(outer.left, (cst.SimpleString, cst.ConcatenatedString))  # `"%d GPUs" % n`
-            return not is_text
+            return not _is_text(outer.left, facts)  # `"%d GPUs" % n`
         if not isinstance(outer.operator, cst.Multiply):
             return False
         if _SIZE.search(text_of(outer.left if outer.right is inner else outer.right)):
             return True
         inner = outer
     return False
+
+
+def _is_text(node: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether an expression is a text, or a name or a sum of one."""
+    if isinstance(node, cst.BinaryOperation):
+        return _is_text(node.left, facts) or _is_text(node.right, facts)
+    values = [node, *facts.values(node)]
+    return any(isinstance(value, (cst.SimpleString, cst.ConcatenatedString, cst.FormattedString)) for value in values)
 
 
 def _is_size(product: cst.CSTNode, holder: cst.CSTNode) -> bool:
