@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from accelcore import Backend
+from accelcore.testing.suite.whole_draws import WholeDrawTests
 from accelcore.testing.support.declared import refused
 from accelcore.util.text import first_line
 
@@ -143,7 +144,7 @@ def _largest_correlation(one: Tensor, other: Tensor) -> float:
     return float(sums.max() / (one.norm() * other.norm())) * math.sqrt(len(one))
 
 
-class DrawnTests:
+class DrawnTests(WholeDrawTests):
     """Random numbers of the device."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -250,32 +251,6 @@ class DrawnTests:
         assert 1 - 1e-3 < float(drawn.max()) < 1, "the upper end is not reached, or drawn"
         for count in torch.histc(drawn, 16, 0, 1).tolist():
             assert not _off(count, _COUNT / 16, math.sqrt(_COUNT / 16)), "the numbers are not even"
-
-    def test_whole_numbers(self, accel: Backend) -> None:
-        """randint draws each number alike, randperm each once, multinomial by weight and without repeats."""
-        accel.runtime.seed(15)
-        counts = torch.bincount(_drawn(accel, "randint").long(), minlength=100)
-        assert len(counts) == 100, "randint drew a number outside its range"
-        assert not any(_off(count, _COUNT / 100, math.sqrt(_COUNT / 100)) for count in counts.tolist())
-        order = _drawn(accel, "randperm").long()
-        assert torch.equal(order.sort().values, torch.arange(_COUNT)), "randperm draws no permutation"
-        assert abs(_correlation(order.double(), torch.arange(_COUNT).double())) < _SIGMAS, "randperm hardly permutes"
-        weights = torch.tensor([0.0, 1.0, 3.0], device=accel.device)
-        found = torch.bincount(torch.multinomial(weights, _COUNT, replacement=True).cpu(), minlength=3).tolist()
-        assert found[0] == 0, "multinomial drew what has no weight"
-        assert not _off(found[2], 0.75 * _COUNT, math.sqrt(0.1875 * _COUNT)), "multinomial does not go by weight"
-        rows = torch.arange(64, device=accel.device).reshape(8, 8) % 2.0
-        for chances in (rows, rows.t(), rows[:, 3:6]):
-            for drawn in (torch.bernoulli(chances), torch.empty_like(chances).bernoulli_(chances)):
-                assert torch.equal(drawn, chances), "bernoulli does not go by the chance of each element"
-        several = torch.multinomial(_ones(accel)[:100], 100).cpu()
-        assert len(set(several.tolist())) == 100, "multinomial without replacement repeats"
-        pairs = torch.multinomial(torch.tensor([0.1, 0.3, 0.6], device=accel.device).expand(20_000, 3), 2).cpu()
-        left = torch.bincount(3 - pairs.sum(1), minlength=3).tolist()
-        for index, (one, other) in enumerate(((0.3, 0.6), (0.1, 0.6), (0.1, 0.3))):
-            share = one * other / (1 - one) + other * one / (1 - other)
-            deviation = math.sqrt(20_000 * share * (1 - share))
-            assert not _off(left[index], 20_000 * share, deviation), "without replacement it does not go by weight"
 
     @_of_draws
     def test_independence(self, accel: Backend, draw: str) -> None:

@@ -335,6 +335,9 @@ drawn("permutation_that_turns", "test_whole_numbers", "hardly permutes",
       {"randperm": lambda function, count, **kwargs: torch.arange(count).roll(int(torch.randint(9, ())))})  # fmt: skip
 drawn("bernoulli_of_another_rate", "test_moments", "mean",
       {"bernoulli": lambda function, p: function(p * 0.95)}, draw="bernoulli")  # fmt: skip
+drawn("randint_by_remainder", "test_even_draws", "in part 0 of 16",
+      {"randint": lambda function, low, high, *args, **named: function(0, 2**16, *args, **named) % (high - low) + low},
+      draw="randint of 16 bits")  # fmt: skip
 drawn("multinomial_without_weights", "test_whole_numbers", "multinomial",
       {"multinomial": lambda function, weights, *args, **named: function(weights * 0 + 1, *args, **named)})  # fmt: skip
 
