@@ -24,7 +24,7 @@ _SEEN = 1e-4  # relative: what a kernel in fp32 cannot have lost by rounding
 
 
 def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each option, and word for one, without effect on the chosen, with arguments on which it has one, or None.
+    """Yield each option, and word or switch, without effect on the chosen, with arguments on which it has one, or None.
 
     These are other samples, or samples with other values: infinities, NaN, equal, larger, ordered ones.
 
@@ -48,7 +48,8 @@ def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any
         )
         first = usual[:_MOST_CHANGED]
         changed = (change(each) for change in _changes(info) for each in first)
-        revalued = [other for each in first for other in _revalued(each)]
+        fewer = (other for each in first for _, other in _without_each(each))  # an option may hide another one
+        revalued = [*fewer, *(other for each in first for other in _revalued(each))]
         both = (change(each) for change in (_nearly_equal, *_changes(info)) for each in revalued[:_MOST_REVALUED])
         for arguments in chain(having[:_MOST_SAMPLES], changed, revalued, both):
             differs = _Differs(info, dtype, arguments)
@@ -138,16 +139,20 @@ def _runs(info: Any, arguments: Any) -> bool:
 
 
 def _without_each(arguments: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield for each option its name or place with its value if that is a word, and the arguments without it."""
+    """Yield for each option its name or place with its value, and the arguments without it.
+
+    The value is given if it is a word or, of an option by place, a switch: each may be ignored where the other is not.
+    """
     (first, *given), named = arguments
     for name, value in named.items():
         yield (name, _word(value)), ((first, *given), {key: each for key, each in named.items() if key != name})
     for place, value in enumerate(given):
         if not tensors(value):
+            what = (place, str(value) if isinstance(value, bool) else _word(value))
             if place == len(given) - 1:
-                yield (place, _word(value)), ((first, *given[:-1]), named)
+                yield what, ((first, *given[:-1]), named)
             for other in _plain(value):
-                yield (place, _word(value)), _replaced(arguments, place, other)
+                yield what, _replaced(arguments, place, other)
 
 
 def _word(value: Any) -> str:
@@ -187,6 +192,8 @@ def _nearly_equal(arguments: Any) -> Any:
     """Return the arguments with other tensors of the first one's shape that are close to it, or NaN where it is."""
     first = arguments[0][0]
     if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() < 2:
+        return arguments
+    if first.layout != torch.strided:
         return arguments
     base = first.detach().clone(memory_format=torch.contiguous_format)
     base.view(-1)[-1] = math.nan
