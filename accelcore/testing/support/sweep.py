@@ -202,7 +202,7 @@ def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
     if not needs_lapack(info) and name not in (*UNWRITTEN, *_OF_MANY_RESULTS):
         elementwise = type(info).__name__ in ("BinaryUfuncInfo", "UnaryUfuncInfo")
         given = map(arguments_of, every[:_MOST_ENLARGED])
-        for arguments in islice(_of_many(name, info, list(given), elementwise), 2):
+        for arguments in islice(_of_many(name, info, list(given), elementwise), 3):
             yield Rare(info, dtype, arguments, "of many elements")
     yield Rare(Between(info), dtype, arguments_of(max(every, key=_weight)), "between other calls")
 
@@ -314,10 +314,12 @@ def _expanded(every: list[Any]) -> Iterator[Any]:
 
 
 def _of_many(name: str, info: Any, pool: list[Any], elementwise: bool) -> Iterator[Any]:
-    """Yield for rows and for columns the first enlarged arguments of each signature, if results are not too large."""
+    """Yield a long vector, and for rows and columns the first enlarged arguments of each signature, if they fit."""
     done = set()
+    long = (each for each in map(lengthened, pool) if each is not None)
+    # torch does not list all functions that take each element alone as such.
+    yield from islice((each for each in long if elementwise or _keeps_shape(info, each)), 1)
     if elementwise:
-        yield from islice(filter(None, map(lengthened, pool)), 1)
         return
     indexed = name in REPEATABLE
     ways = (False, True) if indexed else (False,)
@@ -332,6 +334,15 @@ def _of_many(name: str, info: Any, pool: list[Any], elementwise: bool) -> Iterat
             if arguments is not None and _fits(info, arguments):
                 done.add(signature)
                 yield arguments
+
+
+def _keeps_shape(info: Any, arguments: Any) -> bool:
+    """Return whether the operator has one result, of the shape of its first argument; False if torch cannot say it."""
+    given, options = placed(arguments, torch.device("meta"), "")  # a result may be too large to compute
+    try:
+        return [each.shape for each in tensors(info.op(*given, **options))] == [given[0].shape]
+    except Exception:  # noqa: BLE001  arguments that no longer fit together
+        return False
 
 
 def _fits(info: Any, arguments: Any) -> bool:
