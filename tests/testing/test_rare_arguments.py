@@ -222,6 +222,12 @@ WRONG = {
         "logaddexp": lambda func, x, y, **out: func(x, y, **out) * (1.1 if x.dtype == torch.float16 else 1)}),
     "an empty part": ("nn.functional.embedding_bag", "float32, as it is, of other options: result 0", {
         "_embedding_bag": _nothing_is_nan}),
+    "more elements of a function than a grid has blocks": ("nn.functional.hardswish", "of many elements: result", {
+        "hardswish": lambda func, x: func(x) * (1 + (x.numel() > 2**16))}),
+    "the ends of a range": ("acos", "float32, as it is, with the ends of a range: result", {
+        "acos": lambda func, x, **out: func(x, **out) if out else func(x).where(x.abs() != 1, torch.nan)}),
+    "a switch that another option hides": ("nn.functional.avg_pool2d", "of other options: the gradient", {
+        "avg_pool2d_backward": lambda func, *given: func(*given[:6], True, given[7])}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
 }  # fmt: skip

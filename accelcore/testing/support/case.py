@@ -17,6 +17,7 @@ from accelcore.testing.support.decompositions import Unique
 from accelcore.testing.support.expected import Expected
 from accelcore.testing.support.found import (
     ALONE,
+    BOUNDS,
     ENDS,
     EQUAL,
     INFINITE,
@@ -113,7 +114,6 @@ class Case:
         once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
         rounded = cache(partial(self._all_rounded, exact, range(1 if once else 3), len(right)))
         further = cache(partial(self._all_rounded, exact, range(3, 3 if once else 11), len(right)))
-
         overflowed = cache(partial(self._overflowed, exact))
 
         def of(number: int, results: Callable[[], list[Any]]) -> list[Tensor]:
@@ -130,7 +130,7 @@ class Case:
                 tolerance(self.name, many=self.what in ("of many elements", OF_GRADIENT)),
                 partial(one_of, number, overflowed),
                 self.what != LARGE and (self.what not in INFINITE or not part.startswith("the gradient")),
-                () if self.what == EQUAL else (partial(of, number, rounded), partial(of, number, further)),
+                () if self.what in (EQUAL, BOUNDS) else (partial(of, number, rounded), partial(of, number, further)),
             )
             for number, (part, tensor) in enumerate(right)
         ]
@@ -332,7 +332,7 @@ class Case:
                 results = run()
         except AssertionError as error:
             if works():
-                self.found.note(f"{where}: {error}")
+                self.found.note(f"{where}: {error}", self.arguments)
             return
         except Exception as error:  # noqa: BLE001  a device raises errors of any kind
             text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
@@ -341,13 +341,14 @@ class Case:
             rare = empty or not usual
             refuses = rare or is_refusal(error)
             check_usable(self.device, where)
+            finding = f"{where}: {type(error).__name__}: {text}"
             if works():
-                (self.found.refused.append if refuses else self.found.note)(f"{where}: {type(error).__name__}: {text}")
+                self.found.refused.append(finding) if refuses else self.found.note(finding, self.arguments)
             return
         self.found.on_host |= kernels.names | {self.name for each in said if says_fallback(str(each.message))}
         if len(results) != len(expected):
             if works():
-                self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}")
+                self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}", self.arguments)
             return
         if form == "as it is" and self.name not in CONVERTS and self._same_strides():
             for (part, tensor), each, own, of_cpu in zip(results, expected, self._memory, memory, strict=False):
@@ -355,7 +356,7 @@ class Case:
                 kinds = (self.dtype, torch.float64) if floating else (each.right.dtype, each.right.dtype)
                 if (tensor.dtype, each.right.dtype) == kinds:  # or it is a conversion, which may or may not be a copy
                     for difference in memory_differs(own, of_cpu):
-                        self.found.note(f"{where}: {part} {difference}")
+                        self.found.note(f"{where}: {part} {difference}", self.arguments)
         for (part, tensor), each in zip(results, expected, strict=True):
             said_wrong = each.differs_in_form(tensor)
             unique = self.name not in NOT_UNIQUE or isinstance(self.info, Unique)
@@ -363,7 +364,7 @@ class Case:
                 said_wrong = each.differs(tensor)
             self.found.compared += 1
             if said_wrong and works():
-                self.found.note(f"{where}: {part} {said_wrong}")
+                self.found.note(f"{where}: {part} {said_wrong}", self.arguments)
 
     def _is_tied(self, part: str) -> bool:
         """Return whether a result is an index of numbers of which several are equal."""

@@ -6,6 +6,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from accelcore import Backend
 from accelcore.devices.plugins import find
@@ -16,6 +20,8 @@ _REFUSES = re.compile(
     r"must be .*(Half|BFloat16)",
     re.I,
 )
+
+_LONGEST = 240  # characters of a sample's description
 
 OF_GRADIENT = "of the gradient"
 """Says of a sample that the operator's gradient is computed in place of its result."""
@@ -33,6 +39,9 @@ ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
 ZEROS = "with zeros"
 """Says of a sample that zeros of both signs are among its numbers."""
 
+BOUNDS = "with the ends of a range"
+"""Says of a sample whose numbers lie in a range that some are its ends, such as probabilities of 0 and 1."""
+
 ALIKE = "with masks that are all alike"
 """Says of a sample that its masks, or the numbers that an operator counts, choose everything or nothing."""
 
@@ -44,7 +53,7 @@ INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 
 ALONE = (
     *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
-    *(OTHERWISE, FROZEN, ENDS, COMPLEX, ALIKE, EQUAL, ZEROS),
+    *(OTHERWISE, FROZEN, ENDS, COMPLEX, ALIKE, EQUAL, ZEROS, BOUNDS),
 )
 """What is said of samples of which only the result as it is is compared."""
 
@@ -69,11 +78,11 @@ class Found:
     on_host: set[str] = field(default_factory=set)
     seen: dict[str, None] = field(default_factory=dict)
 
-    def note(self, finding: str) -> None:
-        """Add what is wrong, or the known bug that it shows."""
+    def note(self, finding: str, arguments: Any = None) -> None:
+        """Add what is wrong, with the arguments for which it is; or the known bug that it shows."""
         fault = next((each for each in self.known if re.fullmatch(each.findings, finding)), None)
         if fault is None:
-            self.wrong.append(finding)
+            self.wrong.append(finding if arguments is None else f"{finding}, for {_described(arguments)}")
         else:
             self.seen[str(fault)] = None
 
@@ -83,6 +92,23 @@ class Found:
         if fault is not None:
             self.seen[f"not run, because then the device is unusable: {fault}"] = None
         return fault is not None
+
+
+def _described(arguments: Any) -> str:
+    """Return a call's arguments, of tensors dtype and shape, and strides if they are not contiguous."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(text, value))}]"
+        if not isinstance(value, Tensor):
+            return repr(value)
+        gaps = value.layout == torch.strided and not value.is_contiguous()
+        strides = f" of strides {tuple(value.stride())}" if gaps else ""
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{strides}"
+
+    given, options = arguments
+    described = ", ".join([*map(text, given), *(f"{name}={text(value)}" for name, value in options.items())])
+    return described if len(described) <= _LONGEST else f"{described[:_LONGEST]}..."
 
 
 def known_faults(accel: Backend) -> list[KnownFault]:

@@ -19,7 +19,18 @@ from accelcore.testing.support.coverage import (
 )
 from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
 from accelcore.testing.support.effects import beyond_sizes, from_behind, is_documented, results_of, with_effect
-from accelcore.testing.support.found import ALIKE, COMPLEX, ENDS, EQUAL, FROZEN, INFINITE, LARGE, OTHERWISE, ZEROS
+from accelcore.testing.support.found import (
+    ALIKE,
+    BOUNDS,
+    COMPLEX,
+    ENDS,
+    EQUAL,
+    FROZEN,
+    INFINITE,
+    LARGE,
+    OTHERWISE,
+    ZEROS,
+)
 from accelcore.testing.support.layouts import (
     LAYOUTS,
     MIXED,
@@ -44,6 +55,7 @@ from accelcore.testing.support.samples import (
 from accelcore.testing.support.values import (
     all_alike,
     multiplied,
+    with_bounds,
     with_empty_parts,
     with_ends,
     with_equal_numbers,
@@ -58,7 +70,7 @@ from accelcore.testing.support.values import (
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
-_MOST_EMPTIED = 3
+_MOST_EMPTIED = _MOST_BOUNDED = 3
 _MOST_WRITTEN = 2  # samples of an operator that are also run in place and with `out=`
 _MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
@@ -69,6 +81,7 @@ _FROM_BEHIND = ("__getitem__", "index_put", "put", "take")  # whose indices may 
 _KEEPS_SIGNS = ("neg", "abs", "sqrt", "ceil", "floor", "trunc", "round", "mul", "copysign", "positive")
 """Operators of which the sign of a zero is defined."""
 _COUNTED = ("nonzero", "nonzero_static", "argwhere", "count_nonzero")  # of which numbers are masks
+_NO_BOUNDS = ("linalg.", "bernoulli", "multinomial")  # without a gradient there, or drawn
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
@@ -132,6 +145,10 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     by_dimensions = {_dimensions(given): given for given in pool if tensors(given)}  # one of each number
     for changed in chain.from_iterable(all_alike(given, counted=name in _COUNTED) for given in by_dimensions.values()):
         yield Rare(info, dtype, changed, ALIKE)
+    if dtype == torch.float32 and not name.startswith(_NO_BOUNDS):
+        bounds = _range_of(info)
+        bounded = islice(filter(None, (with_bounds(each, *bounds) for each in options)), _MOST_BOUNDED)
+        yield from (Rare(info, dtype, arguments, BOUNDS) for arguments in bounded)
     yield from _with_frozen_inputs(info, dtype, every)
     if dtype == torch.float32 and defines_infinities(name) and not any(each in name for each in _COUNTS_UP):
         yield from _of_numbers(info, every)
@@ -157,6 +174,12 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
             if not number and type(info).__name__ in _OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
                 yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
+
+
+def _range_of(info: Any) -> tuple[float, float]:
+    """Return the range of numbers that an operator takes; that of probabilities if torch does not say it."""
+    least, most = getattr(info, "domain", None) or (None, None)
+    return (0.0, 1.0) if least is None or most is None else (float(least), float(most))
 
 
 def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int) -> Iterator[Rare]:

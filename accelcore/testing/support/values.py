@@ -94,6 +94,29 @@ def with_zeros(arguments: Any) -> Any:
     return mapped(change, arguments)
 
 
+def with_bounds(arguments: Any, least: float, most: float) -> Any:
+    """Return the arguments with both ends of a range among the fractions within it, in all pairs of two tensors.
+
+    None if the first tensor is none of several fractions, or has others.
+    """
+    first = arguments[0][0]
+
+    def within(value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
+            return False
+        return value.dim() > 0 and value.numel() > 1 and bool(((value >= least) & (value <= most)).all())
+
+    def change(value: Any) -> Any:
+        if not within(value):
+            return value
+        flat = value.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        for place, number in enumerate((least, least, most, most) if value is first else (least, most)):
+            flat[place :: 5 if value is first else 2] = number
+        return flat.reshape(value.shape).requires_grad_(value.requires_grad)
+
+    return mapped(change, arguments) if within(first) else None
+
+
 def all_alike(arguments: Any, *, counted: bool) -> Iterator[Any]:
     """Yield the arguments with masks that choose everything, and nothing; with `counted`, also numbers that do."""
     first = arguments[0][0]
