@@ -135,7 +135,7 @@ class DeviceNumbers(Tree):
         return self.assigned.get(text_of(node), []) if isinstance(node, (cst.Name, cst.Attribute)) else []
 
     def values_at(self, node: cst.BaseExpression, seen: tuple[cst.CSTNode, ...] = ()) -> list[cst.BaseExpression]:
-        """Return what a name may be where a node stands: what its function assigns or is given, or the module."""
+        """Return the values of a name: what its function assigns or is given, or the module; itself if it varies."""
         values, function = self.values(node), self.function_of(node)
         if not isinstance(node, cst.Name) or node in seen:
             return values

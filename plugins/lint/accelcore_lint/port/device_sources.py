@@ -65,16 +65,19 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
     own = facts.is_own(index)
     if index is None or (own and text_of(index) == "0"):
         return facts.place.kind(site) if index is None else _first(facts, site)
+    text, kind = index_source(index), facts.place.kind(site)
     if has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
-        text = index_source(index)
-        return numbered(facts.place.kind(site), text) if '"' not in text else _refused(index)
-    if not own:
+        if '"' in text:
+            return _refused(index)
+        if not facts.is_current(index) or facts.guards(site):
+            return numbered(kind, text)
+    elif not own:
         return _refused(index)
-    device = facts.place.device(site)
-    if device.endswith(".device") or not _is_for_library(facts, site):
-        return f"str({device})"
-    kind = facts.place.kind(site)  # torch's current device has no index
-    return f'({numbered(kind, index_source(index))} if {kind} != "cpu" else "cpu")'
+    else:
+        device = facts.place.device(site)
+        if device.endswith(".device") or not _is_for_library(facts, site):
+            return f"str({device})"
+    return f'({numbered(kind, text)} if {kind} != "cpu" else "cpu")'  # torch's current device has no index
 
 
 def _is_for_library(facts: Facts, site: cst.CSTNode) -> bool:

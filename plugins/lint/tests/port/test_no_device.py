@@ -102,9 +102,26 @@ def test_the_current_device_is_no_number_on_the_cpu(line, after):
     assert ported.left == []
 
 
-def test_the_number_of_the_current_device_is_left_as_the_device_of_an_unknown_function():
-    source = "import torch\nnet = build(device=torch.cuda.current_device())\n"
-    outcome = port_source(source, Level.ROLES)
+@LEVELS
+@pytest.mark.parametrize(
+    "assigned",
+    [
+        "x = torch.ones(2).new_zeros(3, device={}).device.type",
+        "device = {}\nx = torch.ones(2, device=device).device.type",
+    ],
+)
+def test_a_name_of_the_current_device_has_no_number_on_the_cpu(level, assigned):
+    name = "f'cuda:{torch.cuda.current_device()}'"
+    made = {}
+    exec(port_source(f"import torch\n{assigned.format(name)}\n", level).source, made)
+    assert made["x"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "line", ["net = build(device={})", "def build(device={}):\n    return torch.ones(2, device=device)"]
+)
+def test_the_number_of_the_current_device_is_left_as_the_device_of_an_unknown_function(line):
+    outcome = port_source(f"import torch\n{line.format('torch.cuda.current_device()')}\n", Level.ROLES)
     assert [note.line for note in outcome.left] == [2]
     assert "device=torch.cuda.current_device()" in outcome.source
 

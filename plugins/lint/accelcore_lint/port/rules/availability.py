@@ -82,7 +82,8 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
             whole(node, facts.place.device(node), facts.needs_torch) if only_moves else Left(_AS_DEVICE, node.children)
         )
     holder = facts.parent(node)
-    if not is_count and isinstance(holder, cst.Arg) and holder.keyword is not None and holder.keyword.value == "device":
+    given_as = holder.keyword if isinstance(holder, cst.Arg) else getattr(holder, "name", None)
+    if not is_count and isinstance(given_as, cst.Name) and given_as.value == "device":
         return Left(_AS_DEVICE, node.children)
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"
     test = f"{facts.torch}.accelerator.is_available()"

@@ -18,7 +18,7 @@ _DIVIDES = (cst.Modulo, cst.Divide, cst.FloorDivide)
 
 
 def needs_one(node: cst.BaseExpression, facts: Facts) -> bool:
-    """Return whether a number of devices divides something, or multiplies a batch: 0 fails on the CPU."""
+    """Return whether a number of devices divides, or multiplies a batch size or a learning rate: 0 fails."""
     inner: cst.CSTNode = node
     for outer in facts.parents(node):
         if isinstance(outer, cst.AugAssign):
@@ -52,7 +52,7 @@ def _is_size(product: cst.CSTNode, holder: cst.CSTNode) -> bool:
 
 
 def at_least_one(node: cst.Name | cst.Attribute, facts: Facts) -> Rewrite | None:
-    """Take a name that is a number of devices as at least 1, where 0 fails."""
+    """Write `max(n, 1)` for a name of the number of devices, if 0 fails there."""
     if "device_count" not in facts.code or not needs_one(node, facts):
         return None
     text, around = text_of(node), [*facts.parents(node)]
