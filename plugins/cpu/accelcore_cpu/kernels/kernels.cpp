@@ -85,7 +85,7 @@ class Plan {
 
   template <class Visit>
   void visit_bundles(Access access, const Visit& visit) {
-    parallel(fork, threads, long(tables.bundles.size()) - 1, [&](long bundle) {
+    parallel(fork, threads, long(tables.bundles.size()) - 1, false, [&](long bundle) {
       for (long n = tables.bundles[bundle]; n < tables.bundles[bundle + 1]; n++) {
         if (n + 1 < long(tables.pieces.size())) ask_for_beginning(tables.pieces[n + 1], access);
         if (rules[tables.pieces[n].source]) visit(tables.pieces[n]);
@@ -136,8 +136,8 @@ class Plan {
     for (const auto& wave : tables.waves) {
       const long first = tables.first_piece[wave.first], last = tables.first_piece[wave.second];
       const auto pass = [&](bool backwards, const auto& visit) {
-        parallel(fork, threads, last - first, [&](long n) {
-          const Piece& piece = tables.pieces[backwards ? last - 1 - n : first + n];
+        parallel(fork, threads, last - first, backwards, [&](long n) {
+          const Piece& piece = tables.pieces[first + n];
           if (rules[piece.source] && !whole(piece)) visit(piece);
         });
       };
