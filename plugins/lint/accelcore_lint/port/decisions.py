@@ -23,6 +23,7 @@ from accelcore_lint.port.guards import (
     is_foreign,
     is_portable,
     is_tried,
+    is_truth,
     lacks_answer,
     last_of,
     names_in,
@@ -305,14 +306,14 @@ class Decisions(cst.CSTVisitor):
         """Return the `if`, the choice, or the test of whose condition a node is a part."""
         inner = node
         for outer in self._facts.parents(node):
-            if isinstance(outer, (cst.If, cst.IfExp)):
+            if isinstance(outer, (cst.If, cst.IfExp)) and not is_truth(outer):
                 return outer if inner is outer.test else None
             if isinstance(outer, cst.Decorator):
                 return cast("Test", self._facts.parent(outer))
             if isinstance(outer, (cst.For, cst.CompFor)) and inner is outer.iter:
                 loop = outer if isinstance(outer, cst.For) else self._facts.parent(outer)
                 return loop if isinstance(loop, (cst.For, cst.BaseSimpleComp)) else None
-            is_part = isinstance(outer, (*_PARTS, cst.Arg)) or passes_on(outer)
+            is_part = isinstance(outer, (*_PARTS, cst.Arg, cst.IfExp)) or passes_on(outer)
             if not is_part:
                 return None
             inner = outer

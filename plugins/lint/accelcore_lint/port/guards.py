@@ -126,6 +126,11 @@ def flag_in(guard: Guard | None) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
+def is_truth(node: cst.CSTNode) -> bool:
+    """Return whether a choice only says whether its condition holds: `True if cuda else False`."""
+    return isinstance(node, cst.IfExp) and {text_of(node.body), text_of(node.orelse)} in ({"True", "False"}, {"1", "0"})
+
+
 def _assigned(node: cst.CSTNode) -> set[str]:
     made = (each.target for each in find(node, cst.AssignTarget))
     return {text_of(target) for target in made if isinstance(target, (cst.Name, cst.Attribute))}

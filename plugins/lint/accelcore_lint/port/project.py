@@ -52,6 +52,7 @@ _SETTING = re.compile(
 
 _ASKED = "{} asks {} above lines for one vendor, and this run does not port that file: port them together"
 _OWN = "{} asks {} above a move of the project's own objects, which is left"
+_TYPED = "{} names a type of tensor of CUDA by {}: write torch.zeros(..., device=...) or .to(device, dtype) there"
 _LOADED = "{} loads a state by {} to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _REST = "{} gives a function for the CPU all tensors that are not CUDA's, also those of other devices"
 _FLAGGED = "{} chooses the device by {}, which may be off: choose it by that flag here, too"
@@ -238,6 +239,7 @@ def _known_of_each(
     }
     for path, text in scripts.items():
         flags.setdefault(path, {}).update({name: _LOADED.format(path.name, name) for name in uses.flags_of_loads(text)})
+        flags[path] |= {name: _TYPED.format(path.name, name) for name in uses.flags_of_types(text)}
     flagged = {path: found for path, text in scripts.items() if (found := uses.flags_of_devices(text))}
     off = {name for text in texts.values() for name in uses.flags_off(text)} if flagged else set()
     flagged = {path: found & off for path, found in flagged.items()}

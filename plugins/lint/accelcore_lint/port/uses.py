@@ -138,6 +138,14 @@ _HIDING = re.compile(
     r"(?m)^[ \t]*if\b(.*):[ \t]*\n[ \t]*os\.environ\[[\"'](?:CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *="
 )
 _MEMBER = re.compile(r"\.(\w+)")
+_TYPES = re.compile(
+    r"= *torch\.cuda\.\w+Tensor if (?:not )?((?:\w+\.)*\w+) else\b"
+    r"|(?m:^)([ \t]*)if ((?:\w+\.)*\w+):[ \t]*\n\2[ \t]+[\w.]+ *= *torch\.cuda\.\w+Tensor[ \t]*\n"
+)
+
+BY_PLACE = re.compile(r"\bint\((?:\w+\.)*\w*device\w*\[[1-9]\d*:?\]\)")
+"""A number in a device's name, found by its place behind `cuda:`."""
+
 _BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*(?:rank|localid)")
 
 _GROUPS = re.compile(
@@ -189,6 +197,8 @@ def kept_questions(text: str) -> str:
             "CUDA_VISIBLE_DEVICES gives each rank its device, and other devices do not read it: "
             "make one current by torch.accelerator.set_device_index(rank) instead"
         )
+    if BY_PLACE.search(text):
+        return "this program reads a number from a device's name by its place behind 'cuda:': split it at the colon"
     if _GROUPS.search(text):
         return "the process group is chosen for CUDA, another accelerator or the CPU: choose one for each device there"
     engine = engine_in(text)
@@ -206,6 +216,11 @@ def flags_of_loads(text: str) -> set[str]:
     """Return the flags by which a file loads to the CPU, or to where the state was saved, which may be CUDA's."""
     tests = (one or other for one, other in _LOADS.findall(text))
     return {name for test in tests for _, name in _FLAG.findall(test)} - {"not", "and", "or"}
+
+
+def flags_of_types(text: str) -> set[str]:
+    """Return the flags by which a file names a type of tensor of one device: it keeps that line."""
+    return {(one or other).split(".")[-1] for one, _, other in _TYPES.findall(text)}
 
 
 def flags_of_devices(text: str) -> set[str]:

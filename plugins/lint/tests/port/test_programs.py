@@ -214,3 +214,23 @@ def test_a_model_stays_where_a_configuration_may_have_its_batches(tmp_path, leve
     outcome = port_source(files["train.py"], level, read_project(paths).known(paths[0]))
     assert ("if torch.cuda.is_available():" in outcome.source) is kept
     assert [note.line for note in outcome.left] == ([6] if kept else [])
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("type_", "kept"),
+    [
+        ("kind = torch.cuda.LongTensor if cuda else torch.LongTensor", True),
+        ("if cuda:\n        kind = torch.cuda.LongTensor\n    else:\n        kind = torch.LongTensor", True),
+        ("kind = torch.LongTensor if cuda else torch.IntTensor", False),
+    ],
+)
+def test_a_flag_stays_by_which_another_file_names_a_type_of_tensor(tmp_path, level, type_, kept):
+    files = {
+        "train.py": "import torch\nfrom batches import pad\n\n\ndef main(args):\n"
+        "    args.cuda = torch.cuda.is_available() and not args.no_cuda\n    return pad(3, args.cuda)\n",
+        "batches.py": f"import torch\n\n\ndef pad(size, cuda=True):\n    {type_}\n    return make(kind, size)\n",
+    }
+    paths = written(tmp_path, files)
+    ported = port_source(files["train.py"], level, read_project(paths).known(paths[0])).source
+    assert ("torch.cuda.is_available()" in ported) is kept

@@ -358,3 +358,24 @@ def test_an_autocast_for_one_vendor_does_not_begin_on_an_accelerator_that_the_sc
         f"    with torch.autocast(x.device.type) if {test} else contextlib.nullcontext():\n        return x @ x\n"
     )
     assert (test in port_source(source, Level.TORCH).source) is kept
+
+
+@pytest.mark.parametrize("truth", ["{}", "True if {} else False", "1 if {} else 0"])
+@pytest.mark.parametrize(("uses", "kept"), [("kind(x)", True), ("None", False)])
+def test_a_flag_stays_however_it_is_written_if_a_type_below_it_does(truth, uses, kept):
+    flag = truth.format("torch.cuda.is_available()")
+    kind = "torch.cuda.FloatTensor if cuda else torch.FloatTensor" if kept else "2 if cuda else 1"
+    source = f"import torch\n\n\ndef loaded(x):\n    cuda = {flag}\n    kind = {kind}\n    return {uses}\n"
+    assert ("torch.cuda.is_available()" in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(
+    ("number", "kept"), [("[5]", True), ("[5:]", True), ("[-1]", False), (".split(':')[1]", False)]
+)
+def test_a_device_stays_whose_number_is_read_by_its_place_in_the_name(number, kept):
+    source = (
+        "import torch\n\nDEVICE = 'cuda:0'\n\n\ndef main(args):\n    if torch.cuda.is_available():\n"
+        f"        torch.cuda.set_device(int(args.device{number}))\n    return torch.ones(2).to(DEVICE)\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ("DEVICE = 'cuda:0'" in ported) is ("torch.cuda.is_available()" in ported) is kept

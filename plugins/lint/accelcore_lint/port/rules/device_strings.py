@@ -21,7 +21,7 @@ from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.replaced import kept_for_test
 from accelcore_lint.port.syntax import argument, key_of, text_of
-from accelcore_lint.port.uses import ASSERTED, HIDDEN
+from accelcore_lint.port.uses import ASSERTED, BY_PLACE, HIDDEN
 from accelcore_lint.port.vendors import DEVICES
 
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
@@ -178,6 +178,8 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return wanted
     if ASSERTED.search(facts.code) and not _is_for_torch(facts, node):
         return Left(NAMED)
+    if BY_PLACE.search(facts.code) and not _is_for_torch(facts, node):
+        return Left(facts.keeps_questions)
     if is_further(index) and is_below_any(node, facts.parents):
         return Left(_MAY_LACK.format(text_of(index or node)))
     sources = {"location": location_source, "kind": kind_source, "default": default_source}
