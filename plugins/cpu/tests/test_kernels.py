@@ -96,7 +96,7 @@ def folder(built, tmp_path):
 
 def test_two_processes_can_build_at_once_and_a_third_builds_nothing(run, built, quick):
     (library,) = built.iterdir()  # and nothing that was left behind
-    assert int(library.stem.split("-")[1]) in (0, 256, 512, 2048), "bytes of prefetch, as measured"
+    assert int(library.stem.split("-")[1]) in (0, 256, 512), "bytes of prefetch, as measured"
     assert built.stat().st_mode & 0o777 == 0o700
     assert run(built, CXX=quick) == (ANSWER, "")
 

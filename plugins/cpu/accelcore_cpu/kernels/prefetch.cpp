@@ -24,7 +24,7 @@ void prefetch_set(long bytes) noexcept { ahead = bytes; }
 // on the next part of memory that no cache has room for, and short: the least time is one that nothing else disturbed.
 long prefetch_quickest(double seconds) noexcept try {
   using Clock = std::chrono::steady_clock;
-  constexpr long candidates[] = {512, 0, 256, 2048}, elements = 1 << 22, parts = 16, size = elements / parts;
+  constexpr long candidates[] = {512, 0, 256}, elements = 1 << 22, parts = 16, size = elements / parts;
   std::vector<float> value(elements, 1), gradient(value), mean(value), square(value);
   const Tensor tensor{0, 1, size, 0};
   const double options[] = {1e-3, 0, 0, 0.9, 0.999, 1e-8, 0, 1};
