@@ -12,7 +12,7 @@ from typing import Any
 
 from accelcore.cli import child
 from accelcore.cli.child import Ended
-from accelcore.devices.request import TRIAL, Trial
+from accelcore.devices.request import TRIAL, TrialRequest
 
 _CLI = "accelcore.cli"
 _TAIL = 12  # lines of a script's error
@@ -56,7 +56,7 @@ def try_script(script: Script, variant: Variant) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         report = Path(folder, "trial.jsonl")
         report.touch()
-        trial = Trial(str(report), script.steps, variant.seed, variant.options)
+        trial = TrialRequest(str(report), script.steps, variant.seed, variant.options)
         ended = child.run(
             child.command(_CLI, "run", *script.command),
             environ={**os.environ, TRIAL: json.dumps(asdict(trial))},

@@ -20,7 +20,7 @@ from typing import Any
 from accelcore.errors import ConfigurationError
 from accelcore.util.text import kind_of, nearest, shown
 
-TRIAL = "ACCEL_TRIAL"  # a `Trial` as JSON. Only `accelcore advise` sets it, for the processes of a trial.
+TRIAL = "ACCEL_TRIAL"  # a `TrialRequest` as JSON. Only `accelcore advise` sets it, for the processes of a trial.
 
 _PREFIX = "ACCEL_"
 _OWN = ("ACCEL_DEVICE", "ACCEL_PROBE_TIMEOUT", TRIAL)
@@ -97,7 +97,7 @@ def probe_timeout() -> float:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRequest:
     """Request of `accelcore advise` to train for some steps with other options, and to record what happens."""
 
     report: str  # file that the record is appended to, as lines of JSON
@@ -107,11 +107,11 @@ class Trial:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def requested_trial() -> Trial | None:
+def requested_trial() -> TrialRequest | None:
     """Return the trial that ACCEL_TRIAL requests; None if it is unset or empty."""
     return _trial(os.environ.get(TRIAL, ""))
 
 
 @cache
-def _trial(text: str) -> Trial | None:
-    return Trial(**json.loads(text)) if text else None
+def _trial(text: str) -> TrialRequest | None:
+    return TrialRequest(**json.loads(text)) if text else None

@@ -261,7 +261,7 @@ def read_state(saved: Mapping[str, Any], groups: Sequence[dict[str, Any]], *, sh
     entries: dict[Tensor, Entry] = {}
     for (number, group), parameter in zip(numbers, parameters, strict=True):
         if number in saved["state"]:
-            entries[parameter] = _as_torch_writes(saved["state"][number], group)
+            entries[parameter] = _with_torchs_step(saved["state"][number], group)
             for key, value in entries[parameter].items() if shaped else ():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     shapes = f"{tuple(value.shape)}, but its parameter has {tuple(parameter.shape)}"
@@ -316,7 +316,7 @@ def _of_run(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch
     return entry
 
 
-def _as_torch_writes(entry: Entry, group: Mapping[str, Any]) -> Entry:
+def _with_torchs_step(entry: Entry, group: Mapping[str, Any]) -> Entry:
     """Return a copy with torch's `step`: a plain number in torch_npu and old torch, in the group in NVIDIA's apex."""
     taken = {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in entry.items()}
     steps = taken.get("step", group.get("step") if "exp_avg" in taken else None)

@@ -221,7 +221,7 @@ class GradScaler(LossScaler):
         torch's has no count of skipped steps, and apex's only the scale and the count of clean steps. What a state does
         not contain is not changed.
         """
-        saved, own = _as_torch_writes(state), self._settings
+        saved, own = _under_torchs_keys(state), self._settings
         low, high = own.min, own.max
         scale, clean_steps, skipped = saved["scale"], saved["_growth_tracker"], saved.get("skipped", 0)
         values = (
@@ -279,7 +279,7 @@ def _bad_parameter(optimizers: Iterable[Optimizer]) -> str | None:
     return None
 
 
-def _as_torch_writes(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _under_torchs_keys(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a dynamic scaler's state under torch's keys; raise CheckpointError if it lacks any."""
     check_version(state)
     if set(state) == OF_APEX:

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from accelcore.devices.request import Trial, requested_trial
+from accelcore.devices.request import TrialRequest, requested_trial
 from accelcore.errors import logger
 from accelcore.precision.policy import Policy
 from accelcore.training.observers import Observer
@@ -62,7 +62,7 @@ class _Recorder(Observer):
 
     measures_norm = False
 
-    def __init__(self, trial: Trial, overridden: list[str]) -> None:
+    def __init__(self, trial: TrialRequest, overridden: list[str]) -> None:
         self._trial, self._overridden, self._number = trial, overridden, next(_numbers)
         self._losses: list[Tensor] = []
         self._overflow: Tensor | None = None
