@@ -1,4 +1,7 @@
-"""Agreement of the ranks of a job: they wait for each other, learn of failures, and compare what they train."""
+"""Agreement of the ranks of a job: they wait for each other, learn of failures, and compare what they train.
+
+All ranks make these calls. All pass them, or all raise.
+"""
 
 from __future__ import annotations
 
@@ -26,58 +29,57 @@ _SHOWN = 5
 _PATIENCE = 30  # seconds; a rank that goes further than a call is found meanwhile, later at the job's timeout only
 
 
-class Agreement:
-    """Collective checks of a backend's job: all ranks pass them, or all raise."""
+def wait_for_all(backend: Backend, call: str) -> None:
+    """Wait until every rank makes this call. Raise an error after the timeout, or if a rank has passed it."""
+    job = backend.collectives
+    group = job.cpu_group()
+    if group is None:
+        return
+    job.count(call)
+    wait_for_ranks(job, call, call, seconds=_PATIENCE)
+    try:
+        dist.monitored_barrier(group, wait_all_ranks=True)
+    except ValueError:  # not every kind of group can report the missing ranks
+        job.barrier()
+    except RuntimeError as error:
+        raise not_all_came(call, first_line(error)) from error
 
-    def __init__(self, backend: Backend) -> None:
-        self._collectives, self._device = backend.collectives, backend.device
 
-    def wait_for_ranks(self, what: str) -> None:
-        """Wait until every rank makes the call `what`. Raise an error after the timeout, or if a rank has passed it."""
-        group = self._collectives.cpu_group()
-        if group is None:
-            return
-        self._collectives.count(what)
-        wait_for_ranks(self._collectives, what, what, seconds=_PATIENCE)
-        try:
-            dist.monitored_barrier(group, wait_all_ranks=True)
-        except ValueError:  # not every kind of group can report the missing ranks
-            self._collectives.barrier()
-        except RuntimeError as error:
-            raise not_all_came(what, first_line(error)) from error
+@contextmanager
+def all_or_none(backend: Backend, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
+    """Run a block on all ranks; if it raises on one of them, the others raise an error of class `kind` after it."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # raised when all ranks know
+        failure = error
+    failed = torch.tensor(failure is not None, dtype=torch.int32, device=backend.device)
+    backend.collectives.all_reduce(failed, "max")
+    if failure is not None:
+        raise failure
+    if backend.collectives.world_size > 1 and failed.item():  # alone, do not wait for the device
+        raise kind(f"another rank could not {what}", why="see that rank's error")
 
-    def train_alike(self, description: Mapping[str, str]) -> None:
-        """Raise DistributedError on every rank if the ranks' descriptions differ; see `describe`."""
-        if self.all_equal(json.dumps(description)):
-            return
-        odd, why = differences(gather_objects(self._collectives, dict(description)))
-        raise DistributedError(
-            f"{odd} of this job would not train what the others train",
-            why=why,
-            remedy="give all ranks the same versions, model, optimizer and options",
-        )
 
-    @contextmanager
-    def all_or_none(self, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
-        """Run a block on all ranks; if it raises on one of them, the others raise an error of class `kind` after it."""
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  # raised when all ranks know
-            failure = error
-        failed = torch.tensor(failure is not None, dtype=torch.int32, device=self._device)
-        self._collectives.all_reduce(failed, "max")
-        if failure is not None:
-            raise failure
-        if self._collectives.world_size > 1 and failed.item():  # alone, do not wait for the device
-            raise kind(f"another rank could not {what}", why="see that rank's error")
+def all_equal(backend: Backend, text: str) -> bool:
+    """Check if all ranks give the same text."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=backend.device)
+    low, high = backend.collectives.all_reduce(both, "min").tolist()
+    return bool(low == -high)
 
-    def all_equal(self, text: str) -> bool:
-        """Check if all ranks give the same text."""
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        both = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
-        low, high = self._collectives.all_reduce(both, "min").tolist()
-        return bool(low == -high)
+
+def train_alike(plan: Plan) -> None:
+    """Raise DistributedError on every rank if the ranks would train different things; see `describe`."""
+    description = describe(plan)
+    if all_equal(plan.backend, json.dumps(description)):
+        return
+    odd, why = differences(gather_objects(plan.backend.collectives, description))
+    raise DistributedError(
+        f"{odd} of this job would not train what the others train",
+        why=why,
+        remedy="give all ranks the same versions, model, optimizer and options",
+    )
 
 
 def describe(plan: Plan) -> dict[str, str]:

@@ -16,7 +16,7 @@ from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects
 from accelcore.precision.policy import LOW_PRECISION
-from accelcore.training.agreement import Agreement
+from accelcore.training.agreement import wait_for_all
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import rows, tensors
 from accelcore.util.text import bound, kind_of
@@ -175,7 +175,7 @@ def evaluate(
 
     def read() -> Iterator[Any]:
         # A rank alone would see its share of the rows only.
-        Agreement(backend).wait_for_ranks("trainer.evaluate()")
+        wait_for_all(backend, "trainer.evaluate()")
         with evaluating(model):
             share = shared(partial(rank_0s_rows, collectives=job, device=backend.device))
             for batch in _together(share, job, backend.device) if together else share:

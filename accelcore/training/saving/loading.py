@@ -19,12 +19,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MANIFEST, MODEL, RANK, digest_of_manifest, file_of
 from accelcore.checkpoint.store import Checkpoint
 from accelcore.errors import CheckpointError, ConfigurationError, logger
 from accelcore.optim.shards import divided_as
-from accelcore.training.agreement import Agreement
+from accelcore.training.agreement import all_equal
 from accelcore.training.saving.parts import SHARED, Part, Saved, as_dict
 from accelcore.util.text import first_line, nearest
 
@@ -98,9 +99,9 @@ def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Ten
     return parameter if parameter is not None and parameter.shape == shape else None
 
 
-def check_same(agreement: Agreement, folder: Path, checkpoint: Checkpoint | None) -> None:
+def check_same(backend: Backend, folder: Path, checkpoint: Checkpoint | None) -> None:
     """Raise CheckpointError if the ranks have found different checkpoints."""
-    if not agreement.all_equal("" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
+    if not all_equal(backend, "" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
         raise CheckpointError(
             f"the ranks do not find the same checkpoint in {folder}",
             why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),

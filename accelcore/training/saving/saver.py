@@ -26,7 +26,7 @@ from accelcore.checkpoint.manifest import MODEL, RANK, file_of
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger, notice
 from accelcore.jobs.exchange import gather_objects
 from accelcore.scaling.contract import LossScaler
-from accelcore.training.agreement import Agreement
+from accelcore.training.agreement import all_equal, all_or_none, wait_for_all
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
 from accelcore.training.saving.loading import (
@@ -114,9 +114,9 @@ class Resumable(ABC):
         if not all(each.saver.writes for each in trainings.values()):
             self.extra = new
             return folder
-        backend, agreement = _agreement(trainings)
-        agreement.wait_for_ranks("trainer.save()")
-        if not agreement.all_equal(repr((str(folder), metric))):
+        backend = next(iter(trainings.values())).saver.backend
+        wait_for_all(backend, "trainer.save()")
+        if not all_equal(backend, repr((str(folder), metric))):
             raise ConfigurationError(
                 f"the ranks of this job save in different folders, or with different metrics: this one in {folder}, "
                 f"with best={metric and metric[0]}, mode={mode!r}",
@@ -140,7 +140,7 @@ class Resumable(ABC):
             "torch": torch.__version__,
         }
         with ExitStack() as held:
-            with agreement.all_or_none(doing), store.writing(folder):
+            with all_or_none(backend, doing), store.writing(folder):
                 if rank == 0:
                     held.enter_context(store.alone(folder))
                     if metric is not None:
@@ -148,10 +148,10 @@ class Resumable(ABC):
                         if mode is None and not self._told_mode:
                             self._told_mode = True
                             notice('best= without mode=: the lowest is the best; else give mode="max"')
-            with agreement.all_or_none(doing), store.writing(folder):
+            with all_or_none(backend, doing), store.writing(folder):
                 for name, training in trainings.items():
                     _write(training, folder, name, rank)
-            with agreement.all_or_none(doing), store.writing(folder):
+            with all_or_none(backend, doing), store.writing(folder):
                 if rank == 0:
                     saved = store.finish(folder, steps, facts)
         path: Path = folder / gather_objects(backend.collectives, saved)[0]
@@ -194,16 +194,16 @@ class Resumable(ABC):
                 state is restored, nothing can train any more, on any rank.
         """
         trainings, folder = self._trainings(None), store.as_path(folder)
-        starts_at = next(iter(trainings.values())).saver.starts_at
+        first = next(iter(trainings.values())).saver
+        backend, starts_at = first.backend, first.starts_at
         if starts_at == 0 and not must_exist:
             return None
         if starts_at:
             folder = store.after_steps(folder, starts_at)
-        backend, agreement = _agreement(trainings)
-        agreement.wait_for_ranks("trainer.resume()")
+        wait_for_all(backend, "trainer.resume()")
         rank, world_size = backend.collectives.rank, backend.collectives.world_size
         checkpoint, commits = None, {}
-        with agreement.all_or_none("resume"), as_checkpoint_error(folder):
+        with all_or_none(backend, "resume"), as_checkpoint_error(folder):
             checkpoint = store.find(folder, (rank, world_size), best=best)
             if checkpoint is not None:
                 check_trainers(checkpoint, trainings)
@@ -211,9 +211,9 @@ class Resumable(ABC):
                     saved = read_saved(checkpoint, name, rank, world_size, training.saver.sharded)
                     check_position(saved, checkpoint.manifest["world_size"], world_size)
                     commits[name] = [part.prepare(saved) for part in training.parts]
-        check_same(agreement, folder, checkpoint)
+        check_same(backend, folder, checkpoint)
         if checkpoint is not None:
-            _commit(trainings, commits, checkpoint.manifest["trainers"], agreement)
+            _commit(backend, trainings, commits, checkpoint.manifest["trainers"])
             if rank == 0:
                 if (saved_by := checkpoint.manifest["world_size"]) != world_size:
                     text = "random states are not restored: a job of size %d saved the checkpoint, and this has size %d"
@@ -256,13 +256,13 @@ class Saver:
                 remedy="load before the loop over the batches, or call trainer.flush() before",
             )
         training, file = self.state({}, writes=False), store.as_path(path)
-        backend, agreement = _agreement({"": training})
-        agreement.wait_for_ranks("trainer.load()")
+        backend = self.backend
+        wait_for_all(backend, "trainer.load()")
         rank, world_size = backend.collectives.rank, backend.collectives.world_size
-        with agreement.all_or_none("load"), as_checkpoint_error(file):
+        with all_or_none(backend, "load"), as_checkpoint_error(file):
             commits, rest, checkpoint = prepare_load(training.parts, file, (rank, world_size), self.sharded, optimizer)
-        check_same(agreement, file, checkpoint)
-        _commit({"": training}, {"": commits}, {"": self.steps}, agreement)
+        check_same(backend, file, checkpoint)
+        _commit(backend, {"": training}, {"": commits}, {"": self.steps})
         if checkpoint is not None and rank == 0:
             notice("loaded the model%s of %s", " and the optimizer's state" if optimizer else "", checkpoint.path)
         return rest
@@ -348,14 +348,14 @@ def _metric(best: Any, mode: str | None) -> tuple[float, str] | None:
 
 
 def _commit(
+    backend: Backend,
     trainings: Trainings,
     commits: Mapping[str, Sequence[Callable[[], object]]],
     steps: Mapping[str, int],
-    agreement: Agreement,
 ) -> None:
     """Restore all parts by their commits. If that fails on one rank, the trainers give up on every rank."""
     try:
-        with agreement.all_or_none("restore its state"):
+        with all_or_none(backend, "restore its state"):
             for name, training in trainings.items():
                 training.saver.step.shared.acquire()
                 for commit in commits[name]:
@@ -389,8 +389,3 @@ def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
         store.write_file(folder, file_of(name, SHARED), shared, rank=rank)
     own = {part.name: state for part in training.parts if (state := part.own_state()) is not None}
     store.write_file(folder, file_of(name, f"{RANK}{rank:05d}"), own)
-
-
-def _agreement(trainings: Trainings) -> tuple[Backend, Agreement]:
-    backend = next(iter(trainings.values())).saver.backend
-    return backend, Agreement(backend)

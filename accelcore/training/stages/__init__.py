@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from accelcore.errors import DistributedError
-from accelcore.training.agreement import Agreement, describe
+from accelcore.training.agreement import all_or_none, train_alike, wait_for_all
 from accelcore.training.plan import Plan, Stage
 from accelcore.training.stages.activations import ActivationCheckpointing
 from accelcore.training.stages.execution import Capture, Compile, Observe
@@ -30,14 +30,14 @@ class Preparation:
 
     def check(self, what: str, first: Callable[[], None] = lambda: None) -> None:
         """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
-        agreement = Agreement(self._plan.backend)
-        agreement.wait_for_ranks(what)
-        with agreement.all_or_none("prepare this training", DistributedError):
+        backend = self._plan.backend
+        wait_for_all(backend, what)
+        with all_or_none(backend, "prepare this training", DistributedError):
             first()
             for stage in self._stages:
                 stage.check(self._plan)
-        if self._plan.backend.collectives.world_size > 1:
-            agreement.train_alike(describe(self._plan))
+        if backend.collectives.world_size > 1:
+            train_alike(self._plan)
 
     def repeat(self, first: Callable[[], None], give_up: Callable[[str, str, BaseException], None]) -> None:
         """Check and apply every stage again; `give_up` is called if this fails when another rank may have done it."""
