@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from accelcore.training.monitoring.progress import Progress
     from accelcore.training.observers import Observer
     from accelcore.training.options import FSDP, Recompute, TrainerOptions
-    from accelcore.training.saving.together import Together
+    from accelcore.training.saving.resumable import Together
     from accelcore.training.trainer import Trainer
 
     __version__: str
@@ -71,7 +71,7 @@ _HOMES = {
     "training.monitoring.progress": ("Progress",),
     "training.observers": ("Observer",),
     "training.options": ("FSDP", "Recompute", "TrainerOptions"),
-    "training.saving.together": ("Together",),
+    "training.saving.resumable": ("Together",),
     "training.trainer": ("Trainer",),
 }
 """Names by module; all others are in `errors`."""

@@ -29,7 +29,8 @@ from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.parts import warn_if_others_trained
-from accelcore.training.saving.saver import Resumable, Saver, Trainings
+from accelcore.training.saving.resumable import Resumable
+from accelcore.training.saving.saver import Saver, Trainings
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages import Preparation
 from accelcore.training.step import Step

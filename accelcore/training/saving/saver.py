@@ -1,6 +1,6 @@
-"""Save and resume a training, on all ranks of a job.
+"""The state of one trainer as parts of a checkpoint, and the reading of these parts.
 
-`Saver.state` lists the parts of a checkpoint, each of which has a class in this folder.
+`Saver.state` lists the parts, each of which has a class in this folder.
 
 To restore, every rank first reads, checks and converts everything and changes nothing. If all ranks succeed, all
 commit. A commit only fails in the user's own code, such as a hook. The trainers then refuse to train, on every rank.
@@ -8,230 +8,46 @@ commit. A commit only fails in the user's own code, such as a hook. The trainers
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accelcore.backend import Backend
 from accelcore.checkpoint import store
-from accelcore.checkpoint.manifest import MODEL, RANK, file_of
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger, notice
-from accelcore.jobs.exchange import gather_objects
+from accelcore.checkpoint.manifest import MANIFEST, MODEL, RANK, digest_of_manifest, file_of
+from accelcore.checkpoint.store import Checkpoint
+from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, notice
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import all_equal, all_or_none, wait_for_all
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
-from accelcore.training.saving.loading import (
-    as_checkpoint_error,
-    check_position,
-    check_same,
-    check_trainers,
-    prepare_load,
-    read_saved,
-)
+from accelcore.training.saving.foreign import read_foreign
 from accelcore.training.saving.parts import (
     SHARED,
     DataStreamPart,
     ExtraPart,
     Part,
     RandomPart,
+    Saved,
     ScalerPart,
     SchedulePart,
     TrainedPart,
     WindowPart,
+    as_dict,
 )
 from accelcore.training.saving.trained_parts import MastersPart, ModelPart, OptimizerPart
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window
-from accelcore.util.containers import item
-from accelcore.util.text import is_number, is_whole
 
-
-class Resumable(ABC):
-    """Base of `Trainer` and `Together`: save and resume one or several trainings of a process as one.
-
-    Attributes:
-        extra: the dict last given to `save(extra=...)` or read by `resume`; each checkpoint holds it.
-    """
-
-    def __init__(self) -> None:
-        self._run = uuid4().hex  # identifies the checkpoints of this run
-        self.extra: dict[str, Any] = {}
-        self._spared: Path | None = None
-        self._told_mode = False
-        self._saved_in: dict[Path, bool] = {}  # for each folder, whether a warning of another run was logged
-
-    @abstractmethod
-    def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
-        """Return the state of each trainer: to write it with `extra`, or without `extra` to restore it."""
-
-    def save(
-        self,
-        folder: str | Path,
-        *,
-        keep: int | None = None,
-        best: float | Tensor | None = None,
-        mode: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-        **unknown: NoReturn,
-    ) -> Path:
-        """Save a new checkpoint in `folder`, named by the number of steps, from which training resumes.
-
-        It holds the model, the optimizer, the loss scaler, the schedule, the position in the data, random states and
-        the gradients of an open window. It is written completely or not at all. In a job every rank must call this,
-        with a folder that all ranks share.
-
-        Args:
-            folder: the folder of the run's checkpoints, the same on all ranks.
-            keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
-                one is never deleted.
-            best: a metric of this checkpoint, the same on all ranks. The checkpoint with the best metric is never
-                deleted. Of equal metrics the first is the best; NaN and infinity never are.
-            mode: of `best`: "min" if the lowest metric is the best, as of a loss; "max" for the highest, as of an
-                accuracy. The same in all saves of a run. None: "min", which the log reports once.
-            extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
-                becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
-        """
-        for name in unknown:
-            raise ConfigurationError(f"trainer.save has no option {name!r}", available="keep=, best=, mode=, extra=")
-        if keep is not None and not is_whole(keep, 1):
-            raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
-        if extra is not None and not isinstance(extra, Mapping):
-            raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
-        new = self.extra if extra is None else dict(extra)
-        metric, folder = _metric(best, mode), store.as_path(folder)
-        trainings = self._trainings(new)
-        # Neither a trial nor a replay may replace what the user has trained.
-        if not all(each.saver.writes for each in trainings.values()):
-            self.extra = new
-            return folder
-        backend = next(iter(trainings.values())).saver.backend
-        wait_for_all(backend, "trainer.save()")
-        if not all_equal(backend, repr((str(folder), metric))):
-            raise ConfigurationError(
-                f"the ranks of this job save in different folders, or with different metrics: this one in {folder}, "
-                f"with best={metric and metric[0]}, mode={mode!r}",
-                remedy="give all ranks the folder that rank 0 names: job.gather_objects(folder)[0]; and a metric from "
-                "trainer.evaluate(loader).mean(...), or job.mean(...)",
-            )
-        for training in trainings.values():
-            training.saver.step.check_replicas()
-        rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
-        if rank == 0:
-            _warn_of_unknown_schedules([part for training in trainings.values() for part in training.parts])
-        trainers = {name: training.saver.steps for name, training in trainings.items()}
-        steps = max(trainers.values())
-        facts = {
-            "run": self._run,
-            "metric": metric,
-            "trainers": trainers,
-            "world_size": backend.collectives.world_size,
-            "device": backend.name,
-            "accelcore": version("accelcore"),
-            "torch": torch.__version__,
-        }
-        with ExitStack() as held:
-            with all_or_none(backend, doing), store.writing(folder):
-                if rank == 0:
-                    held.enter_context(store.alone(folder))
-                    if metric is not None:
-                        store.check_mode(folder, self._run, metric[1])
-                        if mode is None and not self._told_mode:
-                            self._told_mode = True
-                            notice('best= without mode=: the lowest is the best; else give mode="max"')
-            with all_or_none(backend, doing), store.writing(folder):
-                for name, training in trainings.items():
-                    _write(training, folder, name, rank)
-            with all_or_none(backend, doing), store.writing(folder):
-                if rank == 0:
-                    saved = store.finish(folder, steps, facts)
-        path: Path = folder / gather_objects(backend.collectives, saved)[0]
-        if rank == 0 and (keep is not None or folder not in self._saved_in):
-            self._delete_older(path, keep)
-        self.extra = new
-        return path
-
-    def _delete_older(self, path: Path, keep: int | None) -> None:
-        """Delete all but the newest `keep` checkpoints of this run; log once that another run saves here, too."""
-        folder = path.parent
-        try:
-            others = store.keep_newest(path, keep, self._spared)
-        except OSError as error:  # the new checkpoint is saved
-            logger.warning("%s is saved, but older checkpoints could not be deleted: %s", path, error)
-            return
-        if others and not self._saved_in.get(folder):
-            logger.warning(
-                "%s also has checkpoints of another run, or of steps that this run has left by resuming an older one, "
-                "such as %s. trainer.resume(folder) takes the one of most steps: delete them, or save in another "
-                "folder",
-                *(folder, others[-1].name),
-            )
-        self._saved_in[folder] = bool(others) or self._saved_in.get(folder, False)
-
-    def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
-        """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
-
-        Args:
-            folder: the folder that `save` was given, or one of its checkpoints.
-            best: take the checkpoint with the best metric: `save(folder, best=metric)` saves a metric.
-            must_exist: whether a folder without a checkpoint is an error. Otherwise the log reports it.
-
-        Returns:
-            The checkpoint, or None if there is none.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged or belongs to another model, or there is none and it must exist.
-                It is raised on all ranks, and nothing is changed. If a hook or class of yours raises while the
-                state is restored, nothing can train any more, on any rank.
-        """
-        trainings, folder = self._trainings(None), store.as_path(folder)
-        first = next(iter(trainings.values())).saver
-        backend, starts_at = first.backend, first.starts_at
-        if starts_at == 0 and not must_exist:
-            return None
-        if starts_at:
-            folder = store.after_steps(folder, starts_at)
-        wait_for_all(backend, "trainer.resume()")
-        rank, world_size = backend.collectives.rank, backend.collectives.world_size
-        checkpoint, commits = None, {}
-        with all_or_none(backend, "resume"), as_checkpoint_error(folder):
-            checkpoint = store.find(folder, (rank, world_size), best=best)
-            if checkpoint is not None:
-                check_trainers(checkpoint, trainings)
-                for name, training in trainings.items():
-                    saved = read_saved(checkpoint, name, rank, world_size, training.saver.sharded)
-                    check_position(saved, checkpoint.manifest["world_size"], world_size)
-                    commits[name] = [part.prepare(saved) for part in training.parts]
-        check_same(backend, folder, checkpoint)
-        if checkpoint is not None:
-            _commit(backend, trainings, commits, checkpoint.manifest["trainers"])
-            if rank == 0:
-                if (saved_by := checkpoint.manifest["world_size"]) != world_size:
-                    text = "random states are not restored: a job of size %d saved the checkpoint, and this has size %d"
-                    logger.warning(text, saved_by, world_size)
-                savers = [(name, training.saver) for name, training in trainings.items()]
-                at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
-                notice("resumed from %s: %s", checkpoint.path, at)
-            self._run = checkpoint.manifest["run"]
-            if any(training.saver.spares_start for training in trainings.values()):
-                self._spared = checkpoint.path
-            return checkpoint.path
-        if must_exist:
-            raise store.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
-        if rank == 0:
-            meant = store.beneath(folder) or store.similar(folder)
-            log, hint = (logger.warning, f" (did you mean one of these? {meant})") if meant else (notice, "")
-            log("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
-        return None
+_NEEDS_STATE = ("amsgrad", "centered", "momentum")
+"""Options with which an optimizer has state that it does not have without them."""
 
 
 class Saver:
@@ -255,17 +71,35 @@ class Saver:
                 why="its gradients belong to the present weights",
                 remedy="load before the loop over the batches, or call trainer.flush() before",
             )
-        training, file = self.state({}, writes=False), store.as_path(path)
-        backend = self.backend
+        training, file, backend = self.state({}, writes=False), store.as_path(path), self.backend
         wait_for_all(backend, "trainer.load()")
-        rank, world_size = backend.collectives.rank, backend.collectives.world_size
         with all_or_none(backend, "load"), as_checkpoint_error(file):
-            commits, rest, checkpoint = prepare_load(training.parts, file, (rank, world_size), self.sharded, optimizer)
+            commits, rest, checkpoint = self._prepare_load(training.parts, file, optimizer)
         check_same(backend, file, checkpoint)
-        _commit(backend, {"": training}, {"": commits}, {"": self.steps})
-        if checkpoint is not None and rank == 0:
+        commit(backend, {"": training}, {"": commits}, {"": self.steps})
+        if checkpoint is not None and backend.collectives.rank == 0:
             notice("loaded the model%s of %s", " and the optimizer's state" if optimizer else "", checkpoint.path)
         return rest
+
+    def _prepare_load(
+        self, parts: Sequence[Part], path: Path, optimizer: bool | None
+    ) -> tuple[list[Callable[[], object]], dict[str, Any], Checkpoint | None]:
+        """Return the functions that restore what `Trainer.load` takes, the rest, and the checkpoint if it is one."""
+        share = self.backend.collectives.rank, self.backend.collectives.world_size
+        named = {part.name: part for part in parts}
+        checkpoint, name = _find_checkpoint(path, share)
+        if checkpoint is None:
+            saved, rest = read_foreign(named, path, optimizer)
+            takes = "optimizer" in saved.shared
+        else:
+            saved, takes = read_saved(checkpoint, name, *share, self.sharded), bool(optimizer)
+            rest = saved.shared["extra"]
+        if optimizer:
+            theirs, ours = saved.shared["optimizer"], named["optimizer"].shared_state()
+            shared = {**saved.shared, "optimizer": _with_options(theirs, ours, saved.source)}
+            saved = replace(saved, shared=shared, own={"window": {"micro": 0}})  # without the gradients of a window
+        wanted = ["model", "masters", *(["optimizer"] if takes else [])]
+        return [named[part].prepare(saved) for part in wanted], rest, checkpoint
 
     @property
     def steps(self) -> int:
@@ -331,23 +165,7 @@ Trainings = Mapping[str, TrainingState]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
-def _metric(best: Any, mode: str | None) -> tuple[float, str] | None:
-    """Return a metric and its mode, None if it is not finite; raise ConfigurationError for anything else."""
-    if mode is not None and best is None:
-        raise ConfigurationError(f"mode={mode!r} needs best=", remedy="give best=metric, or remove mode=")
-    if mode not in [None, *store.BEST]:
-        raise ConfigurationError(f"mode={mode!r} is unknown", available='"min" (the lowest is the best) or "max"')
-    if best is None:
-        return None
-    if not is_number(value := item(best)):
-        raise ConfigurationError(f"best={best!r} is not a number", remedy="give the metric of this checkpoint")
-    if not math.isfinite(value):
-        logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
-        return None
-    return float(value), mode or "min"
-
-
-def _commit(
+def commit(
     backend: Backend,
     trainings: Trainings,
     commits: Mapping[str, Sequence[Callable[[], object]]],
@@ -358,8 +176,8 @@ def _commit(
         with all_or_none(backend, "restore its state"):
             for name, training in trainings.items():
                 training.saver.step.shared.acquire()
-                for commit in commits[name]:
-                    commit()
+                for restore in commits[name]:
+                    restore()
                 training.saver.restored(steps[name])
     except BaseException as error:
         what = "a checkpoint was restored in part"
@@ -371,21 +189,121 @@ def _commit(
         raise CheckpointError(what, why=repr(error), remedy=remedy) from error
 
 
-def _warn_of_unknown_schedules(parts: Sequence[Part]) -> None:
-    """Log that checkpoints lack a scheduler of the script, unless `extra` seems to have it."""
-    kept = [str(name) for part in parts if isinstance(part, ExtraPart) for name in part.extra]
-    for part in parts:
-        if isinstance(part, SchedulePart) and not any("sched" in name for name in kept):
-            part.schedule.warn_if_unknown()
+@contextmanager
+def as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Convert any other error of a file or a state to a CheckpointError."""
+    try:
+        yield
+    except (CheckpointError, ConfigurationError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} cannot be restored",
+            why=repr(error),
+            remedy="give another checkpoint, or build model and optimizer as they were when it was saved",
+        ) from error
 
 
-def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
-    """Write this rank's files of one trainer: its own state, and the shared state if it is rank 0 or has shards."""
-    training.saver.step.shared.acquire()
-    training.saver.step.finite.check(training.saver.steps, agree=False)
-    if rank == 0 or training.saver.sharded:
-        shared = {part.name: state for part in training.parts if (state := part.shared_state()) is not None}
-        store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
-        store.write_file(folder, file_of(name, SHARED), shared, rank=rank)
-    own = {part.name: state for part in training.parts if (state := part.own_state()) is not None}
-    store.write_file(folder, file_of(name, f"{RANK}{rank:05d}"), own)
+def read_saved(
+    checkpoint: Checkpoint, trainer: str, rank: int, world_size: int, sharded: Mapping[str, Tensor]
+) -> Saved:
+    """Read one trainer's part of a checkpoint, for this rank."""
+    saved_by = checkpoint.manifest["world_size"]
+    same_job, like_of = saved_by == world_size, partial(_like_of, sharded)
+    of_ranks = [file_of(trainer, f"{RANK}{number:05d}") for number in range(saved_by)]
+    model = as_dict(checkpoint.read(file_of(trainer, MODEL), like_of), "model")
+    shared = as_dict(checkpoint.read(file_of(trainer, SHARED), like_of), "training state")
+    own = as_dict(checkpoint.read(of_ranks[rank if same_job else 0]), "state of this rank")
+    if "state" not in (optimizer := as_dict(shared.get("optimizer"), "optimizer state")):
+        optimizer["state"] = {}
+        for file in of_ranks:  # each rank saved the state of the parameters that it updates
+            divided = as_dict(checkpoint.read(file, like_of), file, "optimizer")["optimizer"]
+            optimizer["state"] |= as_dict(as_dict(divided, "optimizer state", "state")["state"], "optimizer state")
+
+    def is_closed(path: Path) -> bool:
+        return not Checkpoint(path).read(of_ranks[0])["window"]["micro"]
+
+    closed = partial(store.older, checkpoint.path, is_closed)
+    path = str(checkpoint.path / trainer)
+    return Saved(model, shared, own, same_job, f"the checkpoint {checkpoint.path}", path, closed)
+
+
+def check_position(saved: Saved, saved_by: int, world_size: int) -> None:
+    """Raise CheckpointError if a job of another size saved within an epoch: the data are divided in another way."""
+    if saved.same_job:
+        return
+    within = as_dict(saved.own.get("window"), "window", "micro")["micro"]
+    if within or as_dict(saved.own.get("data"), "position in the data", "taken")["taken"]:
+        raise CheckpointError(
+            f"the checkpoint was saved within an epoch by a job of size {saved_by}, and this has size {world_size}",
+            remedy=f"resume in a job of size {saved_by}, or from a checkpoint saved at the end of an epoch; or begin a "
+            f'new run, in another folder, by trainer.load("{saved.path}", optimizer=True)',
+        )
+
+
+def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor | None:
+    """Return the sharded parameter that a stored tensor of this shape belongs to, or None."""
+    if name.startswith("optimizer.state."):
+        name = name.removeprefix("optimizer.state.").rpartition(".")[0]
+    parameter = sharded.get(name.removeprefix("masters."))
+    return parameter if parameter is not None and parameter.shape == shape else None
+
+
+def check_same(backend: Backend, folder: Path, checkpoint: Checkpoint | None) -> None:
+    """Raise CheckpointError if the ranks have found different checkpoints."""
+    if not all_equal(backend, "" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
+        raise CheckpointError(
+            f"the ranks do not find the same checkpoint in {folder}",
+            why="this rank finds " + ("none" if checkpoint is None else checkpoint.path.name),
+            remedy="give all ranks one folder that all of them see",
+        )
+
+
+def check_trainers(checkpoint: Checkpoint, trainings: Mapping[str, object]) -> None:
+    """Raise CheckpointError if a checkpoint has other trainers than these."""
+    saved = checkpoint.manifest["trainers"]
+    if saved.keys() != trainings.keys():
+        contains, resuming = (", ".join(filter(None, sorted(names))) or "one trainer" for names in (saved, trainings))
+        together = f"accelcore.Together({', '.join(f'{name}=...' for name in saved)}).resume(...)"
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} contains {contains}, but you are resuming {resuming}",
+            remedy="resume it as it was saved: by " + ("trainer.resume(...)" if "" in saved else together),
+        )
+
+
+def _find_checkpoint(path: Path, share: tuple[int, int]) -> tuple[Checkpoint | None, str]:
+    """Return the checkpoint at `path` or the newest in it, and the trainer's name; None for another program's file."""
+    path = path.resolve()  # the parent of ".." is not the folder above
+    if path.is_dir() and (path.parent / MANIFEST).is_file():  # one of several trainers
+        return Checkpoint(path.parent, share), path.name
+    if not ((path / MANIFEST).is_file() or any(path.glob(f"*/{MANIFEST}"))):
+        return None, ""
+    checkpoint = store.find(path, share)
+    if checkpoint is not None and "" not in (trainers := checkpoint.manifest["trainers"]):
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} holds several trainers: {', '.join(trainers)}",
+            remedy=f'give the folder of one: trainer.load("{checkpoint.path / next(iter(trainers))}")',
+        )
+    return checkpoint, ""
+
+
+def _with_options(saved: Mapping[str, Any], own: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a saved optimizer with the options of this one."""
+    if (saved.get("kind", own["kind"]), len(saved["groups"])) != (own["kind"], len(own["groups"])):
+        return dict(saved)  # which is refused
+    groups = []
+    for theirs, ours in zip(saved["groups"], own["groups"], strict=True):
+        if needed := [key for key in _NEEDS_STATE if ours.get(key) and not theirs.get(key)]:
+            raise CheckpointError(
+                f"{source} has no optimizer state for {needed[0]}={ours[needed[0]]}",
+                why=f"the optimizer that was saved had {needed[0]}={theirs.get(needed[0])}",
+                remedy="give the optimizer that value, or load the model without optimizer=True",
+            )
+        if ours.get("t_total", -1) != -1:
+            raise CheckpointError(
+                f"the optimizer has a schedule of its own, t_total={ours['t_total']}",
+                why="it is counted by the state of the optimizer, so it would not begin new",
+                remedy="load the model without optimizer=True; or remove t_total, and give the trainer a scheduler=",
+            )
+        groups.append({**ours, "params": theirs["params"]})
+    return {**saved, "groups": groups}
