@@ -159,6 +159,9 @@ _DEFAULTS = {
 }
 """Defaults that are not None."""
 
+_FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
+"""Attributes of a trainer that cannot be set."""
+
 _WORDS = {
     "mixed_precision": "precision", "autocast": "precision", "dtype": "precision", "use_amp": "precision",
     "amp": "precision", "fp16": "precision", "bf16": "precision",
@@ -274,6 +277,17 @@ def check_arguments(backend: Any, model: Any, optimizer: Any) -> None:
             remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; "
             "several models need a trainer each",
         )
+
+
+def check_set(name: str) -> None:
+    """Raise ConfigurationError for an attribute of a trainer that a script may try to set, and cannot."""
+    if name in _FIXED:
+        option = f"model, optimizer, {name}=..." if name in TrainerOptions.__annotations__ else "..."
+        remedy = f"make another trainer, which keeps what it was made with: accel.trainer({option})"
+        raise ConfigurationError(f"trainer.{name} cannot be set", remedy=remedy)
+    if name in ("lr", "learning_rate"):
+        remedy = "set the 'lr' of each group in trainer.optimizer.param_groups"
+        raise ConfigurationError(f"trainer.{name} would change nothing", remedy=remedy)
 
 
 def _shown(value: Any) -> str:

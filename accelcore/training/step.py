@@ -18,11 +18,11 @@ from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
 from accelcore.training.loss import LossOfModel, split_loss, unusable_loss
 from accelcore.training.observers import tell
-from accelcore.training.outside_changes import UNTREATED, ModelSnapshot, ScriptCalls, SharedParameters
 from accelcore.training.parallel.strategy import broadcast_buffers
-from accelcore.training.plan import Plan
+from accelcore.training.plan import ModelSnapshot, Plan
 from accelcore.training.schedule import Schedule
-from accelcore.training.window import Window
+from accelcore.training.shared_parameters import UNTREATED, SharedParameters
+from accelcore.training.window import ScriptCalls, Window, no_update
 from accelcore.util.containers import detached, is_on
 
 _WALKED = 64  # windows between two walks of the model; the first walks follow windows 1, 2, 4, 8, 16 and 32
@@ -290,7 +290,7 @@ class Step:
         self.calls.warn_if_idle()
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
-            raise _no_update("an epoch has ended")
+            raise no_update("an epoch has ended")
         if self.is_open and self._warns:
             logger.warning(
                 "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
@@ -301,7 +301,7 @@ class Step:
     def check_saved(self) -> None:
         """Raise TrainingError if the trainer has made no step of what is saved, or if an open window is spoilt."""
         if self.is_open and self._window.steps == self._window.micro == 0:
-            raise _no_update("trainer.save() was called")
+            raise no_update("trainer.save() was called")
         self.shared.check_foreign()
 
     def check_update(self) -> None:
@@ -383,13 +383,3 @@ class Step:
         self._gradients.clear()
         self._scaler.abandon()
         self.begin()
-
-
-def _no_update(when: str) -> TrainingError:
-    """Return the error for gradients that no update has used until `when`."""
-    return TrainingError(
-        f"{when}, and trainer.update() was not called before: the trainer has changed no weight",
-        why="trainer.backward(loss) only adds gradients up",
-        remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
-        "epoch, make the trainer with accumulate=len(loader) as well",
-    )

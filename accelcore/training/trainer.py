@@ -26,7 +26,7 @@ from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches, check_loader
 from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
-from accelcore.training.options import TrainerOptions, check_arguments, check_values, complete, unwrapped
+from accelcore.training.options import TrainerOptions, check_arguments, check_set, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.parts import warn_if_others_trained
 from accelcore.training.saving.resumable import Resumable
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 _numbers = count()
 _MISSING: Any = None  # a default, so that `check_arguments` names what is wrong
-_FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 
 
 class Trainer(Suggests, Resumable):
@@ -114,13 +113,7 @@ class Trainer(Suggests, Resumable):
             listener(proxy(self))
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _FIXED:
-            option = f"model, optimizer, {name}=..." if name in TrainerOptions.__annotations__ else "..."
-            remedy = f"make another trainer, which keeps what it was made with: accel.trainer({option})"
-            raise ConfigurationError(f"trainer.{name} cannot be set", remedy=remedy)
-        if name in ("lr", "learning_rate"):
-            remedy = "set the 'lr' of each group in trainer.optimizer.param_groups"
-            raise ConfigurationError(f"trainer.{name} would change nothing", remedy=remedy)
+        check_set(name)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
