@@ -83,7 +83,7 @@ def __getattr__(name: str) -> object:
 
         return version("accelcore")
     if name not in __all__:
-        from accelcore.util.text import no_attribute
+        from accelcore.errors import no_attribute
 
         no_attribute(import_module(__name__), name)
     home = next((home for home, names in _HOMES.items() if name in names), "errors")

@@ -12,9 +12,9 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, Suggests
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.util.text import Suggests, is_number
+from accelcore.util.text import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable

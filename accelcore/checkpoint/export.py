@@ -11,7 +11,7 @@ from torch import Tensor
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
-from accelcore.util.text import remedy_of_writing
+from accelcore.util.files import remedy_of_writing
 
 __all__ = ["export"]
 

@@ -47,8 +47,9 @@ from accelcore.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from accelcore.errors import CheckpointError, ConfigurationError
-from accelcore.util.text import is_number, nearest, remedy_of_writing
+from accelcore.errors import CheckpointError, ConfigurationError, nearest
+from accelcore.util.files import remedy_of_writing
+from accelcore.util.text import is_number
 
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _INCOMPLETE, _FACTS = ".incomplete", ".facts"

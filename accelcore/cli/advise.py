@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelcore.cli.options import check_script, common, device_option, json_option, number, script_arguments
-from accelcore.util.html import plot, table, write_html
+from accelcore.util.files import plot, table, write_html
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,7 +28,8 @@ from accelcore.devices.create import import_torch
 from accelcore.devices.plugins import BACKENDS, declared, own_plugins
 from accelcore.devices.select import select
 from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError
-from accelcore.util.text import shown, write_output
+from accelcore.util.files import write_output
+from accelcore.util.text import shown
 
 _OF_LINT = {
     "lint": ("accelcore_lint.lint_command", "Find what ties a training script to one device, or is wrong on any."),

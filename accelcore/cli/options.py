@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from accelcore.errors import ConfigurationError
-from accelcore.util.text import nearest, shown
+from accelcore.errors import ConfigurationError, nearest
+from accelcore.util.text import shown
 
 F = TypeVar("F", bound=Callable[..., object])
 

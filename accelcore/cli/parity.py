@@ -24,7 +24,7 @@ from accelcore.cli.options import (
 )
 from accelcore.devices.plugins import without_autoload
 from accelcore.errors import ConfigurationError
-from accelcore.util.text import beside
+from accelcore.util.files import beside
 
 if TYPE_CHECKING:
     from accelcore.parity.compare import Result

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from accelcore.errors import ConfigurationError
-from accelcore.util.text import kind_of, nearest, shown
+from accelcore.errors import ConfigurationError, nearest
+from accelcore.util.text import kind_of, shown
 
 TRIAL = "ACCEL_TRIAL"  # a `TrialRequest` as JSON. Only `accelcore advise` sets it, for the processes of a trial.
 

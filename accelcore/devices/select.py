@@ -21,9 +21,16 @@ from accelcore.devices.create import Found, create_backend
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
 from accelcore.devices.request import Choice, parse, requested_device
-from accelcore.errors import AccelError, BackendUnavailableError, ConfigurationError, UnknownBackendError, logger
+from accelcore.errors import (
+    AccelError,
+    BackendUnavailableError,
+    ConfigurationError,
+    UnknownBackendError,
+    logger,
+    nearest,
+)
 from accelcore.jobs.launchers import Launch, read_launch
-from accelcore.util.text import is_whole, nearest, shown
+from accelcore.util.text import is_whole, shown
 
 if TYPE_CHECKING:
     import torch

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.errors import ConfigurationError, DistributedError, logger
+from accelcore.errors import ConfigurationError, DistributedError, Suggests, logger
 from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.jobs.missing_ranks import MissingRanks
-from accelcore.util.text import Suggests, kind_of
+from accelcore.util.text import kind_of
 
 Number = TypeVar("Number", float, Tensor)
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import ConfigurationError, PluginError
+from accelcore.errors import ConfigurationError, PluginError, did_you_mean
 from accelcore.optim.flat.memory import Run
 from accelcore.scaling.contract import step_in_kernel
-from accelcore.util.text import did_you_mean
 
 __all__ = ["Engine", "Factory", "Memory", "Request"]
 

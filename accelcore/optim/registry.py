@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from accelcore.errors import ConfigurationError, UnsupportedError, logger
+from accelcore.errors import ConfigurationError, Suggests, UnsupportedError, did_you_mean, logger
 from accelcore.known_faults import KnownFault
 from accelcore.optim.binding import SWITCHES
 from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, check_members, made_by, name_of
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
 from accelcore.optim.optimizer import RoutedOptimizer
-from accelcore.util.text import Suggests, did_you_mean
 
 __all__ = ["ExplainedRoute", "Optimizers"]
 

@@ -14,7 +14,7 @@ from accelcore.layerwise import distance, unit_of
 from accelcore.parity.compare import Result
 from accelcore.parity.events import PHASE_OF, SeenStep
 from accelcore.parity.recording import Reader, ranks_of
-from accelcore.util.html import plot, table, write_html
+from accelcore.util.files import plot, table, write_html
 
 _MOST_STEPS = 500
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from accelcore.errors import RecordingError
 from accelcore.parity.events import Event, Row, SeenStep
 from accelcore.util.containers import bytes_of
-from accelcore.util.text import remedy_of_writing, replace_file
+from accelcore.util.files import remedy_of_writing, replace_file
 
 _FORMAT = 1
 _FILE = "recording.json"

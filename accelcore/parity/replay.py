@@ -21,7 +21,8 @@ from accelcore.parity.recording import Reader, ranks_of
 from accelcore.roles.runtime import set_host_rng_state
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import tensors, with_tensors
-from accelcore.util.text import beside, is_whole
+from accelcore.util.files import beside
+from accelcore.util.text import is_whole
 
 _OTHER_BATCHES = (
     "from step {} on the script's own batches or random numbers are others, and the recorded ones were taken; targets "

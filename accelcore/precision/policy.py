@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, Settings, did_you_mean, nearest
 from accelcore.scaling.contract import LossScaler
 from accelcore.scaling.dynamic import LossScale, Scalers
-from accelcore.util.text import Settings, did_you_mean, is_number, nearest
+from accelcore.util.text import is_number
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)  # dtypes too coarse to accumulate small updates in
 

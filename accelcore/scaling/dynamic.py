@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, logger
+from accelcore.errors import CheckpointError, ConfigurationError, Settings, TrainingError, logger
 from accelcore.scaling.contract import (
     OF_APEX,
     VERSION,
@@ -36,7 +36,7 @@ from accelcore.scaling.contract import (
     refuse_fp16,
     step_in_kernel,
 )
-from accelcore.util.text import Settings, is_number, is_whole
+from accelcore.util.text import is_number, is_whole
 
 __all__ = ["GradScaler", "LossScale", "Scalers"]
 

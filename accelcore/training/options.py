@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.errors import ConfigurationError, logger
+from accelcore.errors import ConfigurationError, Settings, did_you_mean, logger
 from accelcore.precision.policy import Policy
 from accelcore.scaling.dynamic import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
-from accelcore.util.text import Settings, bound, did_you_mean, is_number, is_whole, kind_of
+from accelcore.util.text import bound, is_number, is_whole, kind_of
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]

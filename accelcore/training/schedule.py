@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError, logger
+from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError, did_you_mean, logger
 from accelcore.torch_internals import expect_no_step
-from accelcore.util.text import did_you_mean, is_whole
+from accelcore.util.text import is_whole
 
 ScheduleBy = Literal["window", "script"]
 

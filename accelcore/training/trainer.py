@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, logger
+from accelcore.errors import ConfigurationError, Suggests, logger
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
@@ -36,7 +36,6 @@ from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
 from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
-from accelcore.util.text import Suggests
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

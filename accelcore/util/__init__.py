@@ -1,1 +1,1 @@
-"""Small helpers: containers of tensors, text. They know nothing of devices or training."""
+"""Small helpers: containers of tensors, files, text. They know nothing of devices or training."""

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, did_you_mean
 from accelcore.precision.o1.autocast import castable_tensors, is_o1_active, with_casts
 from accelcore.precision.o1.table import Treatment
-from accelcore.util.text import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -21,7 +21,8 @@ from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, draw, line_of, read_records
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import item
-from accelcore.util.text import is_number, is_whole, replace_file
+from accelcore.util.files import replace_file
+from accelcore.util.text import is_number, is_whole
 
 _OLD = "log-before.jsonl"
 _OWN = ("step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "memory_peak", "seconds")

@@ -12,11 +12,11 @@ from weakref import finalize
 from torch import Tensor
 
 from accelcore.devices.request import requested_trial
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, Settings
 from accelcore.training.observers import Observer
 from accelcore.training.trainer import Trainer
 from accelcore.util.containers import rows
-from accelcore.util.text import Settings, is_number
+from accelcore.util.text import is_number
 
 _REDRAW = 0.25
 

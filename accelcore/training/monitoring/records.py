@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accelcore.errors import ConfigurationError
-from accelcore.util.html import write_html
-from accelcore.util.text import is_number, is_whole, write_output
+from accelcore.util.files import write_html, write_output
+from accelcore.util.text import is_number, is_whole
 
 FILE = "log.jsonl"
 _BYTES, _PLOT = "memory_peak", "plot.png"

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accelcore.backend import SHARDED, Backend
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError, did_you_mean
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.ddp import DDP
 from accelcore.training.parallel.fsdp import FullySharded
 from accelcore.training.parallel.strategy import CombineDDP, SingleProcess, Strategy, Zero1, check_no_launcher
-from accelcore.util.text import did_you_mean
 
 _NONE = "none"
 _STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from accelcore.checkpoint import store
-from accelcore.errors import CheckpointError, logger
+from accelcore.errors import CheckpointError, logger, nearest
 from accelcore.optim.shards import divided_as
 from accelcore.training.saving.parts import Part, Saved, as_dict
-from accelcore.util.text import first_line, nearest
+from accelcore.util.text import first_line
 
 _MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim")

@@ -11,7 +11,7 @@ from torch import nn
 
 import accelcore
 from accelcore.checkpoint import store
-from accelcore.util.text import remedy_of_writing
+from accelcore.util.files import remedy_of_writing
 
 
 def test_two_savers_in_one_folder_do_not_mix(accel, tmp_path, build):

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accelcore.util.text import replace_file
+from accelcore.util.files import replace_file
 
 FORMS = ("forward", "backward", "in place", "out=")
 """Forms in which an operator is used."""

@@ -1,13 +1,27 @@
-"""Pages in one HTML file that loads nothing from elsewhere, with tables and plots of curves."""
+"""Files that are written at once; pages in one HTML file, with tables and plots of curves."""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from accelcore.util.text import write_output
+from accelcore.errors import ConfigurationError
+
+_REMEDIES_OF_WRITING = {
+    errno.ENOENT: "create the folder, or see who has removed it",
+    errno.ENOTDIR: "name a folder; a part of this path is a file",
+    errno.EACCES: "check the permissions of the folder",
+    errno.EPERM: "check the permissions of the folder",
+    errno.EROFS: "name a folder in a file system that is not mounted read-only",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or raise the quota",
+    errno.EFBIG: "raise the limit on the size of a file: ulimit -f",
+}
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -77,3 +91,34 @@ def plot(title: str, curves: Mapping[str, Mapping[int, float]], *, logarithmic: 
     height = max(_HEIGHT, 16 * len(shown) + 16)
     svg = f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" font-size="12">{"".join(drawn)}</svg>'
     return f"<h2>{escape(title.capitalize())}</h2>{svg}"
+
+
+def remedy_of_writing(error: Exception) -> str:
+    """Return what to do about an error of the file system; safetensors tells its number only in the message."""
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    return _REMEDIES_OF_WRITING.get(number or 0, "check the disk, or name another folder")
+
+
+def beside(folder: Path, ending: str) -> Path:
+    """Return the path beside `folder` with its name and this ending; "." and ".." have the names of their folders."""
+    named = folder if folder.name.strip(".") else folder.resolve()
+    return named.with_name(f"{named.name}{ending}")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file at once: a kill leaves an older one or the new one."""
+    beside = path.with_name(f".{path.name}.incomplete")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write the file that a user has named, and its folder; raise ConfigurationError if this fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written", why=str(error), remedy=remedy_of_writing(error)
+        ) from error
