@@ -190,7 +190,7 @@ class DeviceNumbers(Tree):
 
     def _is_zero(self, index: cst.BaseExpression) -> bool:
         """Return whether an index is 0, or a name to which the file only assigns 0."""
-        values = self.values(index)
+        values = [] if isinstance(index, cst.Name) and self.varies(index) else self.values(index)
         return text_of(index) == "0" or (bool(values) and all(text_of(value) == "0" for value in values))
 
     def _is_other(self, index: cst.BaseExpression) -> bool:

@@ -25,9 +25,11 @@ _CHOSEN_FLAG = re.compile(r"([\w.]+) *= *(?:True|False|0|1)(?: *#.*)?")
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
     r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b|\.gpu\.\w+\("
+    r"|(,|(?<!type)\(|(?<![=!])=)\s*[\"']torch\.[A-Z]\w*Tensor[\"']"
 )
 """Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
-Also functions that a module `gpu` beside one for the CPU has.
+Also functions that a module `gpu` beside one for the CPU has. And a type of the CPU's tensors that a function gets by
+its name: another file has one vendor's as the default.
 
 PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA only.
 """

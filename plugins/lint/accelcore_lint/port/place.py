@@ -372,17 +372,19 @@ class Place:
         return needed if late else needed | {self._tree.torch_import}
 
     def _running(self, site: cst.CSTNode, function: cst.FunctionDef) -> cst.FunctionDef:
-        """Return the function that runs when a site does: in a decorator of a module, the one that it returns.
+        """Return the function that runs when a site does: the one that a process runs, or that a decorator returns.
 
-        The decorator itself runs when the module is imported.
+        A decorator of a module runs when that is imported. What starts a process runs in its parent.
         """
         inside = [each for each in self._tree.parents(site) if isinstance(each, cst.FunctionDef)]
         inside = inside[: inside.index(function)]
-        while self._tree.is_library and inside:
+        while inside:
             inner = inside.pop()
-            returned = re.search(rf"\breturn\b.*\b{inner.name.value}\b", text_of(function.body))
+            word = rf"\b{inner.name.value}\b"
+            started = any(re.search(word, text_of(call)) for call in self._tree.forking)
+            returned = self._tree.is_library and re.search(rf"\breturn\b.*{word}", text_of(function.body))
             is_around = isinstance(inner.body, cst.IndentedBlock) and inner.body in self._tree.parents(site)
-            if not (returned and is_around):
+            if not ((started or returned) and is_around):
                 break
             function = inner
         return function

@@ -139,7 +139,7 @@ _HIDING = re.compile(
 )
 _MEMBER = re.compile(r"\.(\w+)")
 _TYPES = re.compile(
-    r"= *torch\.cuda\.\w+Tensor if (?:not )?((?:\w+\.)*\w+) else\b"
+    r"= *torch\.cuda(?:\.\w+Tensor)? if (?:not )?((?:\w+\.)*\w+) else\b"
     r"|(?m:^)([ \t]*)if ((?:\w+\.)*\w+):[ \t]*\n\2[ \t]+[\w.]+ *= *torch\.cuda\.\w+Tensor[ \t]*\n"
 )
 
@@ -219,7 +219,7 @@ def flags_of_loads(text: str) -> set[str]:
 
 
 def flags_of_types(text: str) -> set[str]:
-    """Return the flags by which a file names a type of tensor of one device: it keeps that line."""
+    """Return the flags by which a file names a type of tensor of one device, or `torch.cuda`: it keeps that line."""
     return {(one or other).split(".")[-1] for one, _, other in _TYPES.findall(text)}
 
 

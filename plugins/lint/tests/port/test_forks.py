@@ -82,3 +82,33 @@ def test_a_function_that_returns_a_device_asks_without_a_check_where_processes_a
         assert module.first(Namespace(gpus=[1])) == torch.device("meta", 1)
     assert [call.args or call.kwargs for call in asked.mock_calls] == [{}, {}]
     assert "check_available" in ported.partition("def work")[2]
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    "start", ["mp.Process(target=decode, args=(rank, x)).start()", "Process(None, decode, args=(rank, x)).start()"]
+)
+def test_a_process_that_runs_a_function_of_its_starter_asks_for_a_device_itself(level, start):
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\nfrom multiprocessing import Process\n\n\ndef main(x):\n"
+        "    def decode(rank, x):\n        torch.cuda.set_device(rank)\n        return x.cuda()\n\n"
+        f"    for rank in range(2):\n        {start}\n\n\nif __name__ == '__main__':\n    main(torch.ones(2))\n"
+    )
+    parent, _, child = port_source(source, level).source.partition("def decode")
+    assert "accelerator" not in parent
+    assert ".current_accelerator(check_available=True)" in child
+    assert "x.cuda()" not in child
+
+
+def test_a_rank_that_a_fork_counts_keeps_its_number():
+    source = (
+        "import os\nimport torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n\n"
+        "def start(model, gpus):\n    rank = 0\n    for _ in range(gpus - 1):\n        if os.fork() == 0:\n"
+        "            rank += 1\n            model.to(rank)\n            model.device = f'cuda:{rank}'\n"
+        "            model.cuda(rank)\n            return DDP(model, device_ids=[rank])\n"
+    )
+    ported = port_source(source, Level.ROLES, Known(imported=True)).source
+    assert ":{rank}" in ported
+    assert "cuda" not in ported
+    assert "device_ids=[rank] if" in ported
+    assert "model.to(torch.device(current_device.type, rank))" in ported

@@ -222,6 +222,7 @@ def test_a_model_stays_where_a_configuration_may_have_its_batches(tmp_path, leve
     [
         ("kind = torch.cuda.LongTensor if cuda else torch.LongTensor", True),
         ("if cuda:\n        kind = torch.cuda.LongTensor\n    else:\n        kind = torch.LongTensor", True),
+        ("self.kinds = torch.cuda if cuda else torch", True),
         ("kind = torch.LongTensor if cuda else torch.IntTensor", False),
     ],
 )

@@ -379,3 +379,16 @@ def test_a_device_stays_whose_number_is_read_by_its_place_in_the_name(number, ke
     )
     ported = port_source(source, Level.ROLES).source
     assert ("DEVICE = 'cuda:0'" in ported) is ("torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("other", "kept"),
+    [("(2, kind='torch.FloatTensor')", True), ("('torch.FloatTensor')", True), ("(2, kind='a')", False)],
+)
+@pytest.mark.parametrize("test", ["torch.cuda.is_available()", "found"])
+def test_a_question_stays_that_names_a_type_of_the_cpu_where_another_file_has_one_vendors(test, other, kept):
+    answer = "found = torch.cuda.is_available()\n" if test == "found" else ""
+    source = f"import torch\n\n{answer}if {test}:\n    net = build(2).cuda()\nelse:\n    net = build{other}\n"
+    ported = port_source(source, Level.ROLES).source
+    assert ("torch.cuda.is_available()" in ported) is kept
+    assert "build(2).to(accel.device)" in ported

@@ -64,9 +64,11 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 def _of_backend(facts: Facts, node: cst.Call, given: list[cst.Arg], index: cst.BaseExpression) -> Rewrite | Left:
     source = device_source(facts, node, index)
     own = text_of(index) in ("device", "args.device") or not (isinstance(index, cst.Integer) or facts.chooses_by(index))
-    if isinstance(source, Left) and not own:
+    if not own and isinstance(source, Left) and isinstance(index, cst.Integer):
+        return source
+    if not own and (isinstance(source, Left) or not facts.is_own(index)):
         # The script chooses a device by this index elsewhere, and the model is there.
-        return source if isinstance(index, cst.Integer) else _where_there_is_one(facts, node, given)
+        return _where_there_is_one(facts, node, given)
     if _needs_wrapper(facts, node) or facts.place.is_apart(node) or any(map(_has_comment, given)):
         device = facts.place.device(node)
         return _replaced(node, given, f'[{device}] if {device}.type != "cpu" else None', facts)
