@@ -10,6 +10,7 @@ Where torch_npu is installed, `import torch` loads it, and it touches no device.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -186,6 +187,7 @@ def _main(command: list[str], environ: dict[str, str], cwd: str, folder: Path) -
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         with (folder / name).open("wb") as file:
             os.dup2(file.fileno(), stream.fileno())
+    faulthandler.enable()  # a crash shows where it was
     os.setsid()  # what it starts can be ended with it
     gc.freeze()  # what the server has imported is no garbage, and to look at it is to copy it
     multiprocessing.set_start_method(None, force=True)  # for the script's own processes: torch's default, not ours

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import json
-import linecache
 import os
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
-from traceback import walk_stack, walk_tb
-from types import FrameType
+from traceback import walk_tb
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +25,7 @@ from torch.distributed import DistError
 
 from accelcore.errors import DistributedError, logger
 from accelcore.jobs.collectives import Collectives
+from accelcore.jobs.script_lines import line_of_error, line_of_thread
 from accelcore.torch_internals import flight_records, job_store
 from accelcore.util.text import first_line, ranks
 
@@ -45,8 +42,6 @@ _ALIKE = f"let all ranks take as many steps: read data through trainer.batches(l
 _FAILED = "failed"  # key under which a rank that failed writes its number
 _BETWEEN = "\n       "  # of the ranks in a message, one a line, below each other
 _NAMED = 4  # number of ranks whose places a message tells
-_WIDTH = 80  # characters of a script's line that a message shows
-_LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
 _jobs = count()
 
 
@@ -131,7 +126,7 @@ class MissingRanks:
         if self._explained:
             return None
         self._explained, explained = True, None
-        self._line = _script_line(reversed(list(walk_tb(error.__traceback__))))
+        self._line = line_of_error(error.__traceback__)
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
         lost = next(filter(self._is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
@@ -166,7 +161,7 @@ class MissingRanks:
         self._beats += 1
         number, collective, line = 0, "", self._line
         with suppress(Exception):  # a note without its place still shows that the rank lives
-            line = line or _script_line(walk_stack(sys._current_frames().get(self._training_thread)))
+            line = line or line_of_thread(self._training_thread)
             number, collective = _last_collective() if self._reads_record else (0, "")
         steps = list(self._collectives.steps.values())  # a copy, because the training thread may add one
         calls, ends = self._collectives.calls, (self._done, self._failed, self._follows)
@@ -326,21 +321,6 @@ def _last_collective() -> tuple[int, str]:
     sizes = ", ".join(str(tuple(size)) for size in last["input_sizes"])
     of_what = f" of {sizes}" if sizes else ""
     return last["record_id"] + 1, f"{last['profiling_name']}{of_what} (collective {last['record_id'] + 1})"
-
-
-def _script_line(frames: Iterable[tuple[FrameType, int | None]]) -> str:
-    """Return the first line outside of libraries, such as `train.py:12 in main (trainer.save(folder))`.
-
-    `frames` begin with the innermost.
-    """
-    for frame, line in frames:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            path, source = frame.f_code.co_filename, ""
-            line = line or frame.f_code.co_firstlineno  # Python gives no line to an instruction of its own
-            with suppress(Exception):  # what a script has put into the cache of lines
-                source = linecache.getline(path, line).strip()[:_WIDTH]
-            return f"{Path(path).name}:{line} in {frame.f_code.co_name}" + (f" ({source})" if source else "")
-    return ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
