@@ -38,6 +38,11 @@ class Saved:
     # the newest older checkpoint that was saved between two windows
     closed: Callable[[], Path | None] = lambda: None
 
+    @property
+    def micro(self) -> int:
+        """Number of micro-batches of the window that was open; 0 between two windows."""
+        return _number(as_dict(self.own.get("window"), "window", "micro")["micro"], "micro")
+
     def between_windows(self) -> str:
         """Return the remedy for a checkpoint that was saved within a window."""
         found = self.closed()
@@ -88,7 +93,7 @@ class TrainedPart(Part):
             raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
         differing = {name: name in names for name in {slot.name for slot in self.plan.gradients.slots} ^ set(names)}
         what = _other_trained(self.plan, differing)
-        if what and as_dict(saved.own.get("window"), "window", "micro")["micro"]:
+        if what and saved.micro:
             raise CheckpointError(
                 what,
                 why="the checkpoint was saved within a window, whose gradients belong to the parameters trained then",
@@ -168,7 +173,7 @@ class ScalerPart(Part):
         if scaler.takes(state):
             _rehearse(scaler.load_state_dict, state, before)
             return lambda: scaler.load_state_dict(state)
-        if as_dict(saved.own.get("window"), "window", "micro")["micro"]:
+        if saved.micro:
             raise CheckpointError(
                 "the checkpoint was saved within a window with another loss scale",
                 remedy=f"resume with the precision it was saved with, or {saved.between_windows()}",
@@ -201,7 +206,7 @@ class WindowPart(Part):
     def prepare(self, saved: Saved) -> Callable[[], object]:
         keys = ("micro", "accumulate", "divisor", "unit", "total", "gradients", "sharded", "buffers")
         window = as_dict(saved.own.get("window"), "window", *keys)
-        micro, accumulate = _number(window["micro"], "micro"), _number(window["accumulate"], "accumulate")
+        micro, accumulate = saved.micro, _number(window["accumulate"], "accumulate")
         if micro and (accumulate != self.window.accumulate or micro >= accumulate):
             raise CheckpointError(
                 f"the checkpoint was saved after {micro} micro-batches of a window of {accumulate}, "

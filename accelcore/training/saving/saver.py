@@ -232,8 +232,7 @@ def check_position(saved: Saved, saved_by: int, world_size: int) -> None:
     """Raise CheckpointError if a job of another size saved within an epoch: the data are divided in another way."""
     if saved.same_job:
         return
-    within = as_dict(saved.own.get("window"), "window", "micro")["micro"]
-    if within or as_dict(saved.own.get("data"), "position in the data", "taken")["taken"]:
+    if saved.micro or as_dict(saved.own.get("data"), "position in the data", "taken")["taken"]:
         raise CheckpointError(
             f"the checkpoint was saved within an epoch by a job of size {saved_by}, and this has size {world_size}",
             remedy=f"resume in a job of size {saved_by}, or from a checkpoint saved at the end of an epoch; or begin a "
