@@ -28,9 +28,7 @@ class _ByDevice(Optimizers):
     """Registry that chooses among the routes of the parameters' device, wherever they are at that moment."""
 
     def choose(self, request: Request) -> Route:
-        of_device = backend_of(request.parameters).optimizers
-        of_device._known(request.name)
-        return of_device.choose(request)
+        return backend_of(request.parameters).optimizers.choose(request)
 
     def _known(self, asked: str | type[Optimizer]) -> str:
         return str(asked)  # the device's registry knows

@@ -181,7 +181,6 @@ class GroupBinding:
             self._waiting = {}
 
     def increment_versions(self) -> None:
-        """Let autograd see that parameters in flat memory were updated."""
         if self._flat is not None:
             self._flat.increment_versions()
 

@@ -221,6 +221,7 @@ class Optimizers(Suggests):
 
     def choose(self, request: Request) -> Route:
         """Return the best route that supports a request; raise UnsupportedError if no route does."""
+        self._known(request.name)
         choices = self._explain(request)
         for route, choice in zip(self._routes[request.name], choices, strict=True):
             if choice.chosen:

@@ -40,8 +40,6 @@ from accelcore.util.text import is_number, is_whole
 
 __all__ = ["GradScaler", "LossScale", "Scalers"]
 
-_HOW = "it makes scalers: write scaler = accel.scaler.create() before the loop"
-
 _OF_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 _LARGEST = 2**31 - 1  # largest count in a state: counts are int32 on the device, as torch's
@@ -75,8 +73,7 @@ class LossScale(Settings):
             and 0 < self.min <= self.init <= self.max < math.inf
             and 1 < self.growth < math.inf
             and 0 < self.backoff < 1
-            and isinstance(self.interval, int)
-            and self.interval >= 1
+            and is_whole(self.interval, 1)
         ):
             raise ConfigurationError(
                 f"no loss scale can work with {self}",
@@ -335,7 +332,8 @@ class Scalers:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigurationError for `accel.scaler()`, which a script may write for torch's class `GradScaler`."""
-        raise ConfigurationError("accel.scaler is not a class of loss scalers", remedy=_HOW)
+        remedy = "it makes scalers: write scaler = accel.scaler.create() before the loop"
+        raise ConfigurationError("accel.scaler is not a class of loss scalers", remedy=remedy)
 
 
 def is_finite(gradient: Tensor) -> bool:
