@@ -247,7 +247,7 @@ def _try_o1(device: torch.device, names: tuple[str, ...]) -> None:
     key = _autocast_key(device.type)
     intercepted = {name.partition("::")[2].partition(".")[0] for name in torch_operators(key)}
     unknown = ", ".join(sorted(intercepted - O1.keys()))
-    _require(not unknown, f"Precision.treatments() must say what becomes of {unknown}")
+    _require(not unknown, f"Precision.treatments() must list {unknown}")
     precision = TorchPrecision(device.type, Capabilities(autocast_dtypes=names, autocast_tables=("O1",)), key)
     dtype, matrix = getattr(torch, names[0]), _ramp(4, 4).to(device)
     with precision.autocast(dtype, table="O1"):
