@@ -14,7 +14,6 @@ from accelcore.cli import child
 from accelcore.cli.child import Ended
 from accelcore.devices.request import TRIAL, TrialRequest
 
-_CLI = "accelcore.cli"
 _TAIL = 12  # lines of a script's error
 
 
@@ -57,12 +56,9 @@ def try_script(script: Script, variant: Variant) -> Outcome:
         report = Path(folder, "trial.jsonl")
         report.touch()
         trial = TrialRequest(str(report), script.steps, variant.seed, variant.options)
-        ended = child.run(
-            child.command(_CLI, "run", *script.command),
-            environ={**os.environ, TRIAL: json.dumps(asdict(trial))},
-            limit=script.limit,
-            progress=report,
-        )
+        environ = {**os.environ, TRIAL: json.dumps(asdict(trial))}
+        command = ("accelcore.cli", "run", *script.command)
+        ended = child.call(*command, environ=environ, limit=script.limit, progress=report)
         found = _read(report)
     if not found.memory:
         found.failure = _failure(found, ended, script)

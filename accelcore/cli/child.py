@@ -61,21 +61,16 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float) -> Ended:
-    """Call `main()` of a module of this package in a child process, for at most `limit` seconds."""
-    return run(command(module, *arguments), environ=environ, limit=limit)
-
-
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the command that calls `main()` of a module of this package, for `run`."""
+    """Return the command that calls `main()` of a module of this package."""
     isolated = ["-I"] if sys.flags.isolated else []
     calling = [sys.executable, *isolated, "-X", "faulthandler", "-c", _CALL.format(module=module)]
     return [*calling, "\n".join(sys.path), *arguments]
 
 
-def run(program: Sequence[str], *, environ: Mapping[str, str], limit: float, progress: Path | None = None) -> Ended:
-    """Run a program for at most `limit` seconds, as `watch` counts them."""
-    (ended,) = run_together([watch(program, environ=environ, limit=limit, progress=progress)])
+def call(module: str, *arguments: str, environ: Mapping[str, str], limit: float, progress: Path | None = None) -> Ended:
+    """Call `main()` of a module of this package in a child process, for `limit` seconds as `watch` counts them."""
+    (ended,) = run_together([watch(command(module, *arguments), environ=environ, limit=limit, progress=progress)])
     return ended
 
 

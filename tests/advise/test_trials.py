@@ -52,11 +52,11 @@ def test_an_unchanged_script_is_tried(tmp_path: Path):
     ],
 )
 def test_the_record_of_a_trial_that_fails_says_why(monkeypatch, lines, ended, why):
-    def run(command, *, environ, limit, progress):
+    def call(*command, environ, limit, progress):
         progress.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"trainer": 0, "st')
         return ended
 
-    monkeypatch.setattr(child, "run", run)
+    monkeypatch.setattr(child, "call", call)
     found = try_script(Script(["train.py"], 5, 9), Variant("fp32", {}))
     assert isinstance(found, Outcome)
     assert why in found.failure
@@ -71,12 +71,12 @@ def test_a_script_with_two_trainers_is_compared_by_the_first(monkeypatch):
         {"trainer": 1, "done": 1, "memory": 7},
     ]
 
-    def run(command, *, environ, limit, progress):
+    def call(*command, environ, limit, progress):
         assert trials.TRIAL in environ
         assert trials.TRIAL not in os.environ
         progress.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return Ended(0, limit, 1, "", "")
 
-    monkeypatch.setattr(child, "run", run)
+    monkeypatch.setattr(child, "call", call)
     found = try_script(Script(["train.py"], 1, 9), Variant("fp32", {}))
     assert (found.trainers, found.losses, found.memory, found.failure) == (2, [1.0], 7, "")
