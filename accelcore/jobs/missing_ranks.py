@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import json
+import linecache
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
-from traceback import walk_tb
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +29,6 @@ from torch.distributed import DistError
 
 from accelcore.errors import DistributedError, logger
 from accelcore.jobs.collectives import Collectives
-from accelcore.jobs.script_lines import line_of_error, line_of_thread
 from accelcore.torch_internals import flight_records, job_store
 from accelcore.util.text import first_line, ranks
 
@@ -42,7 +45,13 @@ _ALIKE = f"let all ranks take as many steps: read data through trainer.batches(l
 _FAILED = "failed"  # key under which a rank that failed writes its number
 _BETWEEN = "\n       "  # of the ranks in a message, one a line, below each other
 _NAMED = 4  # number of ranks whose places a message tells
+_WIDTH = 80  # characters of a script's line that a message shows
+_LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
 _jobs = count()
+# Python's record of the calling thread, and the frame that the thread of a record is in. `sys._current_frames` and
+# faulthandler look at all threads, and crash the process if one of a process group begins or ends at that time.
+_thread_state = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
+_frame_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)(("PyThreadState_GetFrame", ctypes.pythonapi))
 
 
 class MissingRanks:
@@ -61,7 +70,7 @@ class MissingRanks:
         self._store = job_store(f"rank notes {next(_jobs)}")
         self._explained, self._done, self._failed, self._follows = False, False, "", False
         self._line = ""  # where an error ended the script
-        self._beats, self._training_thread = 0, threading.get_ident()
+        self._beats, self._training_thread, self._state = 0, threading.current_thread(), _thread_state()
         self._reads_record = os.environ.get("TORCH_FR_BUFFER_SIZE", "") in map(str, range(1, _SHORT + 1))
         self._write()
         self._stop = threading.Event()
@@ -126,7 +135,7 @@ class MissingRanks:
         if self._explained:
             return None
         self._explained, explained = True, None
-        self._line = line_of_error(error.__traceback__)
+        self._line = _script_line(reversed(list(walk_tb(error.__traceback__))))
         # SystemExit is for the launcher, and KeyboardInterrupt for the user; a script may wrap any other error.
         lost = next(filter(self._is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
@@ -161,7 +170,8 @@ class MissingRanks:
         self._beats += 1
         number, collective, line = 0, "", self._line
         with suppress(Exception):  # a note without its place still shows that the rank lives
-            line = line or line_of_thread(self._training_thread)
+            if not line and self._training_thread.is_alive():  # else Python has freed its record
+                line = _script_line(walk_stack(_frame_of(self._state)))
             number, collective = _last_collective() if self._reads_record else (0, "")
         steps = list(self._collectives.steps.values())  # a copy, because the training thread may add one
         calls, ends = self._collectives.calls, (self._done, self._failed, self._follows)
@@ -199,7 +209,8 @@ class MissingRanks:
         collective on the host (`TORCH_NCCL_BLOCKING_WAIT`) would raise, and slow down every step. So the error is set
         first: Python raises it when the thread returns from the call that waits.
         """
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._training_thread), ctypes.py_object(DistError))
+        thread = ctypes.c_ulong(self._training_thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(DistError))
         if (group := dist.group.WORLD) is not None:
             group.abort()
 
@@ -321,6 +332,21 @@ def _last_collective() -> tuple[int, str]:
     sizes = ", ".join(str(tuple(size)) for size in last["input_sizes"])
     of_what = f" of {sizes}" if sizes else ""
     return last["record_id"] + 1, f"{last['profiling_name']}{of_what} (collective {last['record_id'] + 1})"
+
+
+def _script_line(frames: Iterable[tuple[FrameType, int | None]]) -> str:
+    """Return the first line outside of libraries, such as `train.py:12 in main (trainer.save(folder))`.
+
+    `frames` begin with the innermost.
+    """
+    for frame, line in frames:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            path, source = frame.f_code.co_filename, ""
+            line = line or frame.f_code.co_firstlineno  # Python gives no line to an instruction of its own
+            with suppress(Exception):  # what a script has put into the cache of lines
+                source = linecache.getline(path, line).strip()[:_WIDTH]
+            return f"{Path(path).name}:{line} in {frame.f_code.co_name}" + (f" ({source})" if source else "")
+    return ""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
