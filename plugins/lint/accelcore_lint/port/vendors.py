@@ -77,6 +77,7 @@ _OWN = "|".join(_OWN_WORDS)
 _FLAGS = re.compile(rf"(?m)^[ \t]*({_OWN})[ \t]*(?::[^=\n]+)?=(?!=)")
 _IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({_OWN})\b[ \t]*(?:,|as\b|$|#)")
 _MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({_OWN})[ \t]*=(?!=)")
+_GIVEN = re.compile(rf"[,=]\s*self\.({_OWN})\s*[,)]")
 _TRUTHS = re.compile(rf"\b(?:if|elif|while|and|or|not)[ \t(]+((?:\w+\.)*\w+\.(?:{_OWN}))\b(?![ \t]*[.(])")
 _SETTINGS = re.compile(
     r"(?i:\b((?:\w+\.)*_*(?:args?|cfg|conf|configs?|opts?|options?|settings|h?params|hps|flags)))"
@@ -130,11 +131,13 @@ def own_options(source: str) -> set[str]:
 
     What an option `--cuda` stores in `args.cuda`, or what the script sets there (`args.cuda = not args.no_cuda`), is a
     flag. So is a variable as in `cuda = torch.cuda.is_available()`, or a function's parameter `cuda`, unless the file
-    imports something of that name, an attribute that the script sets, as in `self.cuda = use_cuda`, one whose truth
-    it asks, as in `if flags.cuda:`, and one of settings such as `args.cuda` or `self.opt.cuda`.
+    imports something of that name, an attribute that the script sets, as in `self.cuda = use_cuda`, or hands on and
+    never calls, as in `moved(x, self.cuda)`, one whose truth it asks, as in `if flags.cuda:`, and one of settings such
+    as `args.cuda` or `self.opt.cuda`.
     """
     options = {f"{space}.{word}" for space in _NAMESPACES.findall(source) for word in _OWN.split("|")}
-    options |= {f"self.{device}" for device in _MEMBERS.findall(source)}
+    given = {word for word in _GIVEN.findall(source) if f"self.{word}(" not in source}
+    options |= {f"self.{word}" for word in given | set(_MEMBERS.findall(source))}
     asked = {name for name in _TRUTHS.findall(source) if not name.startswith("torch.")}
     asked |= {f"{owner}.{device}" for owner, device in _SETTINGS.findall(source)}
     options |= asked | {".".join(name.split(".")[-2:]) for name in asked}

@@ -1,7 +1,9 @@
 """Names that a function gives to a condition or to a type, questions for types, sizes, and defaults of keys."""
 
 import pytest
+import torch
 from accelcore_lint.port import Level, port_source
+from port_sources import imported
 
 FLAG = """import torch
 
@@ -134,3 +136,31 @@ def test_a_device_map_takes_the_name_of_a_device():
 def test_the_precision_of_products_follows_the_scripts_own_value(value, precision):
     source = f"import torch\n\n\ndef f(args):\n    torch.backends.cuda.matmul.allow_tf32 = {value}\n"
     assert f"    torch.set_float32_matmul_precision({precision})\n" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("first", "later", "kept"),
+    [
+        ("pass", "pass", False),
+        ("x = x * 2", "pass", False),
+        ("pass", "x = x.cpu()", True),
+        ("pass", "print(FloatTensor)", True),
+    ],
+)
+def test_a_type_that_a_tensor_chooses_makes_tensors_where_that_one_is(level, first, later, kept):
+    source = (
+        "import torch\n\n\ndef offsets(x, anchors):\n    {}\n"
+        "    FloatTensor = torch.cuda.FloatTensor if x.is_cuda else torch.FloatTensor\n"
+        "    Long = torch.cuda.LongTensor if x.is_cuda else torch.LongTensor\n    {}\n"
+        "    return torch.zeros(2).type(FloatTensor), FloatTensor(x.shape), FloatTensor(2, 1), Long([1])\n"
+    )
+    ported = port_source(source.format(first, later), level).source
+    assert ("torch.cuda.FloatTensor" in ported) is kept
+    if not kept:
+        assert "cuda" not in ported
+        for device in ("cpu", "meta"):
+            made = imported(ported).offsets(torch.ones(3, device=device), [1])
+            assert [each.device.type for each in made] == [device] * 4
+            assert [each.dtype for each in made] == [torch.float32] * 3 + [torch.int64]
+            assert [tuple(each.shape) for each in made] == [(2,), (3,), (2, 1), (1,)]

@@ -98,12 +98,25 @@ def test_a_further_device_stays_under_a_question_for_any(form, index, kept, leve
     assert (f"cuda:{index}" in ported) is kept
 
 
-@pytest.mark.parametrize(("used", "kept"), [("weights", False), ("weights['net']", True)])
+@pytest.mark.parametrize(
+    ("used", "kept"),
+    [
+        ("net.load_state_dict(weights)", False),
+        ("net.load_state_dict(weights['net'])\nepoch = weights['last_epoch']", False),
+        ("net.load_state_dict(weights['net'])\ntorch.set_rng_state(weights['random'])", True),
+        ("epoch = weights['epoch']", True),
+        ("weights.eval()\nprint(weights(x))", False),
+        ("weights.eval()\nprint(weights['best'])", True),
+        ("print(weights.sum())", True),
+    ],
+)
 def test_a_load_and_the_question_above_it_are_rewritten_together_or_not(used, kept):
     source = (
         f"import torch\n\n{QUESTION}    net = net.cuda()\n    weights = torch.load(path)\n"
-        f"else:\n    weights = torch.load(path, map_location=torch.device('cpu'))\nnet.load_state_dict({used})\n"
+        f"else:\n    weights = torch.load(path, map_location=torch.device('cpu'))\n{used}\n"
     )
+    still = source.replace("net.cuda()", "net")
+    assert (QUESTION in port_source(still, Level.TORCH).source) is (kept or ".eval()" in used)
     ported = port_source(source, Level.TORCH).source
     assert (QUESTION in ported) is kept
     assert ("weights = torch.load(path, map_location=device)" in ported) is not kept

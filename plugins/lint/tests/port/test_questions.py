@@ -192,7 +192,7 @@ def test_an_index_that_is_only_a_default_chooses_no_device(line):
         ("name = 'cuda:%s'", 1),
         ("gpu = args.cuda", 0),
         ("gpu = self.opt.cuda", 0),
-        ("x = self.cuda", 1),
+        ("x = net.cuda", 1),
         ("x = 'cuda: it is fast'", 0),
     ],
 )

@@ -52,6 +52,21 @@ def test_an_attribute_that_the_script_sets_is_no_vendor_line():
 @pytest.mark.parametrize(
     ("line", "count"),
     [
+        ("x = moved(x, self.cuda)", 0),
+        ("x = moved(x, use=self.cuda)", 0),
+        ("x = map(self.cuda, x)", 1),
+        ("x = moved(x, self.cuda)\n        self.cuda()", 2),
+    ],
+)
+def test_an_attribute_that_a_function_gets_as_a_flag_is_no_vendor_line(line, count):
+    outcome = port_source(f"import torch\n\n\nclass A(Base):\n    def f(self, x):\n        {line}\n", Level.ROLES)
+    assert outcome.before == count
+    assert bool(outcome.left) is (count > 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
         ("device_ids = [0, 1]", 0),
         ("print(self.output_device, device_ids)", 0),
         ("net = DDP(net, device_ids=device_ids)", 1),

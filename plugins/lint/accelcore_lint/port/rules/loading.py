@@ -18,6 +18,11 @@ from accelcore_lint.port.walk import find
 
 _TABLE = 'map_location of one vendor\'s devices: a device, or "cpu", moves all that is loaded'
 _TO_CPU = re.compile(r"map_location *= *([\"']cpu|torch\.device\([\"']cpu|lambda (\w+), *\w+: *\2(\.cpu\(|\b(?!\.)))")
+_OF_MODEL = ("eval", "train", "modules", "parameters", "named_parameters")
+"""Methods that a whole model has, and a state or a tensor has not."""
+
+_NUMBER = re.compile(r"\[[\"'](\w*(epoch|iter|step)s?|iteration|arch)[\"']\]$")
+_MOVES = re.compile(rf"\.({'|'.join(DEVICES)}|to)\(")
 _NAMING = (cst.SimpleString, cst.FormattedString, cst.BinaryOperation)
 """Expressions that may name a device with its index."""
 
@@ -66,7 +71,10 @@ def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
 
 
 def _is_state(load: cst.Call, facts: Facts) -> bool:
-    """Return whether all that is done with what is loaded is a `load_state_dict`, also by a name."""
+    """Return whether all that is done with what is loaded is a `load_state_dict`, or what is done with a model.
+
+    Also by a name, and beside the numbers of a checkpoint, which no device has.
+    """
     holder = facts.parent(load)
     if not isinstance(holder, cst.Assign):
         return isinstance(holder, cst.Arg) and _is_restored(holder, facts)
@@ -75,7 +83,12 @@ def _is_state(load: cst.Call, facts: Facts) -> bool:
         return False
     uses = (facts.parent(each) for each in find(scope, cst.Name) if each.value == name)
     read = [use for use in uses if not isinstance(use, cst.AssignTarget)]
-    return bool(read) and all(isinstance(use, cst.Arg) and _is_restored(use, facts) for use in read)
+    if any(isinstance(use, cst.Attribute) and use.attr.value in _OF_MODEL for use in read):
+        # Without a move beside it, a model that the CPU has saved may be for the CPU.
+        return _MOVES.search(text_of(scope)) is not None and not any(isinstance(use, cst.Subscript) for use in read)
+    read = [use for use in read if not (isinstance(use, cst.Subscript) and _NUMBER.search(text_of(use)))]
+    parts = (facts.parent(use) if isinstance(use, cst.Subscript) else use for use in read)
+    return bool(read) and all(isinstance(use, cst.Arg) and _is_restored(use, facts) for use in parts)
 
 
 def _is_restored(arg: cst.Arg, facts: Facts) -> bool:

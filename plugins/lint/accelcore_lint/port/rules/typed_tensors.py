@@ -17,6 +17,7 @@ DTYPES = {
     "LongTensor": "int64", "IntTensor": "int32", "ShortTensor": "int16", "CharTensor": "int8", "ByteTensor": "uint8",
     "BoolTensor": "bool",
 }  # fmt: skip
+_OF_TENSOR = ".is_cuda"
 OF_DEVICE = {f"torch.cuda.{kind}": kind for kind in DTYPES}
 
 
@@ -147,6 +148,8 @@ def _default_of(name: cst.BaseExpression, facts: Facts) -> cst.Name | None:
 def _device(site: cst.CSTNode, kind: cst.BaseExpression, facts: Facts) -> str:
     """Return the source of the device of a type, or of a name that stands for one."""
     named = _of_name(kind, facts)
+    if named is not None and named[1].endswith(_OF_TENSOR):
+        return f"{named[1].removesuffix(_OF_TENSOR)}.device"
     device = facts.device(site)
     return device if named is None or not named[1] else f'{device} if {named[1]} else "cpu"'
 
@@ -179,7 +182,26 @@ def _of_name(name: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:
     if _asks(condition, facts):
         return None if facts.keeps_questions else (kind, "")
     plain = isinstance(condition, (cst.Name, cst.Attribute)) and facts.name(condition) is None
-    return (kind, text_of(condition)) if plain and "is_cuda" not in text_of(condition) else None
+    known_device = "is_cuda" not in text_of(condition) or _is_of_tensor(condition, name, facts)
+    return (kind, text_of(condition)) if plain and known_device else None
+
+
+def _is_of_tensor(condition: cst.BaseExpression, kind: cst.Name, facts: Facts) -> bool:
+    """Return whether a condition is `x.is_cuda`, and the same `x` stands where its function uses the type."""
+    function, tensor = facts.function_of(condition), text_of(condition).removesuffix(_OF_TENSOR)
+    if function is None or not tensor.isidentifier() or "is_cuda" in facts.uses_of:
+        return False
+    names = [each for each in find(function, cst.Name) if getattr(facts.parent(each), "attr", None) is not each]
+    inside = sum(each.value == kind.value for each in names)
+    below = [each for each in names if each.value == tensor and facts.line(each) > facts.line(condition)]
+    return inside == facts.uses[kind.value] and not any(_is_target(each, facts) for each in below)
+
+
+def _is_target(name: cst.Name, facts: Facts) -> bool:
+    """Return whether a name gets a new value, or a part of it does."""
+    holds = (cst.AssignTarget, cst.AsName, cst.Del)
+    outer = facts.parents(name)
+    return getattr(facts.parent(name), "target", None) is name or any(isinstance(each, holds) for each in outer)
 
 
 def _asks(condition: cst.BaseExpression, facts: Facts) -> bool:
@@ -207,6 +229,8 @@ def _is_host(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
         return True
     if isinstance(node, cst.Subscript):
         return text_of(node.value).endswith(".shape")
+    if isinstance(node, cst.Attribute) and node.attr.value == "shape":
+        return True
     if isinstance(node, cst.Call):
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else text_of(node.func)
         return (facts.name(node.func) or "").startswith("numpy.") or method in ("size", "len", "int", "numpy", "tolist")
