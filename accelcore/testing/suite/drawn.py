@@ -1,7 +1,4 @@
-"""Conformance of random numbers: their statistics, independence, and the state of their generator.
-
-Each bound is one that a right generator exceeds with a probability below 1e-9.
-"""
+"""Conformance of random numbers: their statistics, independence, and the state of their generator."""
 
 from __future__ import annotations
 
@@ -18,22 +15,15 @@ from torch.nn import functional
 from accelcore import Backend
 from accelcore.testing.suite.whole_draws import WholeDrawTests
 from accelcore.testing.support.declared import refused
+from accelcore.testing.support.statistics import COUNT, SIGMAS, SIGMAS_OF_ANY, correlation, is_off, largest_correlation
 from accelcore.util.text import first_line
-
-_COUNT = 100_003  # no multiple of what a kernel draws at once
-_SIGMAS = 6.5  # a normal number is beyond it once in 1e10
-_SIGMAS_OF_ANY = 8.5  # one of 2e5 normal numbers is beyond it once in 1e11
 
 _FINE = ("rand", "randn", "normal_", "uniform_", "exponential_")  # draws of fractions
 _MOST_AGAIN = 2700  # of two calls: of 23 bits some 2,400 come again by chance, of 24 bits 1,200
 
 
-def _off(found: float, expected: float, deviation: float) -> bool:
-    return not abs(found - expected) <= _SIGMAS * deviation
-
-
 def _ones(accel: Backend, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.ones(_COUNT, device=accel.device, dtype=dtype)
+    return torch.ones(COUNT, device=accel.device, dtype=dtype)
 
 
 _DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -122,26 +112,10 @@ def _check_moments(draw: str, drawn: Tensor, rounding: float = 0.0) -> None:
     """Compare mean and variance with the distribution's, which may differ by `rounding` of the draw's parameters."""
     (mean, variance, fourth), count = _MOMENTS[draw], len(drawn)
     found, spread = float(drawn.mean()), float(((drawn - mean) ** 2).mean())
-    deviation = _SIGMAS * math.sqrt(variance / count) + rounding * max(1.0, abs(mean))
+    deviation = SIGMAS * math.sqrt(variance / count) + rounding * max(1.0, abs(mean))
     assert abs(found - mean) <= deviation, f"{draw} has mean {found:.4f}, not {mean:.4f}"
-    deviation = _SIGMAS * variance * math.sqrt((fourth - 1) / count) + 4 * rounding * variance
+    deviation = SIGMAS * variance * math.sqrt((fourth - 1) / count) + 4 * rounding * variance
     assert abs(spread - variance) <= deviation, f"{draw} has variance {spread:.4f}, not {variance:.4f}"
-
-
-def _correlation(one: Tensor, other: Tensor) -> float:
-    """Return the correlation of two draws in units of its standard deviation."""
-    one, other = one - one.mean(), other - other.mean()
-    return float((one * other).sum() / (one.norm() * other.norm())) * math.sqrt(len(one))
-
-
-def _largest_correlation(one: Tensor, other: Tensor) -> float:
-    """Return the largest correlation of two draws that are moved against each other by any number of elements."""
-    one, other = one - one.mean(), other - other.mean()
-    parts = [torch.fft.rfft(each, 2 ** (2 * _COUNT).bit_length()) for each in (one, other)]
-    sums = torch.fft.irfft(parts[0] * parts[1].conj()).abs()
-    if torch.equal(one, other):
-        sums[0] = 0.0  # of each element with itself
-    return float(sums.max() / (one.norm() * other.norm())) * math.sqrt(len(one))
 
 
 class DrawnTests(WholeDrawTests):
@@ -155,7 +129,7 @@ class DrawnTests(WholeDrawTests):
             pytest.skip(f"not declared: models in {dtype}")
         accel.runtime.seed(11)
         for drop in (lambda x: functional.dropout(x, rate), nn.Dropout(rate), nn.AlphaDropout(rate)):
-            leaf = torch.full((_COUNT,), 2.0, device=accel.device, dtype=dtype, requires_grad=True)
+            leaf = torch.full((COUNT,), 2.0, device=accel.device, dtype=dtype, requires_grad=True)
             output = drop(leaf)
             output.sum().backward()
             assert leaf.grad is not None
@@ -163,7 +137,7 @@ class DrawnTests(WholeDrawTests):
                 continue
             values, gradient = output.detach().cpu().double(), leaf.grad.cpu().double()
             kept = values != 0
-            assert not _off(float(kept.double().mean()), 1 - rate, math.sqrt(rate * (1 - rate) / _COUNT)), (
+            assert not is_off(float(kept.double().mean()), 1 - rate, math.sqrt(rate * (1 - rate) / COUNT)), (
                 f"dropout at {rate} keeps {float(kept.double().mean()):.4f}"
             )
             scale = 1 / (1 - rate)
@@ -208,7 +182,7 @@ class DrawnTests(WholeDrawTests):
             counts = torch.unique(drawn, dim=0, return_counts=True)[1].tolist()
             share = 1 / orders
             deviation = math.sqrt(600 * share * (1 - share))
-            even = len(counts) == orders and not any(_off(found, 600 * share, deviation) for found in counts)
+            even = len(counts) == orders and not any(is_off(found, 600 * share, deviation) for found in counts)
             assert even, f"of 600 permutations of {count} each order came {counts} times"
 
     def test_dropout_at_the_ends(self, accel: Backend) -> None:
@@ -230,7 +204,7 @@ class DrawnTests(WholeDrawTests):
         """Mean and variance of what is drawn are those of the distribution, also in each half and every other one."""
         accel.runtime.seed(12)
         drawn = _drawn(accel, draw)
-        for part in (slice(None), slice(_COUNT // 2), slice(_COUNT // 2, None), slice(0, None, 2), slice(1, None, 2)):
+        for part in (slice(None), slice(COUNT // 2), slice(COUNT // 2, None), slice(0, None, 2), slice(1, None, 2)):
             _check_moments(draw, drawn[part])
 
     def test_normal_tails(self, accel: Backend) -> None:
@@ -239,9 +213,9 @@ class DrawnTests(WholeDrawTests):
         drawn = _drawn(accel, "randn")
         for bound in (0.5, 1.0, 2.0, 3.0):
             share = math.erfc(bound / math.sqrt(2)) / 2
-            deviation = 1.25 * math.sqrt(share / _COUNT)  # rare events are not normal
+            deviation = 1.25 * math.sqrt(share / COUNT)  # rare events are not normal
             for found in (float((drawn > bound).double().mean()), float((drawn < -bound).double().mean())):
-                assert not _off(found, share, deviation), f"{found:.5f} are beyond {bound}, not {share:.5f}"
+                assert not is_off(found, share, deviation), f"{found:.5f} are beyond {bound}, not {share:.5f}"
 
     def test_uniform_is_half_open(self, accel: Backend) -> None:
         """Uniform numbers fill the interval evenly: the lower end may be drawn, the upper may not."""
@@ -250,7 +224,7 @@ class DrawnTests(WholeDrawTests):
         assert 0 <= float(drawn.min()) < 1e-3, "the lower end is not reached"
         assert 1 - 1e-3 < float(drawn.max()) < 1, "the upper end is not reached, or drawn"
         for count in torch.histc(drawn, 16, 0, 1).tolist():
-            assert not _off(count, _COUNT / 16, math.sqrt(_COUNT / 16)), "the numbers are not even"
+            assert not is_off(count, COUNT / 16, math.sqrt(COUNT / 16)), "the numbers are not even"
 
     @_of_draws
     def test_independence(self, accel: Backend, draw: str) -> None:
@@ -259,13 +233,13 @@ class DrawnTests(WholeDrawTests):
         first, second = _drawn(accel, draw), _drawn(accel, draw)
         accel.runtime.seed(17)
         third = _drawn(accel, draw)
-        host = torch.rand(_COUNT, generator=torch.Generator().manual_seed(17)).double()
+        host = torch.rand(COUNT, generator=torch.Generator().manual_seed(17)).double()
         pairs = {"two calls": (first, second), "two seeds": (first, third), "two seeds ": (second, third)}
         for what, (one, other) in pairs.items():
             assert not torch.equal(one, other), f"{draw}: {what.strip()} give the same numbers"
-            assert _largest_correlation(one, other) < _SIGMAS_OF_ANY, f"{draw}: {what.strip()} are correlated"
-        assert _largest_correlation(first, first) < _SIGMAS_OF_ANY, f"{draw}: parts of one call are correlated"
-        again = 2 * _COUNT - len(torch.unique(torch.cat([first, second])))
+            assert largest_correlation(one, other) < SIGMAS_OF_ANY, f"{draw}: {what.strip()} are correlated"
+        assert largest_correlation(first, first) < SIGMAS_OF_ANY, f"{draw}: parts of one call are correlated"
+        again = 2 * COUNT - len(torch.unique(torch.cat([first, second])))
         assert draw not in _FINE or again < _MOST_AGAIN, f"{draw}: in two calls {again} numbers come again"
         if accel.device.type != "cpu":  # the host is seeded alike, and must not draw the same
             assert not torch.equal(third, host), f"{draw}: the device draws the host's numbers"
@@ -279,10 +253,10 @@ class DrawnTests(WholeDrawTests):
             drawn = _WRITTEN[draw](view).cpu().double()
             mean, variance, _ = _MOMENTS[draw]
             deviation = math.sqrt(variance / drawn.numel())
-            assert not _off(float(drawn.mean()), mean, deviation), f"{draw} has another mean in these strides"
+            assert not is_off(float(drawn.mean()), mean, deviation), f"{draw} has another mean in these strides"
             for dimension in range(3):
                 one, other = (drawn.narrow(dimension, start, drawn.shape[dimension] - 1).flatten() for start in (0, 1))
-                assert abs(_correlation(one, other)) < _SIGMAS, f"{draw}: neighbours along {dimension} are correlated"
+                assert abs(correlation(one, other)) < SIGMAS, f"{draw}: neighbours along {dimension} are correlated"
         assert bool((memory[..., ::2] == 7).all()), f"{draw} wrote beside a view"
 
     @pytest.mark.parametrize("draw", ["rand", "randn", "dropout", "bernoulli_"])
@@ -298,8 +272,8 @@ class DrawnTests(WholeDrawTests):
             "bernoulli_": lambda: empty.bernoulli_(0.5),
         }[draw]().cpu()
         for shift in (2**power for power in range(13, 21)):
-            correlation = _correlation(drawn[shift:].double(), drawn[:-shift].double())
-            assert abs(correlation) < _SIGMAS, f"{draw}: elements {shift} apart are correlated"
+            found = correlation(drawn[shift:].double(), drawn[:-shift].double())
+            assert abs(found) < SIGMAS, f"{draw}: elements {shift} apart are correlated"
 
     @_of_draws
     def test_state_at_any_point(self, accel: Backend, draw: str) -> None:
@@ -336,12 +310,12 @@ class DrawnTests(WholeDrawTests):
         """A generator that is given draws its own numbers, repeats them by its seed, and leaves the device's alone."""
         generator, ones = torch.Generator(accel.device), _ones(accel)
         draws: dict[str, Callable[[], Tensor]] = {
-            "rand": lambda: torch.rand(_COUNT, device=accel.device, generator=generator),
-            "randn": lambda: torch.randn(_COUNT, device=accel.device, generator=generator),
-            "randint": lambda: torch.randint(0, 100, (_COUNT,), device=accel.device, generator=generator),
-            "randperm": lambda: torch.randperm(_COUNT, device=accel.device, generator=generator),
+            "rand": lambda: torch.rand(COUNT, device=accel.device, generator=generator),
+            "randn": lambda: torch.randn(COUNT, device=accel.device, generator=generator),
+            "randint": lambda: torch.randint(0, 100, (COUNT,), device=accel.device, generator=generator),
+            "randperm": lambda: torch.randperm(COUNT, device=accel.device, generator=generator),
             "bernoulli": lambda: torch.bernoulli(ones * 0.3, generator=generator),
-            "multinomial": lambda: torch.multinomial(ones[:50], _COUNT, replacement=True, generator=generator),
+            "multinomial": lambda: torch.multinomial(ones[:50], COUNT, replacement=True, generator=generator),
         }
         accel.runtime.seed(22)
         expected = torch.rand(8, device=accel.device).cpu()

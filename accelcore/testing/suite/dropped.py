@@ -19,9 +19,9 @@ from accelcore import Backend
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import is_refusal
 from accelcore.testing.support.oracles import eps
+from accelcore.testing.support.statistics import is_off
 
 _WIDTH = 32
-_SIGMAS = 6.5  # a right rate is beyond it once in 1e10
 _ALPHA = -1.7580993408473766  # where SELU saturates
 _CHANNELS: dict[type[nn.Module], int] = {nn.Dropout2d: 2, nn.Dropout3d: 1, nn.FeatureAlphaDropout: 2}
 """Those that drop whole channels, and the dimension at which one begins."""
@@ -171,7 +171,7 @@ class DroppedTests:
 def _check(numbers: Tensor, share: float, tolerance: float, what: str) -> None:
     kept = numbers > 0.5
     found, deviation = float(kept.double().mean()), math.sqrt(share * (1 - share) / len(numbers))
-    assert abs(found - share) <= _SIGMAS * deviation, f"{what} keeps {found:.4f} instead of {share:.4f}"
+    assert not is_off(found, share, deviation), f"{what} keeps {found:.4f} instead of {share:.4f}"
     off = numbers - kept.double()
     worst = numbers[off.abs().argmax()]
     assert bool((off.abs() <= tolerance).all()), f"{what} makes {float(worst):.4f} of 1 or 0 after the division"

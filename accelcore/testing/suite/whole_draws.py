@@ -1,7 +1,4 @@
-"""Conformance of random whole numbers: each is drawn alike, or by its weight.
-
-Each bound is one that a right generator exceeds with a probability below 1e-9.
-"""
+"""Conformance of random whole numbers: each is drawn alike, or by its weight."""
 
 from __future__ import annotations
 
@@ -14,36 +11,31 @@ from torch import Tensor
 
 from accelcore import Backend
 from accelcore.testing.support.declared import refused
+from accelcore.testing.support.statistics import COUNT, SIGMAS, correlation, is_off
 from accelcore.util.text import first_line
 
-_COUNT = 100_003  # no multiple of what a kernel draws at once
-_SIGMAS = 6.5  # a normal number is beyond it once in 1e10
 _PARTS = 16
 
 # Three quarters of what 8, 16 and 24 bits hold: modulo that, the lower third of the numbers comes twice as often.
 _BYTES, _SHORT, _LONG = 3 * 2**6, 3 * 2**14, 3 * 2**22
 _WEIGHTS = 3 * 2**12  # more than bf16 can add up
 _EVEN: dict[str, tuple[int, Callable[[torch.device], Tensor]]] = {
-    "randint": (_BYTES, lambda device: torch.randint(0, _BYTES, (_COUNT,), device=device)),
+    "randint": (_BYTES, lambda device: torch.randint(0, _BYTES, (COUNT,), device=device)),
     "randint of 16 bits": (
         _SHORT,
-        lambda device: torch.randint(-_SHORT // 2, _SHORT // 2, (_COUNT,), device=device) + _SHORT // 2,
+        lambda device: torch.randint(-_SHORT // 2, _SHORT // 2, (COUNT,), device=device) + _SHORT // 2,
     ),
-    "randint of 24 bits": (_LONG, lambda device: torch.randint(0, _LONG, (_COUNT,), device=device)),
+    "randint of 24 bits": (_LONG, lambda device: torch.randint(0, _LONG, (COUNT,), device=device)),
     "random_ of 16 bits": (
         _SHORT,
-        lambda device: torch.empty(_COUNT, device=device, dtype=torch.int32).random_(_SHORT),
+        lambda device: torch.empty(COUNT, device=device, dtype=torch.int32).random_(_SHORT),
     ),
     "multinomial": (
         _WEIGHTS,
-        lambda device: torch.multinomial(torch.ones(_WEIGHTS, device=device), _COUNT, replacement=True),
+        lambda device: torch.multinomial(torch.ones(_WEIGHTS, device=device), COUNT, replacement=True),
     ),
 }
 """How many whole numbers there are from 0 on, and a draw of them."""
-
-
-def _off(found: float, expected: float, deviation: float) -> bool:
-    return not abs(found - expected) <= _SIGMAS * deviation
 
 
 class WholeDrawTests:
@@ -62,33 +54,31 @@ class WholeDrawTests:
         assert float(drawn.max()) < size, f"{draw} drew a number above its range"
         share = 1 / _PARTS
         for part, count in enumerate(torch.histc(drawn, _PARTS, 0, size).tolist()):
-            assert not _off(count, _COUNT * share, math.sqrt(_COUNT * share * (1 - share))), (
-                f"{draw} of {size} numbers draws {count:.0f} of {_COUNT} in part {part} of {_PARTS}, not "
-                f"{_COUNT * share:.0f}"
+            assert not is_off(count, COUNT * share, math.sqrt(COUNT * share * (1 - share))), (
+                f"{draw} of {size} numbers draws {count:.0f} of {COUNT} in part {part} of {_PARTS}, not "
+                f"{COUNT * share:.0f}"
             )
-        times = _COUNT / size  # that each number is drawn, on average
+        times = COUNT / size  # that each number is drawn, on average
         never = math.exp(-times)
         deviation = 1 + math.sqrt(size * never * max(0.0, 1 - (1 + times) * never))
         different, expected = len(drawn.unique()), size * (1 - never)
-        assert not _off(different, expected, deviation), (
+        assert not is_off(different, expected, deviation), (
             f"{draw} of {size} numbers draws {different} different ones, not {expected:.0f}"
         )
 
     def test_whole_numbers(self, accel: Backend) -> None:
         """randint draws each number alike, randperm each once, multinomial by weight and without repeats."""
         accel.runtime.seed(15)
-        counts = torch.bincount(torch.randint(0, 100, (_COUNT,), device=accel.device).cpu(), minlength=100)
+        counts = torch.bincount(torch.randint(0, 100, (COUNT,), device=accel.device).cpu(), minlength=100)
         assert len(counts) == 100, "randint drew a number outside its range"
-        assert not any(_off(count, _COUNT / 100, math.sqrt(_COUNT / 100)) for count in counts.tolist())
-        order = torch.randperm(_COUNT, device=accel.device).cpu()
-        assert torch.equal(order.sort().values, torch.arange(_COUNT)), "randperm draws no permutation"
-        pairs = torch.stack([order, torch.arange(_COUNT)]).double()
-        correlation = float(torch.corrcoef(pairs)[0, 1]) * math.sqrt(_COUNT)
-        assert abs(correlation) < _SIGMAS, "randperm hardly permutes"
+        assert not any(is_off(count, COUNT / 100, math.sqrt(COUNT / 100)) for count in counts.tolist())
+        order = torch.randperm(COUNT, device=accel.device).cpu()
+        assert torch.equal(order.sort().values, torch.arange(COUNT)), "randperm draws no permutation"
+        assert abs(correlation(order.double(), torch.arange(COUNT).double())) < SIGMAS, "randperm hardly permutes"
         weights = torch.tensor([0.0, 1.0, 3.0], device=accel.device)
-        found = torch.bincount(torch.multinomial(weights, _COUNT, replacement=True).cpu(), minlength=3).tolist()
+        found = torch.bincount(torch.multinomial(weights, COUNT, replacement=True).cpu(), minlength=3).tolist()
         assert found[0] == 0, "multinomial drew what has no weight"
-        assert not _off(found[2], 0.75 * _COUNT, math.sqrt(0.1875 * _COUNT)), "multinomial does not go by weight"
+        assert not is_off(found[2], 0.75 * COUNT, math.sqrt(0.1875 * COUNT)), "multinomial does not go by weight"
         rows = torch.arange(64, device=accel.device).reshape(8, 8) % 2.0
         for chances in (rows, rows.t(), rows[:, 3:6]):
             for drawn in (torch.bernoulli(chances), torch.empty_like(chances).bernoulli_(chances)):
@@ -100,4 +90,4 @@ class WholeDrawTests:
         for index, (one, other) in enumerate(((0.3, 0.6), (0.1, 0.6), (0.1, 0.3))):
             share = one * other / (1 - one) + other * one / (1 - other)
             deviation = math.sqrt(20_000 * share * (1 - share))
-            assert not _off(left[index], 20_000 * share, deviation), "without replacement it does not go by weight"
+            assert not is_off(left[index], 20_000 * share, deviation), "without replacement it does not go by weight"
