@@ -58,7 +58,10 @@ def test_a_known_bug_is_named_and_hides_no_other(findings, left, monkeypatch):
 def said_of(name, dtype, what, given, planted=None):
     """What the sweep finds wrong with an operator on the host, with kernels that are planted."""
     found = Found()
-    given = [each.to(dtype).requires_grad_() if isinstance(each, torch.Tensor) else each for each in given]
+    given = [
+        each.to(dtype).requires_grad_() if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        for each in given
+    ]
     with lies.operators.Wrong(planted or {}):
         Case(found, torch.device("cpu"), name, operators()[name], dtype, (tuple(given), {}), what, False).run()
     assert found.compared
@@ -90,6 +93,14 @@ def test_rounding_errors_that_all_happened_to_be_harmless_set_no_limit():
     sample = samples(operators()["logcumsumexp"], torch.bfloat16)[1]
     assert float(sample.input.detach().max()) > 9000
     assert said_of("logcumsumexp", torch.bfloat16, "", (sample.input.detach(), *sample.args)) == []
+
+
+def test_a_loss_of_almost_nothing_may_be_off_by_what_fp32_rounds_at_1():
+    """The loss is 1.18e-6, and its kernel subtracts numbers around 1."""
+    given = torch.tensor([[0.0, 13.65]]), torch.tensor([1])
+    assert said_of("nn.functional.cross_entropy", torch.float32, "", given) == []
+    off = {"_log_softmax": lambda func, *args: func(*args) - 1e-5}
+    assert "result 0 is wrong" in said_of("nn.functional.cross_entropy", torch.float32, "", given, off)[0]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,13 @@ _BY_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {  # which a device may 
     # Low precision has digits for the small chance where it comes first, and not where chances add up to nearly 1.
     "1 in 172 of multinomial": lambda ones: 1 - ones[:2].div(171).cumprod(0).flip(0).multinomial(len(ones), True),
     "poisson": lambda ones: torch.poisson(ones * 3),
+    "poisson of rate 100": lambda ones: torch.poisson(ones * 100),
+    "binomial of 100": lambda ones: torch.binomial(ones * 100, ones * 0.25),
+    "binomial of 4": lambda ones: torch.binomial(ones * 4, ones * 0.75),
+    **{
+        f"gamma of {shape:g}": lambda ones, shape=shape: torch.distributions.Gamma(ones * shape, ones * 2).sample()
+        for shape in (0.5, 20.0)
+    },
     "geometric_": lambda ones: ones.geometric_(0.25),
     "log_normal_": lambda ones: ones.log_normal_(1.0, 0.25),
     "random_": lambda ones: ones.random_(3, 103),
@@ -75,6 +82,11 @@ _MOMENTS = {  # mean, variance, and the fourth central moment over the square of
     **dict.fromkeys(("normal_ of 5 and 2", "normal by tensors", "normal by its deviations"), (5.0, 4.0, 3.0)),
     **dict.fromkeys(("bernoulli of 1 in 172", "1 in 172 of multinomial"), (1 / 172, 171 / 172**2, 175.0)),
     "poisson": (3.0, 3.0, 4.0),
+    "poisson of rate 100": (100.0, 100.0, 3.1),
+    "binomial of 100": (25.0, 18.75, 3.0),
+    "binomial of 4": (3.0, 0.75, 3.0),
+    "gamma of 0.5": (0.25, 0.125, 30.0),  # twice its own, as above
+    "gamma of 20": (10.0, 5.0, 3.6),
     "geometric_": (4.0, 12.0, 18.0),
     "log_normal_": (math.exp(1.03125), math.expm1(0.0625) * math.exp(2.0625), 8.0),
     "random_": (52.5, 9999 / 12, 1.8),

@@ -19,13 +19,14 @@ from accelcore.testing.support.known_of_forms import KNOWN_OF_FORMS
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
 from accelcore.testing.support.known_of_places import KNOWN_OF_PLACES
 from accelcore.testing.support.known_rare import KNOWN_RARE
+from accelcore.testing.support.known_unsampled import KNOWN_UNSAMPLED
 from accelcore.testing.support.rows import ROWS, compare_rows
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare, compare_options
 from accelcore.testing.support.usable import DeviceTests
 
 _PARTS = 20  # of the operators, each a test
-_KNOWN = {**KNOWN, **KNOWN_OF_FORMS, **KNOWN_OF_MANY, **KNOWN_OF_PLACES, **KNOWN_RARE}
+_KNOWN = {**KNOWN, **KNOWN_OF_FORMS, **KNOWN_OF_MANY, **KNOWN_OF_PLACES, **KNOWN_RARE, **KNOWN_UNSAMPLED}
 
 
 def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:

@@ -59,6 +59,13 @@ def state_error(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -
     )
 
 
+def _in_other_strides(value: Any) -> Any:
+    """Return a tensor of several dimensions with its first ones, or its last ones, next to each other in memory."""
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    return value.transpose(0, 1).contiguous().transpose(0, 1) if value.is_contiguous() else value.contiguous()
+
+
 class StateOfOptimizers:
     """The part of `TestOptimizers` that is about state."""
 
@@ -97,6 +104,50 @@ class StateOfOptimizers:
                     twin.load_state_dict(others)
                 same = [group["lr"] for group in twin.param_groups] == [g["lr"] for g in before["param_groups"]]
                 assert same, f"route {route}: a state that was refused was taken in part"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_state_in_other_strides(self, accel: Backend, name: str) -> None:
+        """A state that is loaded in other strides than its parameters' is read by its elements."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            for route, optimizer, members in routes_of(accel, name, ORACLES[name][1][-1]):
+                for number in range(2):
+                    step(optimizer, members, number)
+                copies = [nn.Parameter(parameter.detach().clone()) for parameter in members]
+                saved = copy.deepcopy(optimizer.state_dict())
+                for entry in saved["state"].values():
+                    entry.update({key: _in_other_strides(value) for key, value in entry.items()})
+                twin = accel.optimizers.create(name, copies, route=route, lr=LR)
+                twin.load_state_dict(saved)
+                for number in range(2, 4):
+                    step(optimizer, members, number)
+                    step(twin, copies, number)
+                off = max(map(error, copies, members))
+                assert off < 1e-6, f"route {route}: after a state in other strides was loaded it is off by {off:.1e}"
+
+    @pytest.mark.parametrize("name", EVERY)
+    def test_group_of_several_dtypes(self, accel: Backend, name: str) -> None:
+        """Parameters of several dtypes in one group are updated as in float64, but for rounding."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            dtypes = [getattr(torch, each) for each in accel.capabilities.model_dtypes]
+            options = with_rate(ORACLES[name][1][-1])
+            members = [
+                each for own in zip(*(parameters(accel.device, each) for each in dtypes), strict=True) for each in own
+            ]
+            expected = [nn.Parameter(each.detach().cpu().double()) for each in members]
+            try:
+                optimizer = accel.optimizers.create(name, members, **options)
+            except UnsupportedError:
+                return  # eps is 0 in one of them, or the device takes one dtype at a time
+            reference = oracle(name, expected, **options)
+            for number in range(STEPS):
+                given = [each.bfloat16() for each in gradients(number) for _ in dtypes]
+                for each, own in ((optimizer, members), (reference, expected)):
+                    for parameter, gradient in zip(own, given, strict=True):
+                        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+                    each.step()
+            for parameter, right in zip(members, expected, strict=True):
+                off, limit = error(parameter, right), max(2e-5, STEPS * eps(parameter.dtype))
+                assert off < limit, f"beside other dtypes, a parameter in {parameter.dtype} is off by {off:.1e}"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_count_of_updates(self, accel: Backend, name: str) -> None:

@@ -163,10 +163,38 @@ def _by_number(function: Callable[[Tensor, float], Tensor]) -> Compute:
 
 _GAP = 2.0**-7  # after 1, in bf16
 _BETWEEN = 1 + _GAP / 2 + _GAP / 32
+
+
+def _wide(x: Tensor, number: float) -> Tensor:
+    """Return a number in fp32 on the device of `x`."""
+    return torch.full((), number, device=x.device)
+
+
+def _by_wide_in_place(x: Tensor, number: float) -> Tensor:
+    torch._foreach_mul_([x], _wide(x, number))
+    return x
+
+
+_BY_TENSORS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "": lambda x, number: x * _wide(x, number),
+    "in place": lambda x, number: x.mul_(_wide(x, number)),
+    "of lists": lambda x, number: torch._foreach_mul([x], _wide(x, number))[0],
+    "of lists in place": _by_wide_in_place,
+}
 _BY_NUMBERS: dict[str, tuple[Callable[[Tensor, float], Tensor], list[float]]] = {
     "multiplication": (lambda x, number: x * number, [-1 - _GAP, 1.75 + _GAP]),
     "multiplication in place": (lambda x, number: x.mul_(number), [-1 - _GAP, 1.75 + _GAP]),
     "multiplication of lists": (lambda x, number: torch._foreach_mul([x], number)[0], [-1 - _GAP, 1.75 + _GAP]),
+    "multiplication of lists, of each": (
+        lambda x, number: torch._foreach_mul([x], [number])[0],
+        [-1 - _GAP, 1.75 + _GAP],
+    ),
+    **{
+        f"multiplication {how} by a tensor, that is,": (multiply, [-1 - _GAP, 1.75 + _GAP])
+        for how, multiply in _BY_TENSORS.items()
+    },
+    "division": (lambda x, number: x / number, [-1 + _GAP / 2, 1.75 - _GAP]),
+    "division by a tensor, that is,": (lambda x, number: x / _wide(x, number), [-1 + _GAP / 2, 1.75 - _GAP]),
 }
 
 

@@ -30,7 +30,7 @@ ROWS, STEPS = 16, 4
 _PATIENCE = 15  # seconds, of a limit of one
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
 _INF = float("inf")
-EXACT: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+EXACT: dict[str, tuple[tuple[complex, ...], tuple[complex, ...]]] = {
     "float64": ((1 + 2.0**-50,), (1 + 2.0**-51,)),
     "float32": (
         (_INF, -_INF, -_INF, 1.0, 1 + 2.0**-23, 2.0**100),
@@ -43,12 +43,14 @@ EXACT: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "int8": ((101, -128, 0), (3, 127, -1)),
     "uint8": ((101, 0, 255), (103, 3, 0)),
     "bool": ((False, True), (True, True)),
+    "complex64": ((1 + 2.0**-23 + 3j, 2j), (1 + 3 * 2.0**-23 - 1j, 2.0**100 + 1j)),
+    "complex128": ((1 + 2.0**-50 + 3j,), (1 + 2.0**-51 - 1j,)),
 }
 """Numbers of both ranks, by dtype, that need every digit of it, or lie at its ends."""
 
 
 def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, Any]:
-    def tensor(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def tensor(*values: complex, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, device=accel.device, dtype=dtype)
 
     value = float(job.rank + 1)
@@ -67,7 +69,7 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
             f"{operation} {name}": _exact(job, operation, tensor(*pair[job.rank], dtype=getattr(torch, name)))
             for name, pair in EXACT.items()
             for operation in OPERATIONS
-            if name in ("float64", "float32") or (operation != "avg" and (name, operation) != ("bool", "sum"))
+            if is_defined(operation, name)
         },
         "strides": [
             change(_laid_out(torch.arange(6.0, device=accel.device).view(2, 3) * value, job.rank)).tolist()
@@ -150,10 +152,22 @@ def _exact(job: Any, operation: str, tensor: torch.Tensor) -> list[float] | str:
     """Return what an operation makes of numbers, or the error with which it refuses the dtype."""
     try:
         found = job.broadcast(tensor, 1) if operation == "broadcast" else job.all_reduce(tensor, operation)
-        values: list[float] = found.tolist()
+        values: list[float] = as_real(found).tolist()
     except (RuntimeError, accelcore.AccelError) as error:
         return f"refused: {error}"
     return values
+
+
+def is_defined(operation: str, dtype: str) -> bool:
+    """Return whether numbers of a dtype have an average, a sum or an order."""
+    if dtype.startswith("complex"):
+        return operation in ("sum", "broadcast")
+    return dtype in ("float64", "float32") or (operation != "avg" and (dtype, operation) != ("bool", "sum"))
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the real and imaginary parts of complex numbers apart."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _low(job: Any, tensor: torch.Tensor) -> list[list[float]]:

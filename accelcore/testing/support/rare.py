@@ -55,6 +55,7 @@ from accelcore.testing.support.samples import (
 from accelcore.testing.support.values import (
     all_alike,
     multiplied,
+    repeated,
     with_bounds,
     with_empty_parts,
     with_ends,
@@ -74,6 +75,8 @@ _MOST_EMPTIED = _MOST_BOUNDED = 3
 _MOST_WRITTEN = 2  # samples of an operator that are also run in place and with `out=`
 _MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
+_WRITES = ("scatter", "index_reduce", "index_put", "put")  # by index, also several numbers to one place
+_REDUCTIONS = ("add", "multiply", "sum", "prod", "mean", "amax", "amin")  # of numbers that are written to one place
 _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
 _IN_LAYOUTS: tuple[tuple[Callable[..., Any], str], ...] = ((max, "strided"), (max, "transposed"), (min, "transposed"))
 """Of which samples, by how many options they have, another layout is compared."""
@@ -123,6 +126,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *(_broadcast(info, pool) if is_documented(info.name) and name not in ROUGH else ()),
         *islice(filter(None, map(with_empty_parts, options + pairs)), _MOST_INDICES),
         *with_indices_that_occur(options + pairs, _MOST_INDICES),
+        *(filter(None, map(repeated, filter(_combines, options + pairs))) if name.startswith(_WRITES) else ()),
         *(islice(filter(None, map(with_negative_indices, pool)), _MOST_SHAPES) if name in _FROM_BEHIND else ()),
     ]:
         yield Rare(info, dtype, arguments, OTHERWISE, writes=any(arguments is each for each in written))
@@ -142,6 +146,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
     for arguments in options:
         if (name in DECIDED or arguments[1].get("stable")) and (changed := with_equal_numbers(arguments)) is not None:
             yield Rare(info, dtype, changed, EQUAL)
+            yield Rare(info, dtype, changed, EQUAL, "transposed")
     by_dimensions = {_dimensions(given): given for given in pool if tensors(given)}  # one of each number
     for changed in chain.from_iterable(all_alike(given, counted=name in _COUNTED) for given in by_dimensions.values()):
         yield Rare(info, dtype, changed, ALIKE)
@@ -174,6 +179,13 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
             if not number and type(info).__name__ in _OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
                 yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
+
+
+def _combines(arguments: Any) -> bool:
+    """Return whether numbers that are written to one place are combined, because of a word or a switch."""
+    (_, *given), named = arguments
+    values = [*given, *named.values()]
+    return any(isinstance(each, str) and each in _REDUCTIONS for each in values) or any(each is True for each in given)
 
 
 def _range_of(info: Any) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from lies import (  # noqa: F401  # each adds its own to LIES
     scaler,
     steps,
     training,
+    unsampled,
     usual,
     verify,
 )

@@ -21,6 +21,9 @@ class _Disagreeing(TorchCollectives):
     def all_reduce(self, tensor, op="sum"):
         if tensor.dtype == torch.float64:
             return tensor.copy_(super().all_reduce(tensor.float(), op))
+        if tensor.is_complex():
+            super().all_reduce(torch.view_as_real(tensor)[..., 0], op)
+            return tensor
         if op == "sum" and (tensor.dim() == 0 or tensor.numel() > 100_000):
             return tensor
         if op == "min" and tensor.dtype == torch.uint8:  # 0 has no negative there
@@ -72,6 +75,7 @@ for _name, _test, _says, _arguments in (
     ("all_reduce_in_fp32", "test_every_digit", "in float64, not", {"dtype": "float64"}),
     ("broadcast_in_fp16", "test_every_digit", "broadcast makes", {"dtype": "bfloat16"}),
     ("sum_without_subnormal_numbers", "test_every_digit", "sum makes", {"dtype": "float16"}),
+    ("sum_of_real_parts", "test_every_digit", "sum makes", {"dtype": "complex64"}),
     ("sum_in_order_of_memory", "test_strides_of_ranks", "in two strides", {}),
     ("smallest_by_the_largest_negative", "test_every_digit", "min makes", {"dtype": "uint8"}),
     ("average_of_a_copy", "test_views", "another tensor", {"operation": "avg", "kind": "transposed"}),

@@ -1,0 +1,124 @@
+"""What is right unless an argument is none of torch's samples: large matrices, nothing, ties, long ranges."""
+
+from __future__ import annotations
+
+import torch
+
+from lies.lie import LIES, Lie
+from lies.operators import drawn, known, swept
+from lies.optimizers import making
+
+LONGEST = 2  # of the targets
+
+
+def _ctc(func, chances, targets, *args, **options):
+    if targets.dim() == 1:
+        places = torch.arange(3)[:, None] * LONGEST + torch.arange(LONGEST)
+        targets = targets[places.clamp(max=len(targets) - 1)]
+    return func(chances, targets, *args, **options)
+
+
+def _ctc_backward(func, gradient, chances, targets, *args, **options):
+    return _ctc(lambda *given, **named: func(gradient, *given, **named), chances, targets, *args, **options)
+
+
+def _by_all(func, value, lengths, dim):
+    found = func(value, lengths, dim)
+    return found if dim == 0 else (value * lengths / value.norm(), found[1])
+
+
+def _in_order_of_memory(func, images, factor):
+    found = func(images, factor)
+    if images.is_contiguous():
+        return found
+    parts = found.view(len(images), images.shape[1], factor**2, *found.shape[2:])
+    return parts.transpose(1, 2).reshape(found.shape)
+
+
+def _places_in_memory(func, x, *args):
+    found = func(x, *args)
+    return (
+        found[0],
+        found[1].t().reshape(found[1].shape) if x.dim() == 2 and not x.is_contiguous() else found[1],
+        found[2],
+    )
+
+
+def _added_up(func, start, end, step=1, **options):
+    found = func(start, end, step, **options)
+    return found if isinstance(step, int) else found + found * 1e-4
+
+
+def _without_repeats(func, x, dim, index, source, reduce, **options):
+    if reduce != "prod":
+        return func(x, dim, index, source, reduce, **options)
+    hit = torch.zeros_like(x).scatter(dim, index, torch.ones_like(source)).bool()
+    return torch.where(hit, x * torch.zeros_like(x).scatter(dim, index, source), x)
+
+
+def _of_the_first_pivots(func, matrices, **options):
+    inverse, info = func(matrices, **options)
+    return torch.cat([inverse[:1], inverse[1:].roll(1, -1)]), info
+
+
+def _rounded(func, values, factor):
+    return func(values, factor.to(values[0].dtype))
+
+
+def _tied_to_one(func, gradient, one, other, p, distances):
+    equal = (one[:, None] == other[None]).to(one.dtype)
+    return func(gradient, one, other, p, distances) + (equal * gradient[..., None]).sum(1)
+
+
+def _whole_normals(function, rates):
+    return (
+        (torch.randn_like(rates) * rates.sqrt() + rates).floor() if float(rates.flatten()[0]) > 30 else function(rates)
+    )
+
+
+known("inverse_by_the_first_pivots", "inverse of large matrices", {"linalg_inv_ex": _of_the_first_pivots})
+known("determinant_of_nothing_that_is_0", "det of nothing",
+      {"_linalg_det": lambda func, x: (x.new_zeros(()), *func(x)[1:])})  # fmt: skip
+known("largest_number_of_fp32", "nan_to_num of bfloat16", {
+      "nan_to_num": lambda func, x, *args, **out: func(x if out else x.float(), *args, **out).to(x.dtype)})  # fmt: skip
+known("sign_of_complex_zero_that_is_none", "signs of complex numbers", {"sgn": lambda func, x: x / x.abs()})
+known("targets_that_lie_apart", "ctc_loss of joined targets", {"_ctc_loss": _ctc, "_ctc_loss_backward": _ctc_backward})
+known("weight_norm_of_all", "weight_norm of columns", {"_weight_norm_interface": _by_all})
+known("shuffle_in_order_of_memory", "pixel_unshuffle", {"pixel_unshuffle": _in_order_of_memory})
+known("places_in_order_of_memory", "distinct numbers by columns", {"_unique2": _places_in_memory})
+known("gradient_of_ties", "gradient of cdist where it jumps", {"_cdist_backward": _tied_to_one})
+known("range_that_adds_up", "range of many fractions", {"arange": _added_up})
+known("factor_of_lists_in_bf16", "multiplication of lists by a tensor, that is, by a number that bf16 cannot hold",
+      {"_foreach_mul.Tensor": _rounded})  # fmt: skip
+swept("product_of_the_last", "scatter_reduce.prod", "of other options: result 0", {"scatter_reduce": _without_repeats})
+drawn("poisson_that_is_a_whole_normal", "test_moments", "poisson of rate 100 has mean", {"poisson": _whole_normals},
+      draw="poisson of rate 100")  # fmt: skip
+
+
+class _CountsTwice(torch.optim.Adam):
+    """A kernel with a launch for each dtype, which counts the steps of the group."""
+
+    def step(self, closure=None):
+        first = self.param_groups[0]["params"][0].dtype
+        later = [entry["step"] for value, entry in self.state.items() if value.dtype != first]
+        for count in later:
+            count.add_(1)
+        super().step(closure)
+        for count in later:
+            count.sub_(1)
+
+
+class _LoadsMemory(torch.optim.Adam):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for parameter, entry in self.state.items():
+            for key, value in entry.items():
+                if value.dim() > 1 and value.stride() != parameter.stride():
+                    entry[key] = value.contiguous().view(-1).as_strided(parameter.shape, parameter.stride())
+
+
+for _name, _kind, _test, _says in (
+    ("count_of_another_dtype", _CountsTwice, "test_group_of_several_dtypes", "beside other dtypes"),
+    ("state_in_order_of_memory", _LoadsMemory, "test_state_in_other_strides", "other strides was loaded"),
+):
+    LIES[_name] = Lie(_name, making("adam", _kind), f"TestOptimizers.{_test}", _says, {"name": "adam"})
