@@ -199,9 +199,10 @@ def _together(operation: str, first: torch.Tensor, second: torch.Tensor) -> torc
     """Return the tensor that both ranks should have."""
     if operation == "broadcast":
         return second
-    reduce = {"sum": torch.sum, "avg": torch.mean, "min": torch.amin, "max": torch.amax}[operation]
-    together: torch.Tensor = reduce(torch.stack([first, second]), 0)
-    return together
+    both = torch.stack([first, second])
+    if operation in ("sum", "avg"):
+        return both.sum(0) if operation == "sum" else both.mean(0)
+    return both.amin(0) if operation == "min" else both.amax(0)
 
 
 def _refusal(group: Any, device: torch.device) -> str | None:

@@ -26,6 +26,11 @@ def _ones(accel: Backend, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(COUNT, device=accel.device, dtype=dtype)
 
 
+def _gamma(shape: Tensor, rate: Tensor) -> Tensor:
+    drawn: Tensor = torch.distributions.Gamma(shape, rate).sample()
+    return drawn
+
+
 _DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": lambda ones: torch.rand(len(ones), device=ones.device, dtype=ones.dtype),
     "randn": lambda ones: torch.randn(len(ones), device=ones.device, dtype=ones.dtype),
@@ -54,10 +59,8 @@ _BY_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {  # which a device may 
     "poisson of rate 100": lambda ones: torch.poisson(ones * 100),
     "binomial of 100": lambda ones: torch.binomial(ones * 100, ones * 0.25),
     "binomial of 4": lambda ones: torch.binomial(ones * 4, ones * 0.75),
-    **{
-        f"gamma of {shape:g}": lambda ones, shape=shape: torch.distributions.Gamma(ones * shape, ones * 2).sample()
-        for shape in (0.5, 20.0)
-    },
+    "gamma of 0.5": lambda ones: _gamma(ones * 0.5, ones * 2),
+    "gamma of 20": lambda ones: _gamma(ones * 20, ones * 2),
     "geometric_": lambda ones: ones.geometric_(0.25),
     "log_normal_": lambda ones: ones.log_normal_(1.0, 0.25),
     "random_": lambda ones: ones.random_(3, 103),

@@ -33,37 +33,44 @@ def _triangles(a: Tensor) -> Tensor:
 
 def _by_lu(a: Tensor) -> Tensor:
     lower_first, lower, upper = torch.linalg.lu(a)
-    return lower_first @ lower @ upper
+    product: Tensor = lower_first @ lower @ upper
+    return product
 
 
 def _by_factors(a: Tensor) -> Tensor:
     factors, pivots = torch.linalg.lu_factor(a)
-    return a @ torch.linalg.lu_solve(factors, pivots, a.mT)
+    product: Tensor = a @ torch.linalg.lu_solve(factors, pivots, a.mT)
+    return product
 
 
 def _by_qr(a: Tensor) -> Tensor:
     q, r = torch.linalg.qr(a)
-    return q @ r
+    product: Tensor = q @ r
+    return product
 
 
 def _by_svd(a: Tensor) -> Tensor:
     u, s, vh = torch.linalg.svd(a)
-    return (u * s[:, None]) @ vh
+    product: Tensor = (u * s[:, None]) @ vh
+    return product
 
 
 def _by_eigh(a: Tensor) -> Tensor:
     w, v = torch.linalg.eigh(a @ a.mT)
-    return (v * w[:, None]) @ v.mT
+    product: Tensor = (v * w[:, None]) @ v.mT
+    return product
 
 
 def _by_cholesky(a: Tensor) -> Tensor:
     lower = torch.linalg.cholesky(a @ a.mT)
-    return lower @ lower.mT
+    product: Tensor = lower @ lower.mT
+    return product
 
 
 def _by_cholesky_solve(a: Tensor) -> Tensor:
     lower = torch.linalg.cholesky(a @ a.mT)
-    return a @ a.mT @ torch.cholesky_solve(a, lower)
+    product: Tensor = a @ a.mT @ torch.cholesky_solve(a, lower)
+    return product
 
 
 _Matrix = Callable[[Tensor], Tensor]
@@ -168,10 +175,10 @@ def _ctc(*, padded: bool, short: bool, on_device: bool) -> Compute:
     def compute(device: torch.device) -> Tensor:
         chances = torch.full((4, 3, 3), -math.log(3), device=device).requires_grad_()
         targets = torch.tensor([[1, 0], [2, 2], [1, 2]] if padded else [1, 2, 2, 1, 2], device=device)
-        lengths = [torch.tensor(each, device=device if on_device else "cpu") for each in ((4, 4, 4), (1, 2, 2))]
+        steps, counts = (torch.tensor(each, device=device if on_device else "cpu") for each in ((4, 4, 4), (1, 2, 2)))
         if short:
-            targets, lengths = targets.int(), [each.int() for each in lengths]
-        losses = functional.ctc_loss(chances, targets, *lengths, reduction="none")
+            targets, steps, counts = targets.int(), steps.int(), counts.int()
+        losses = functional.ctc_loss(chances, targets, steps, counts, reduction="none")
         (found,) = torch.autograd.grad(losses.sum(), chances)
         return torch.cat([81 * losses.neg().exp(), 4 - found.sum((0, 1))])
 
@@ -267,7 +274,7 @@ KNOWN_UNSAMPLED: dict[str, tuple[Compute, list[float]]] = {
     **{f"{name} of large matrices": (_off_in(*pair), [0]) for name, pair in _DECOMPOSED.items()},
     "determinants of large matrices": (_determinants, [-1, 1, -1, *[_SIZE * math.log(2)] * 3, -1, 1, -1]),
     **{
-        f"{name} of nothing": ((lambda device, of=function: of(torch.ones(0, 0, device=device))), expected)
+        f"{name} of nothing": (of_values(function, shape=(0, 0)), expected)
         for name, (function, expected) in _OF_NOTHING.items()
     },
     **{
