@@ -100,3 +100,24 @@ def test_a_loss_of_one_label_a_sample_ignores_no_target(ignored, given, found):
         "        if (i + 1) % n == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n"
     )
     assert ("ACC307" in [finding.code for finding in check(source)]) is found
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "call", "found"),
+    [
+        ("pass", "scheduler.step()", "for n in range(9):\n        epoch(model, optimizer)", True),
+        ("pass", "if model:\n        scheduler.step()", "for n in range(9):\n        epoch(model, optimizer)", False),
+        ("pass", "scheduler.step(2)", "for n in range(9):\n        epoch(model, optimizer)", False),
+        ("pass", "scheduler.step()", "epoch(model, optimizer)", False),
+        ("optimizer.step()", "scheduler.step()", "for n in range(9):\n        epoch(model, optimizer)", False),
+    ],
+)
+def test_a_schedule_that_a_function_of_a_round_steps_first(before, first, call, found):
+    source = (
+        "import torch\nfrom torch.optim.lr_scheduler import StepLR\n\ndef epoch(model, optimizer):\n"
+        f"    model.train()\n    {first}\n    for x in data:\n        optimizer.zero_grad()\n"
+        "        model(x).backward()\n        optimizer.step()\n\ndef main(model):\n    global scheduler\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    scheduler = StepLR(optimizer, 30)\n"
+        f"    {before}\n    {call}\n"
+    )
+    assert ("ACC302" in [finding.code for finding in check(source)]) is found

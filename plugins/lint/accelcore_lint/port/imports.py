@@ -98,7 +98,7 @@ def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> froze
     """Return the names of a vendor's functions that imports bring from compiled modules, such as `nms_cuda`.
 
     These are modules that are no files of the project, and whose names begin with `_` or have a vendor's word, also
-    as `logsumexp` of `extension.cuda`; and packages such as cupy or nvidia.dali.
+    as `logsumexp` of `extension.cuda`; all of a module `_ext`; and packages such as cupy or nvidia.dali.
     `own`: the project's modules.
     """
     found: set[str] = set()
@@ -112,7 +112,8 @@ def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> froze
             compiled = (last.startswith("_") or _EXTENSION.search(last)) and last not in {*own, *MODULES}
             first, *inner = module.split(".")
             beside = bool({*inner} & {*DEVICES}) and first != "torch" and last not in own
-            if beside or (compiled and _EXTENSION.search(bound)) or first in _VENDORS_ONLY:
+            named = compiled and _EXTENSION.search(bound)
+            if beside or named or last == "_ext" or first in _VENDORS_ONLY:
                 found.add(bound)
     return frozenset(found)
 

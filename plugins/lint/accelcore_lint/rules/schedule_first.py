@@ -17,17 +17,24 @@ def _check(script: Script) -> Iterator[Mark]:
     schedules: set[ast.AST] = {flow.node for flow in flows(script) if flow.of(SCHEDULE)}
     for flow in flows(script):
         if not flow.foreign:
-            yield from _in_flow(flow, trains, schedules)
+            yield from _in_flow(flow, trains, schedules, is_round=_is_round(flow.node, script))
 
 
-def _in_flow(flow: Flow, trains: set[ast.AST | None], schedules: set[ast.AST]) -> Iterator[Mark]:
+def _is_round(node: ast.AST, script: Script) -> bool:
+    """Return whether the script calls a function in loops only, and no optimizer steps above them."""
+    calls = [(flow, event) for flow in flows(script) for event in flow.of(HELPER) if event.function is node]
+    steps = [any(flow.order(step) < flow.order(event) for step in flow.of(STEP)) for flow, event in calls]
+    return bool(calls) and all(event.loop is not None for _, event in calls) and not any(steps)
+
+
+def _in_flow(flow: Flow, trains: set[ast.AST | None], schedules: set[ast.AST], *, is_round: bool) -> Iterator[Mark]:
     steps = [
         event for event in flow.events if event.kind == STEP or (event.kind == HELPER and event.function in trains)
     ]
     for schedule in flow.of(SCHEDULE):
         call, loop = schedule.node, schedule.loop
         assert isinstance(call, ast.Call)
-        if loop is None or call.args or call.keywords or schedule.guards(loop):
+        if (loop is None and not is_round) or call.args or call.keywords or schedule.guards(loop):
             continue  # with an argument it sets a value, and under an `if` it may not run in the first round
         inside = [event for event in steps if event.in_loop(loop)]
         helped = any(event.function in schedules for event in inside)
@@ -48,8 +55,9 @@ def _in_flow(flow: Flow, trains: set[ast.AST | None], schedules: set[ast.AST]) -
 RULE = Rule(
     code="ACC302",
     name="schedule-first",
-    about="`scheduler.step()` before `optimizer.step()` in the same round of a loop. Since torch 1.1 this skips the "
-    "schedule's first value. A call with an argument, or under an `if`, is not found.",
+    about="`scheduler.step()` before `optimizer.step()` in the same round of a loop, also in a function that the loop "
+    "calls. Since torch 1.1 this skips the schedule's first value. A call with an argument, or under an `if`, is not "
+    "found.",
     check=_check,
     found="""
         import torch

@@ -76,6 +76,8 @@ def test_the_device_of_a_checkpoint_is_moved_as_before():
     assert _ported(source).left  # `where` may be for something else
     source = source.replace("where", "map_location")
     assert '{f"{accel.device.type}:0": str(accel.device)}' in _ported(source).source
+    number = "import torch\nstate = torch.load(path, map_location=torch.cuda.current_device())\n"
+    assert "map_location=accel.device)" in _ported(number).source  # torch.load takes no number
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_an_import_by_which_a_script_asks_for_a_package_stays(module, body, hand
         "from pkg._ext import nms_cuda",
         "import nms_cuda",
         "import ops_cuda as nms_cuda",
+        "from ._ext import nms as nms_cuda",
     ],
 )
 @pytest.mark.parametrize("test", ["torch.cuda.is_available()", "x.is_cuda", "found"])
@@ -69,8 +70,10 @@ def test_a_condition_stays_whose_other_branch_has_an_extension(test, run, kept):
 
 def test_a_module_of_the_project_is_no_extension():
     source = "import torch\nimport ops_cuda\n\n\ndef f(x):\n    if x.is_cuda:\n        return ops_cuda.run(x.cuda())\n"
-    ported = port_source(source, Level.ROLES, Known(modules=frozenset({"ops_cuda"}))).source
-    assert 'if x.device.type != "cpu":' in ported
+    known = Known(modules=frozenset({"ops_cuda", "_ext"}))
+    assert 'if x.device.type != "cpu":' in port_source(source, Level.ROLES, known).source
+    made = source.replace("import ops_cuda", "from ._ext import reorg as ops_cuda")  # torch.utils.ffi has made it
+    assert "if x.is_cuda:" in port_source(made, Level.ROLES, known).source
 
 
 @pytest.mark.parametrize("value", ["['CUDAExecutionProvider']", "'gpu' if found else 'cpu'"])

@@ -83,6 +83,8 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
         )
     holder = facts.parent(node)
     given_as = holder.keyword if isinstance(holder, cst.Arg) else getattr(holder, "name", None)
+    if not is_count and isinstance(given_as, cst.Name) and given_as.value == "map_location":
+        return whole(node, facts.place.device(node), facts.needs_torch)  # torch.load takes no number
     if not is_count and isinstance(given_as, cst.Name) and given_as.value == "device":
         return Left(_AS_DEVICE, node.children)
     source = f"{facts.torch}.accelerator.{_SAME[name]}()"
