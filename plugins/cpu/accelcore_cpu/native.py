@@ -9,14 +9,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from itertools import chain
-from operator import attrgetter
-from struct import Struct
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +30,6 @@ TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3
 """The dtypes that kernels take, by their numbers in kernels/memory.h."""
 
 _STATES = 3
-_torchs = attrgetter("_cdata")  # the address of torch's C++ object behind a tensor
 _NOTHING = nullcontext()
 _NO_MEMORY = "a parameter has less memory than elements: its storage was resized"
 
@@ -196,21 +193,20 @@ class Addresses:
         self.members = members
         values = [member.value for member in members]
         # Held, as members are, so that torch gives no other tensor the address of one of these.
-        self._kept = list(chain.from_iterable(map(dict.values, entries)))
+        self._held = list[Any](chain(values, chain.from_iterable(map(dict.values, entries))))
         self._own_dtype = all(member.gradient is member.value.dtype for member in members)
         sources, parts = array("q"), array("q")
         for member in members:
             sources.extend(_source(member, len(parts) // 4))
             for offset, shape in member.parts:
                 parts.extend(_tensor(offset, shape, by_row))
-        objects = _objects(values, self._kept)
+        held = array("q", map(id, self._held))  # in CPython their addresses
+        objects = array("q", [each._cdata if isinstance(each, Tensor) else 0 for each in self._held])
         waits = bytes(member.waits for member in members)
         self._library = load()
         tables = _memory(sources), len(members), _memory(parts), len(parts) // 4
         self._plan = self._made("plan", kernel.encode(), _fork(), *tables)
-        self._pack = Struct(f"{len(objects)}P").pack  # an array takes twice as long
-        self._tensors = self._made("tensors", self._pack(*objects), len(objects), waits, len(waits))
-        self._count = len(objects)
+        self._tensors = self._made("tensors", _memory(held), _memory(objects), len(held), waits, len(waits))
         self._addresses = array("q", bytes(8 * len(members)))
 
     def _made(self, what: str, *arguments: Any) -> int:
@@ -223,11 +219,9 @@ class Addresses:
 
     def find(self, groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> Found:
         """Look at the memory of all tensors in the groups and the state, and find the gradients for the next step."""
-        values = chain.from_iterable([group["params"] for group in groups])
-        objects = _objects(values, chain.from_iterable(map(dict.values, state.values())))
-        if len(objects) != self._count:
-            return Found.REPLACED
-        found = _FOUND[self._library.tensors_find(self._tensors, self._pack(*objects), _memory(self._addresses))]
+        values = [group["params"] for group in groups]
+        number = self._library.tensors_find(self._tensors, values, state, "_cdata", _memory(self._addresses))
+        found = _FOUND[number]
         return Found.UNLIKE if found is Found.ALL and not self._own_dtype else found
 
     def place(self, addresses: Sequence[int]) -> None:
@@ -335,15 +329,6 @@ def _tensor(offset: int, shape: torch.Size, by_row: bool) -> list[int]:
     if by_row and len(shape) > 1 and shape.numel():
         return [offset, shape[0], shape.numel() // shape[0], 1]
     return [offset, 1, shape.numel(), 0]
-
-
-def _objects(values: Iterable[Tensor], kept: Iterable[object]) -> list[int]:
-    """Return the addresses of torch's objects behind values and state. A state that is no tensor has none."""
-    tensors = [*values, *kept]
-    try:
-        return list(map(_torchs, tensors))
-    except AttributeError:
-        return [_torchs(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 def _memory(numbers: array[Any]) -> int:

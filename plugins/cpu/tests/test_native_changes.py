@@ -216,7 +216,7 @@ def test_a_change_is_followed_wherever_it_is_among_many_tensors(accel, place):
     for_native, for_oracle = ([nn.Parameter(torch.full((3,), float(n))) for n in range(1200)] for _ in range(2))
     native = accel.optimizers.create("sgd", for_native, route="native", **NAMES["sgd"])
     oracle = torch.optim.SGD(for_oracle, **NAMES["sgd"])
-    for number in range(4):
+    for number in range(5):
         for optimizer, members in ((native, for_native), (oracle, for_oracle)):
             for n, member in enumerate(members):
                 member.grad = torch.full((3,), n / 7 + number)
@@ -226,5 +226,7 @@ def test_a_change_is_followed_wherever_it_is_among_many_tensors(accel, place):
                 members[place].grad = None
             if number == 3:
                 CHANGES["state given data"](optimizer, members, place)
+            if number == 4:
+                CHANGES["state swapped"](optimizer, members, place)
             optimizer.step()
         torch.testing.assert_close(for_native, for_oracle)

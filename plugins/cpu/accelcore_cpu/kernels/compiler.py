@@ -26,6 +26,7 @@ FLAGS = (
     "-Wno-psabi",
     "-fPIC",
     "-shared",
+    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),  # for Python's functions
 )
 _SECONDS = 300
 _TORCH = Path(torch.__file__).parent

@@ -102,9 +102,9 @@ def _typed(path: Path, ahead: int) -> ctypes.CDLL:
     for name in ("tensors_new", "tensors_find", "tensors_bump_versions", "tensors_release", "tensors_free"):
         setattr(library, name, getattr(holding, name))
     for name, result, arguments in (
-        ("tensors_new", pointer, [pointer, long, pointer, long]),
+        ("tensors_new", pointer, [pointer, pointer, long, pointer, long]),
         ("tensors_free", None, [pointer]),
-        ("tensors_find", number, [pointer, pointer, pointer]),
+        ("tensors_find", number, [pointer, *[ctypes.py_object] * 3, pointer]),
         ("tensors_bump_versions", None, [pointer, pointer]),
         ("tensors_release", None, [pointer]),
         ("prefetch_set", None, [long]),

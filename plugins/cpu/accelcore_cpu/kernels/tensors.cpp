@@ -1,17 +1,31 @@
 // What tensors are now, read from torch's objects: address, memory, device, type, sizes, strides, and bits of views.
 // Asked in Python, the same questions take twenty times as long.
 //
-// The functions below hold Python's lock.
+// The functions below hold Python's lock. Most of their time goes to objects that are in no cache, so each object is
+// asked for while those before it are looked at.
 #include <ATen/core/Tensor.h>
+#include <sys/types.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+// From Python's stable interface. They are declared here, because not every machine has Python's headers.
+typedef struct _object PyObject;
+extern "C" {
+PyObject* PyList_GetItem(PyObject* list, ssize_t place);
+ssize_t PyList_Size(PyObject* list);
+int PyDict_Next(PyObject* dict, ssize_t* place, PyObject** key, PyObject** value);
+PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
+void* PyLong_AsVoidPtr(PyObject* number);
+void Py_DecRef(PyObject* object);
+void PyErr_Clear();
+}
+
 namespace {
 
-using Object = c10::TensorImpl;  // what is behind a tensor of Python's, whose `_cdata` is its address
+using Object = c10::TensorImpl;  // what is behind a tensor of Python's
 
 enum Found { ALL, REPLACED, UNLIKE };
 
@@ -27,14 +41,16 @@ struct Layout {
 };
 
 struct Tensors {
-  std::vector<Object*> objects;
-  std::vector<bool> waits;  // of values, which come first
+  std::vector<PyObject*> held;   // values, and what their state holds; the caller keeps all of it
+  std::vector<Object*> objects;  // behind each; null: it is no tensor
+  std::vector<bool> waits;       // of values, which come first
   std::vector<Layout> layouts;
   std::vector<int64_t> numbers;
   std::vector<at::Tensor> gradients;  // of this step, whose memory has to stay
+  std::vector<PyObject*> entries;     // of the last step, to ask for them early; never read
 
   void add(Object* tensor) {
-    if (tensor->layout() != c10::kStrided || !tensor->has_storage()) return layouts.push_back({});
+    if (!tensor || tensor->layout() != c10::kStrided || !tensor->has_storage()) return layouts.push_back({});
     const auto sizes = tensor->sizes(), strides = tensor->strides();
     int64_t last = 0;
     for (size_t n = 0; n < sizes.size(); n++) last += (sizes[n] - 1) * strides[n];
@@ -45,12 +61,16 @@ struct Tensors {
     numbers.insert(numbers.end(), strides.begin(), strides.end());
   }
 
-  Found find(Object* const* given, void** addresses) {
+  Found find(PyObject* lists, PyObject* state, PyObject* behind, void** addresses) {
     release();
-    if (!std::equal(objects.begin(), objects.end(), given)) return REPLACED;  // only now all are known to be alive
+    if (!hold_the_same(lists, state)) return PyErr_Clear(), REPLACED;  // an error: they are no lists
     gradients.resize(waits.size());
     Found found = ALL;
-    for (size_t n = 0; n < objects.size(); n++) {
+    for (size_t n = 0, alive = 0; n < objects.size(); n++) {
+      for (; alive < std::min(n + 4 * APART, objects.size()); alive++) {
+        if (objects[alive] && address_behind(held[alive], behind) != objects[alive]) return REPLACED;
+        ask(objects[alive], 4), ask(layouts[alive].beside, 2);
+      }
       ask_ahead(n);
       if (!is_unchanged(n)) return REPLACED;
       if (n >= waits.size()) continue;
@@ -82,13 +102,48 @@ struct Tensors {
     for (long line = 0; line < lines; line++) __builtin_prefetch(static_cast<const char*>(object) + 64 * line);
   }
 
-  // Objects in several stages, because each has the address of the next.
+  // Whether groups' lists of values and the state hold what they held. Then all of it is alive.
+  bool hold_the_same(PyObject* lists, PyObject* state) {
+    size_t n = 0, count = 0;
+    const auto is_next = [&](PyObject* object) {
+      if (n == held.size()) return false;
+      ask(held[n], 2), ask(layouts[n].beside, 1);  // early: to find where a page lies takes longest
+      return object == held[n++];
+    };
+    for (ssize_t group = 0; group < PyList_Size(lists); group++) {
+      PyObject* const list = PyList_GetItem(lists, group);
+      for (ssize_t place = 0, size = PyList_Size(list); place < size; place++)
+        if (!is_next(PyList_GetItem(list, place))) return false;
+    }
+    PyObject *key, *entry, *value;
+    for (ssize_t place = 0; PyDict_Next(state, &place, &key, &entry); count++) {
+      entries.resize(std::max(entries.size(), count + 1));
+      entries[count] = entry;
+      ask(entries[std::min(count + APART, entries.size() - 1)], 1);
+      for (ssize_t within = 0; PyDict_Next(entry, &within, &key, &value);)
+        if (!is_next(value)) return false;
+    }
+    return n == held.size();
+  }
+
+  // The address of torch's object behind a tensor, which is its attribute `name`. Null, with an error of Python's: none.
+  static void* address_behind(PyObject* tensor, PyObject* name) {
+    PyObject* const number = PyObject_GetAttr(tensor, name);
+    if (!number) return nullptr;
+    void* const address = PyLong_AsVoidPtr(number);
+    Py_DecRef(number);
+    return address;
+  }
+
+  // Gradients in several stages, because each object has the address of the next. The values are known to be alive.
   void ask_ahead(size_t n) const {
-    const auto later = [&](size_t stages) { return std::min(n + stages * APART, objects.size() - 1); };
-    ask(objects[later(3)], 4);
-    ask(layouts[later(2)].beside, 1);
-    if (later(2) < waits.size()) ask(objects[later(2)]->autograd_meta(), 1);
-    if (later(1) < waits.size()) ask(objects[later(1)]->grad().unsafeGetTensorImpl(), 4);
+    const auto ask_later = [&](size_t stages, const auto& of, long lines) {
+      if (n + stages * APART < waits.size()) ask(of(*objects[n + stages * APART]), lines);
+    };
+    const auto gradient = [](const Object& value) { return value.grad().unsafeGetTensorImpl(); };
+    ask_later(3, [](const Object& value) { return value.autograd_meta(); }, 2);
+    ask_later(2, gradient, 4);
+    ask_later(1, [&](const Object& value) { return gradient(value)->unsafe_storage().unsafeGetStorageImpl(); }, 2);
   }
 
   // False: there is one that is not laid out as its value.
@@ -124,11 +179,13 @@ struct Tensors {
 
 extern "C" {
 
-// The first objects are values, as many as there are `waits`: whether a value has had no gradient yet. Null where there
-// is not enough memory.
-void* tensors_new(Object* const* objects, long count, const bool* waits, long value_count) noexcept try {
+// What is held, by Python's addresses, and torch's objects behind it: null for what is no tensor. The first are values,
+// as many as there are `waits`: whether a value has had no gradient yet. Null where there is not enough memory.
+void* tensors_new(PyObject* const* held, Object* const* objects, long count, const bool* waits,
+                  long value_count) noexcept try {
   auto tensors = std::make_unique<Tensors>();
-  tensors->objects.assign(objects, objects + count), tensors->waits.assign(waits, waits + value_count);
+  tensors->held.assign(held, held + count), tensors->objects.assign(objects, objects + count);
+  tensors->waits.assign(waits, waits + value_count);
   for (Object* object : tensors->objects) tensors->add(object);
   return tensors.release();
 } catch (...) {
@@ -137,11 +194,12 @@ void* tensors_new(Object* const* objects, long count, const bool* waits, long va
 
 void tensors_free(void* tensors) noexcept { delete static_cast<Tensors*>(tensors); }
 
-// The address of each value's gradient: null for none, and any if it has no elements. REPLACED: an object is another, a
-// tensor has other memory or another layout than it had, or a value that waited has a gradient. UNLIKE: a gradient is
-// not laid out as its value, or has no memory.
-int tensors_find(void* tensors, Object* const* objects, void** addresses) noexcept try {
-  return static_cast<Tensors*>(tensors)->find(objects, addresses);
+// The address of each value's gradient: null for none, and any if it has no elements. `lists` are those of the groups'
+// values, `state` is a dict of dicts, and `behind` the name of the attribute that is the address of torch's object.
+// REPLACED: an object is another, a tensor has other memory or another layout than it had, or a value that waited has a
+// gradient. UNLIKE: a gradient is not laid out as its value, or has no memory.
+int tensors_find(void* tensors, PyObject* lists, PyObject* state, PyObject* behind, void** addresses) noexcept try {
+  return static_cast<Tensors*>(tensors)->find(lists, state, behind, addresses);
 } catch (...) {
   return REPLACED;
 }
