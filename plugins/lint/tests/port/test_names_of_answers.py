@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
 from port_sources import imported
 
 FLAG = """import torch
@@ -164,3 +165,21 @@ def test_a_type_that_a_tensor_chooses_makes_tensors_where_that_one_is(level, fir
             assert [each.device.type for each in made] == [device] * 4
             assert [each.dtype for each in made] == [torch.float32] * 3 + [torch.int64]
             assert [tuple(each.shape) for each in made] == [(2,), (3,), (2, 1), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "known"),
+    [
+        ("counts, m=0.5", "x = 1.0 / np.sqrt(counts)\n    x = x * (m / np.max(x))\n    x = T(x)", True),
+        ("counts", "x = []\n    x.append(counts)\n    x = T(x).t()", True),
+        ("counts", "x = [0] * counts\n    x = T(x)", True),
+        ("counts, m", "x = np.sqrt(counts)\n    x = x * m\n    x = T(x)", False),
+        ("x", "x = x * 2\n    x = T(x)", False),
+        ("xs", "for x in xs:\n        x = T(x)", False),
+    ],
+)
+def test_data_of_the_host_is_moved_after_it_became_a_tensor(head, body, known):
+    source = f"import numpy as np\nimport torch\n\n\ndef f({head}):\n    {body}\n    return x\n\n\nx = f(1).sum()\n"
+    ported = port_source(source.replace("T(", "torch.cuda.FloatTensor("), Level.ROLES, Known(imported=True)).source
+    assert ("x = torch.FloatTensor(x).to(current_device)" in ported) is known
+    assert ("torch.cuda" in ported) is not known

@@ -76,12 +76,12 @@ def _is_given(name: cst.Name, facts: Facts) -> bool:
     return facts.is_given(name.value, name) or any(re.search(rf"\b{name.value}\b", text) for text in loops)
 
 
-def _is_number(node: cst.BaseExpression, facts: Facts) -> bool:
+def _is_number(node: cst.BaseExpression, facts: Facts, kinds: tuple[type, ...] = (cst.Integer,)) -> bool:
     """Return whether a parameter is a number by its default, and is not assigned."""
     owners = [outer for outer in facts.parents(node) if isinstance(outer, cst.FunctionDef)]
     params = [param for outer in owners for param in (*outer.params.params, *outer.params.kwonly_params)]
     found = [param for param in params if param.name.value == text_of(node)]
-    return bool(found) and isinstance(found[0].default, cst.Integer) and not facts.values(node)
+    return bool(found) and isinstance(found[0].default, kinds) and not facts.values(node)
 
 
 def _empty(node: cst.Call, kind: str, facts: Facts) -> Rewrite:
@@ -224,8 +224,9 @@ def _makes(call: cst.Call, facts: Facts) -> bool:
     return len(plain) > 1 or (len(plain) == 1 and _is_host(plain[0], facts)) or not call.args
 
 
-def _is_host(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
-    if isinstance(node, (cst.List, cst.Tuple, cst.ListComp, cst.Integer)):
+def _is_host(node: cst.BaseExpression, facts: Facts, seen: tuple[str, ...] = ()) -> bool:
+    """Return whether an expression is data on the host: numbers, lists, and arrays of NumPy."""
+    if isinstance(node, (cst.List, cst.Tuple, cst.ListComp, cst.Integer, cst.Float)):
         return True
     if isinstance(node, cst.Subscript):
         return text_of(node.value).endswith(".shape")
@@ -234,13 +235,17 @@ def _is_host(node: cst.BaseExpression, facts: Facts, depth: int = 3) -> bool:
     if isinstance(node, cst.Call):
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else text_of(node.func)
         return (facts.name(node.func) or "").startswith("numpy.") or method in ("size", "len", "int", "numpy", "tolist")
-    # A name may also be assigned what is made of it here: `labels = torch.cuda.LongTensor(labels)`.
-    values = [value for value in facts.values(node) if text_of(node) not in map(text_of, _given(value))]
-    return bool(values) and depth > 0 and all(_is_host(value, facts, depth - 1) for value in values)
-
-
-def _given(value: cst.BaseExpression) -> list[cst.BaseExpression]:
-    return [arg.value for arg in value.args] if isinstance(value, cst.Call) else []
+    if isinstance(node, cst.BinaryOperation):
+        sides = (node.left, node.right)
+        if any(isinstance(side, (cst.List, cst.ListComp)) for side in sides):
+            return True
+        return all(_is_host(side, facts, seen) or _is_number(side, facts, (cst.Integer, cst.Float)) for side in sides)
+    text = text_of(node)
+    if text in seen:  # a name may be assigned what is made of it: `weights = weights / numpy.max(weights)`
+        return not (isinstance(node, cst.Name) and facts.is_given(text, node))
+    found = facts.values_at(node) if isinstance(node, cst.Name) else facts.values(node)
+    values = [value for value in found if value not in facts.parents(node)]
+    return bool(values) and node not in values and all(_is_host(value, facts, (*seen, text)) for value in values)
 
 
 TYPED = Rule(
