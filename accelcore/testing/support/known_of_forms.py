@@ -195,6 +195,10 @@ _BY_NUMBERS: dict[str, tuple[Callable[[Tensor, float], Tensor], list[float]]] = 
     },
     "division": (lambda x, number: x / number, [-1 + _GAP / 2, 1.75 - _GAP]),
     "division by a tensor, that is,": (lambda x, number: x / _wide(x, number), [-1 + _GAP / 2, 1.75 - _GAP]),
+    "division of lists by a tensor, that is,": (
+        lambda x, number: torch._foreach_div([x], _wide(x, number))[0],
+        [-1 + _GAP / 2, 1.75 - _GAP],
+    ),
 }
 
 

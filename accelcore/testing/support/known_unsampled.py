@@ -266,6 +266,9 @@ _TIED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, ...], list[float
     "softshrink": (functional.softshrink, (-0.5, 0.5, 1), [0, 0, 1]),
     "threshold": (lambda x: functional.threshold(x, 1, 7), (1, 2), [0, 1]),
     "relu6": (functional.relu6, (0, 6, 1), [0, 0, 1]),
+    "hardtanh": (functional.hardtanh, (-1, 1, 0), [0, 0, 1]),
+    "hardsigmoid": (functional.hardsigmoid, (-3, 3, 0), [0, 0, 1 / 6]),
+    "prelu": (lambda x: functional.prelu(x, x.new_full((1,), 0.25)), (0, 1), [0.25, 1]),
     "xlogy": (lambda x: torch.xlogy(x, x.detach() + 1), (0, 1), [0, math.log(2)]),
 }
 """Functions of which the gradient is asked for where it jumps: the numbers, and torch's choice."""
@@ -299,8 +302,8 @@ KNOWN_UNSAMPLED: dict[str, tuple[Compute, list[float]]] = {
         [0, 0, 0.6, 0.8],
     ),
     "angles": (
-        of_values(lambda x: torch.cat([x.angle(), _complex(x).angle()]), -1.0, 0.0, 0.0, 2.0),
-        [math.pi, 0, 0, 0, math.pi, math.pi / 2],
+        of_values(lambda x: torch.cat([x.angle(), _complex(x).angle()]), *(-1.0, 0.0, 0.0, 2.0, 0.0, 0.0)),
+        [math.pi, *[0] * 5, math.pi, math.pi / 2, 0],
     ),
     **{
         f"ctc_loss of {'padded' if padded else 'joined'} targets{', of 32 bits' if short else ''}"
@@ -315,8 +318,11 @@ KNOWN_UNSAMPLED: dict[str, tuple[Compute, list[float]]] = {
         for dim, name in enumerate(("rows", "columns"))
     },
     "pixel_unshuffle": (_shuffled(lambda x: functional.pixel_unshuffle(x, 2), 1, 2, 2, 2), [*range(8)] * 2),
-    "pixel_shuffle": (_shuffled(lambda x: functional.pixel_shuffle(x, 2), 1, 8, 1, 1), [*range(8)] * 2),
-    "channel_shuffle": (_shuffled(lambda x: functional.channel_shuffle(x, 2), 1, 4, 1, 1), [0, 2, 1, 3] * 2),
+    "pixel_shuffle": (_shuffled(lambda x: functional.pixel_shuffle(x, 2), 1, 4, 1, 2), [0, 2, 1, 3, 4, 6, 5, 7] * 2),
+    "channel_shuffle": (
+        _shuffled(lambda x: functional.channel_shuffle(x, 2), 1, 4, 1, 2),
+        [0, 1, 4, 5, 2, 3, 6, 7] * 2,
+    ),
     "affine_grid": (
         of_values(
             lambda x: torch.cat([functional.affine_grid(x[None], [1, 1, 2, 2], each) for each in (False, True)]),
