@@ -17,7 +17,6 @@ from accelcore.testing.support.known import Compute, gradient, index, of_values
 _SIZE = 66  # rows, more than the tiles that kernels take
 _CLOSE = 1e-4  # of the largest number: more than a decomposition in fp32 loses by rounding
 _INF, _NAN = math.inf, math.nan
-_FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
 def _matrices(device: torch.device) -> Tensor:
@@ -204,14 +203,24 @@ def _weight_normed(dim: int) -> Compute:
     return compute
 
 
-def _shuffled(shuffle: Callable[[Tensor], Tensor], *shape: int) -> Compute:
-    """Return a computation that shuffles whole numbers, in both memory formats."""
+def _shuffled(
+    shuffle: Callable[[Tensor], Tensor], shape: tuple[int, ...], memory_format: torch.memory_format
+) -> Compute:
+    """Return a computation that shuffles whole numbers."""
 
     def compute(device: torch.device) -> Tensor:
         images = torch.arange(float(math.prod(shape)), device=device).reshape(shape)
-        return torch.cat([shuffle(images.contiguous(memory_format=each)).flatten() for each in _FORMATS])
+        return shuffle(images.contiguous(memory_format=memory_format))
 
     return compute
+
+
+_SHUFFLES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], list[float]]] = {
+    "pixel_unshuffle": (lambda x: functional.pixel_unshuffle(x, 2), (1, 2, 2, 2), [*range(8)]),
+    "pixel_shuffle": (lambda x: functional.pixel_shuffle(x, 2), (1, 4, 1, 2), [0, 2, 1, 3, 4, 6, 5, 7]),
+    "channel_shuffle": (lambda x: functional.channel_shuffle(x, 2), (1, 4, 1, 2), [0, 1, 4, 5, 2, 3, 6, 7]),
+}
+_FORMATS = {"": torch.contiguous_format, " of channels last": torch.channels_last}
 
 
 def _renormed(x: Tensor) -> Tensor:
@@ -317,12 +326,11 @@ KNOWN_UNSAMPLED: dict[str, tuple[Compute, list[float]]] = {
         f"weight_norm of {name}": (_weight_normed(dim), [*(6, 8, 0, 20), 0.6, 0, *(1.28, -0.96, 0, 0)])
         for dim, name in enumerate(("rows", "columns"))
     },
-    "pixel_unshuffle": (_shuffled(lambda x: functional.pixel_unshuffle(x, 2), 1, 2, 2, 2), [*range(8)] * 2),
-    "pixel_shuffle": (_shuffled(lambda x: functional.pixel_shuffle(x, 2), 1, 4, 1, 2), [0, 2, 1, 3, 4, 6, 5, 7] * 2),
-    "channel_shuffle": (
-        _shuffled(lambda x: functional.channel_shuffle(x, 2), 1, 4, 1, 2),
-        [0, 1, 4, 5, 2, 3, 6, 7] * 2,
-    ),
+    **{
+        f"{name}{word}": (_shuffled(shuffle, shape, memory_format), expected)
+        for name, (shuffle, shape, expected) in _SHUFFLES.items()
+        for word, memory_format in _FORMATS.items()
+    },
     "affine_grid": (
         of_values(
             lambda x: torch.cat([functional.affine_grid(x[None], [1, 1, 2, 2], each) for each in (False, True)]),

@@ -84,7 +84,7 @@ known("largest_number_of_fp32", "nan_to_num of bfloat16", {
 known("sign_of_complex_zero_that_is_none", "signs of complex numbers", {"sgn": lambda func, x: x / x.abs()})
 known("targets_that_lie_apart", "ctc_loss of joined targets", {"_ctc_loss": _ctc, "_ctc_loss_backward": _ctc_backward})
 known("weight_norm_of_all", "weight_norm of columns", {"_weight_norm_interface": _by_all})
-known("shuffle_in_order_of_memory", "pixel_unshuffle", {"pixel_unshuffle": _in_order_of_memory})
+known("shuffle_in_order_of_memory", "pixel_unshuffle of channels last", {"pixel_unshuffle": _in_order_of_memory})
 known("places_in_order_of_memory", "distinct numbers by columns", {"_unique2": _places_in_memory})
 known("gradient_of_ties", "gradient of cdist where it jumps", {"_cdist_backward": _tied_to_one})
 known("range_that_adds_up", "range of many fractions", {"arange": _added_up})
