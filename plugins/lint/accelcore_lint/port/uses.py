@@ -220,7 +220,8 @@ def flags_of_loads(text: str) -> set[str]:
 
 def flags_of_types(text: str) -> set[str]:
     """Return the flags by which a file names a type of tensor of one device, or `torch.cuda`: it keeps that line."""
-    return {(one or other).split(".")[-1] for one, _, other in _TYPES.findall(text)}
+    names = (one or other for one, _, other in _TYPES.findall(text))
+    return {name.split(".")[-1] for name in names if not name.endswith(".is_cuda")}  # a tensor's, and no flag
 
 
 def flags_of_devices(text: str) -> set[str]:

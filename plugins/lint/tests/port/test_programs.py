@@ -235,3 +235,16 @@ def test_a_flag_stays_by_which_another_file_names_a_type_of_tensor(tmp_path, lev
     paths = written(tmp_path, files)
     ported = port_source(files["train.py"], level, read_project(paths).known(paths[0])).source
     assert ("torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("x.is_cuda", False), ("is_cuda", True)])
+def test_a_flag_called_is_cuda_is_not_what_a_tensor_of_another_file_answers(tmp_path, asked, kept):
+    files = {
+        "train.py": "import torch\nfrom batches import pad\n\n\ndef main(x, args):\n"
+        "    is_cuda = torch.cuda.is_available() and not args.no_cuda\n    return pad(x, is_cuda)\n",
+        "batches.py": "import torch\n\n\ndef pad(x, is_cuda):\n"
+        f"    return (kind := torch.cuda.LongTensor if {asked} else torch.LongTensor)\n",
+    }
+    paths = written(tmp_path, files)
+    ported = port_source(files["train.py"], Level.ROLES, read_project(paths).known(paths[0])).source
+    assert ("torch.cuda.is_available()" in ported) is kept
