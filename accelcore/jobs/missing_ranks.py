@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -70,7 +71,11 @@ class MissingRanks:
         self._store = job_store(f"rank notes {next(_jobs)}")
         self._explained, self._done, self._failed, self._follows = False, False, "", False
         self._line = ""  # where an error ended the script
-        self._beats, self._training_thread, self._state = 0, threading.current_thread(), _thread_state()
+        self._beats, self._training_thread, self._state = 0, threading.get_ident(), _thread_state()
+        # Python frees a thread's record when the thread ends, and what a `threading.local` holds just before.
+        self._reads_frame, self._local = threading.RLock(), threading.local()
+        self._local.mark = threading.Event()
+        self._mark = weakref.ref(self._local.mark, self._forget_thread)
         self._reads_record = os.environ.get("TORCH_FR_BUFFER_SIZE", "") in map(str, range(1, _SHORT + 1))
         self._write()
         self._stop = threading.Event()
@@ -170,13 +175,24 @@ class MissingRanks:
         self._beats += 1
         number, collective, line = 0, "", self._line
         with suppress(Exception):  # a note without its place still shows that the rank lives
-            if not line and self._training_thread.is_alive():  # else Python has freed its record
-                line = _script_line(walk_stack(_frame_of(self._state)))
+            line = line or self._line_of_thread()
             number, collective = _last_collective() if self._reads_record else (0, "")
         steps = list(self._collectives.steps.values())  # a copy, because the training thread may add one
         calls, ends = self._collectives.calls, (self._done, self._failed, self._follows)
         note = _Note(self._beats, steps, calls, number, collective, line, *ends)
         self._store.set(f"rank {self._rank}", json.dumps(asdict(note)))
+
+    def _line_of_thread(self) -> str:
+        """Return the line of the script that the training thread is at; "" if it has ended."""
+        with self._reads_frame:  # meanwhile, the thread cannot end
+            # No name for the frame: it may be this one, and would hold itself and the locals of its callers.
+            frames = () if self._state is None else walk_stack(_frame_of(self._state))
+        return _script_line(frames)
+
+    def _forget_thread(self, _: object) -> None:
+        """Forget the training thread, which ends."""
+        with self._reads_frame:
+            self._state = None
 
     def _read(self) -> dict[int, _Note]:
         """Return the last note of each rank that has written one; raises RuntimeError if the store does not answer."""
@@ -209,8 +225,7 @@ class MissingRanks:
         collective on the host (`TORCH_NCCL_BLOCKING_WAIT`) would raise, and slow down every step. So the error is set
         first: Python raises it when the thread returns from the call that waits.
         """
-        thread = ctypes.c_ulong(self._training_thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(DistError))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._training_thread), ctypes.py_object(DistError))
         if (group := dist.group.WORLD) is not None:
             group.abort()
 
