@@ -146,6 +146,8 @@ def test_the_precision_of_products_follows_the_scripts_own_value(value, precisio
         ("pass", "pass", False),
         ("x = x * 2", "pass", False),
         ("pass", "x = x.cpu()", True),
+        ("pass", "made = lambda x: FloatTensor(2)", True),
+        ("pass", "def inner(x):\n        return FloatTensor(2)", True),
         ("pass", "print(FloatTensor)", True),
     ],
 )

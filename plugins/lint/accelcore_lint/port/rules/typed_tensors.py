@@ -198,10 +198,11 @@ def _is_of_tensor(condition: cst.BaseExpression, kind: cst.Name, facts: Facts) -
 
 
 def _is_target(name: cst.Name, facts: Facts) -> bool:
-    """Return whether a name gets a new value, or a part of it does."""
+    """Return whether a name gets a new value, a part of it does, or a function inside has it as a parameter."""
     holds = (cst.AssignTarget, cst.AsName, cst.Del)
     outer = facts.parents(name)
-    return getattr(facts.parent(name), "target", None) is name or any(isinstance(each, holds) for each in outer)
+    slots = (getattr(facts.parent(name), "target", None), getattr(facts.parent(name), "name", None))
+    return name in slots or any(isinstance(each, holds) for each in outer)
 
 
 def _asks(condition: cst.BaseExpression, facts: Facts) -> bool:
