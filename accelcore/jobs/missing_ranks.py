@@ -1,7 +1,8 @@
 """Name the rank that is missing if a collective fails, and its place in the script.
 
-A thread of each rank writes a note to the job's store once a second: the step, the last collective, the line of the
-script. The training loop itself does nothing for it.
+A thread of each rank writes a note to the job's store once a second: the step and the last collective. The training
+loop itself does nothing for it. A rank that fails adds the line of its script. No thread reads the frames of another
+that runs: this has crashed jobs, by bad memory (Python 3.11, torch 2.13).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import re
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from inspect import currentframe
 from itertools import count
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -49,10 +50,6 @@ _NAMED = 4  # number of ranks whose places a message tells
 _WIDTH = 80  # characters of a script's line that a message shows
 _LIBRARIES = {"accelcore", "torch", *sys.stdlib_module_names}
 _jobs = count()
-# Python's record of the calling thread, and the frame that the thread of a record is in. `sys._current_frames` and
-# faulthandler look at all threads, and crash the process if one of a process group begins or ends at that time.
-_thread_state = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
-_frame_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)(("PyThreadState_GetFrame", ctypes.pythonapi))
 
 
 class MissingRanks:
@@ -71,11 +68,7 @@ class MissingRanks:
         self._store = job_store(f"rank notes {next(_jobs)}")
         self._explained, self._done, self._failed, self._follows = False, False, "", False
         self._line = ""  # where an error ended the script
-        self._beats, self._training_thread, self._state = 0, threading.get_ident(), _thread_state()
-        # Python frees a thread's record when the thread ends, and what a `threading.local` holds just before.
-        self._reads_frame, self._local = threading.RLock(), threading.local()
-        self._local.mark = threading.Event()
-        self._mark = weakref.ref(self._local.mark, self._forget_thread)
+        self._beats, self._training_thread = 0, threading.get_ident()
         self._reads_record = os.environ.get("TORCH_FR_BUFFER_SIZE", "") in map(str, range(1, _SHORT + 1))
         self._write()
         self._stop = threading.Event()
@@ -133,6 +126,7 @@ class MissingRanks:
             raise self._name_missing("") from DistError()
         own = notes[self._rank]
         gone = _select(notes, lambda note: note.done or note.progress > own.progress or note.at_another_call(own))
+        notes[self._rank] = replace(own, line=_script_line(walk_stack(currentframe())))
         return _places([*gone[:_NAMED], self._rank], notes) if gone else ""
 
     def explain(self, error: BaseException) -> DistributedError | None:
@@ -173,26 +167,13 @@ class MissingRanks:
     def _write(self) -> None:
         """Write a note now; raises RuntimeError if the store does not answer."""
         self._beats += 1
-        number, collective, line = 0, "", self._line
-        with suppress(Exception):  # a note without its place still shows that the rank lives
-            line = line or self._line_of_thread()
+        number, collective = 0, ""
+        with suppress(Exception):  # a note without its collective still shows that the rank lives
             number, collective = _last_collective() if self._reads_record else (0, "")
         steps = list(self._collectives.steps.values())  # a copy, because the training thread may add one
         calls, ends = self._collectives.calls, (self._done, self._failed, self._follows)
-        note = _Note(self._beats, steps, calls, number, collective, line, *ends)
+        note = _Note(self._beats, steps, calls, number, collective, self._line, *ends)
         self._store.set(f"rank {self._rank}", json.dumps(asdict(note)))
-
-    def _line_of_thread(self) -> str:
-        """Return the line of the script that the training thread is at; "" if it has ended."""
-        with self._reads_frame:  # meanwhile, the thread cannot end
-            # No name for the frame: it may be this one, and would hold itself and the locals of its callers.
-            frames = () if self._state is None else walk_stack(_frame_of(self._state))
-        return _script_line(frames)
-
-    def _forget_thread(self, _: object) -> None:
-        """Forget the training thread, which ends."""
-        with self._reads_frame:
-            self._state = None
 
     def _read(self) -> dict[int, _Note]:
         """Return the last note of each rank that has written one; raises RuntimeError if the store does not answer."""
@@ -352,7 +333,7 @@ def _last_collective() -> tuple[int, str]:
 def _script_line(frames: Iterable[tuple[FrameType, int | None]]) -> str:
     """Return the first line outside of libraries, such as `train.py:12 in main (trainer.save(folder))`.
 
-    `frames` begin with the innermost.
+    `frames` are of the calling thread, and begin with the innermost.
     """
     for frame, line in frames:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:

@@ -24,9 +24,7 @@ import accelcore
 def loads(rank: int, step: int) -> torch.Tensor:
     """A batch; in its third step rank 1 has a problem with its data."""
     if rank == 1 and step == 3:
-        if sys.argv[1] == "waits, and is asked again":  # at an instruction to which Python gives no line
-            exec(compile("threading.Event().wait()", __file__, "exec").replace(co_linetable=b""), globals())
-        if sys.argv[1] == "waits":
+        if sys.argv[1].startswith("waits"):
             threading.Event().wait()
         if sys.argv[1].startswith("is killed"):
             os.kill(os.getpid(), signal.SIGKILL)

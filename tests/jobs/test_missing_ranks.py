@@ -10,7 +10,7 @@ import pytest
 import torch
 
 RECORDED = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # by torch 2.10 and later
-COLLECTIVE = r"its last collective is gloo:all_reduce of \([\d, ]+\) \(collective \d+\), " if RECORDED else "it is at "
+COLLECTIVE = r", its last collective is gloo:all_reduce of \([\d, ]+\) \(collective \d+\)" if RECORDED else ""
 SCRIPT = Path(__file__).with_name("lost_ranks.py")
 
 
@@ -58,16 +58,12 @@ def final(stderr):
     return stderr.rsplit("accelcore.errors.DistributedError: ", 1)[-1]
 
 
-def test_who_did_not_come_in_time_is_named_with_step_collective_and_line(run):
+def test_who_did_not_come_in_time_is_named_with_step_and_collective(run):
     (first, _), codes = run("waits")
     assert codes == [1, -signal.SIGKILL]
     said = final(first)
     assert said.startswith("rank 1 of this job did not join a collective that others wait in\n")
-    assert re.search(f"rank 1 has begun step 2, {COLLECTIVE}", said)
-    assert re.search(
-        r"it is at lost_ranks\.py:\d+ in loads \(threading\.Event\(\)\.wait\(\)\)\n +rank 0 has begun step 3, it",
-        said,
-    )
+    assert re.search(f"rank 1 has begun step 2{COLLECTIVE}\n +rank 0 has begun step 3", said)
     assert "5000ms" in said, "what torch says of the timeout"
     assert "The above exception was the direct cause" in first
 
@@ -216,7 +212,7 @@ def test_a_collective_on_the_main_rank_only_is_named_before_the_timeout(run):
     (first, second), codes = run("reduces alone, joined")
     assert codes[0] == 1
     assert "rank 1 has ended its part of the job, and rank 0 did not\n" in second
-    assert "accel.collectives.all_reduce(torch.ones(1))" in second
+    assert not RECORDED or "its last collective is gloo:all_reduce of (1,)" in second
     assert "5000ms" not in first, "it was noticed at the timeout only"
 
 
