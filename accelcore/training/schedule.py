@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 
 from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError, did_you_mean, logger
 from accelcore.torch_internals import expect_no_step
-from accelcore.util.text import is_whole
+from accelcore.util.text import bound, is_whole
 
 ScheduleBy = Literal["window", "script"]
 
@@ -289,6 +289,11 @@ def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
             f"{scheduler!r} is not a scheduler",
             remedy="make one: scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=30); or pass a name, or a "
             "function: scheduler=lambda optimizer, updates: CosineAnnealingLR(optimizer, updates)",
+        )
+    if bound(make, None, 1) is None:
+        raise ConfigurationError(
+            "the function given as scheduler= does not take an optimizer and the number of updates",
+            remedy="write scheduler=lambda optimizer, updates: ..., which returns a scheduler",
         )
     if by != "window":
         raise ConfigurationError(

@@ -343,6 +343,7 @@ def test_a_constant_rate_has_no_end(accel, caplog):
     [
         ({"scheduler": "cosin"}, r"'cosin' is unknown(.|\n)*mean 'cosine'"),
         ({"scheduler": 3}, "3 is not a scheduler"),
+        ({"scheduler": lambda optimizer: None}, "an optimizer and the number of updates"),
         ({"scheduler": CosineAnnealingLR}, "not a scheduler"),
         ({"scheduler": "cosine", "schedule_by": "script"}, "schedule_by='script' needs"),
         ({"scheduler": None, "warmup": 5}, "warmup=5 needs a scheduler that the trainer makes"),
