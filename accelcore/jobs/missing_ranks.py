@@ -126,8 +126,10 @@ class MissingRanks:
             raise self._name_missing("") from DistError()
         own = notes[self._rank]
         gone = _select(notes, lambda note: note.done or note.progress > own.progress or note.at_another_call(own))
+        if not gone:
+            return ""
         notes[self._rank] = replace(own, line=_script_line(walk_stack(currentframe())))
-        return _places([*gone[:_NAMED], self._rank], notes) if gone else ""
+        return _places([*gone[:_NAMED], self._rank], notes)
 
     def explain(self, error: BaseException) -> DistributedError | None:
         """If a lost rank caused `error`, return an error that names it, and tell the other ranks, once."""

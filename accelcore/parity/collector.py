@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 from zlib import crc32
@@ -143,7 +144,7 @@ class Collector:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             self._hooks.add(
-                optimizer.register_step_pre_hook(lambda optimizer, *_: self.before_update(optimizer)),
+                optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(lambda optimizer, *_: self.after_update(optimizer, end_step)),
             )
 
@@ -234,6 +235,24 @@ class Collector:
         """Add an event that belongs to no module, such as the loss."""
         if self._is_open and not torch.compiler.is_compiling() and not _is_quiet():
             self._samples.add(kind, "", item, tensor)
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, options: Any) -> tuple[Any, Any] | None:
+        """Look at what an optimizer is about to use: now, or after the closure that computes it, as in Lightning."""
+        closure = options.get("closure") or next(iter(arguments[1:]), None)
+        if not callable(closure):
+            self.before_update(optimizer)
+            return None
+        calls = count()
+
+        def seen_closure() -> Any:
+            loss = closure()
+            if not next(calls):  # LBFGS calls it several times
+                self.before_update(optimizer)
+            return loss
+
+        by_name = "closure" in options
+        given = arguments if by_name else (optimizer, seen_closure, *arguments[2:])
+        return given, {**options, "closure": seen_closure} if by_name else options
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Look at the gradients and the state that an optimizer is about to use."""

@@ -57,6 +57,35 @@ def test_a_training_of_lightning_is_recorded_between_its_two_events(monkeypatch,
     assert {("batch", ""), ("output", "0"), ("parameter", "0")} <= modules_of(tmp_path / "ref")
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_gradients_and_learning_rate_are_seen_if_a_closure_computes_them(tmp_path, kind, by_name):
+    def run(context, lr):
+        model, _ = made()
+        optimizer = kind(model.parameters(), lr=lr)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        with context:  # as Lightning makes a step
+            for _ in range(2):
+                optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        return context
+
+    run(accelcore.Record(tmp_path / "ref"), 0.1)
+    assert {("reduced", "0"), ("learning rate", ""), ("parameter", "0")} <= modules_of(tmp_path / "ref")
+    step = Reader(tmp_path / "ref" / "rank-00000").step(1)
+    last = {seen.event.kind: seen.values for seen in step.seen if seen.event.item == "weight"}
+    first = next(seen.values for seen in step.seen if seen.event.kind == "gradient" and seen.event.item == "weight")
+    assert torch.equal(last["reduced"], first)  # of this step, not of the one before
+    assert run(accelcore.Replay(tmp_path / "ref"), 0.1).result.agrees
+    result = run(accelcore.Replay(tmp_path / "ref"), 0.2).result
+    assert (result.step, result.item.partition(" of ")[0]) == (1, "learning rate")
+
+
 @pytest.mark.parametrize(
     ("make", "package"), [(huggingface_callback, "transformers"), (lightning_callback, "lightning")]
 )
