@@ -98,7 +98,7 @@ class Step:
             weight = None if self._weight is None else self._weight(batch)
             self._add_gradients(loss, weight, outlast=not self._window.is_last)
         except BaseException as error:
-            self._window.annotate(error, batch)
+            self._window.annotate(error, batch, self._model)
             self.drop(error)
             raise
         loss = loss.detach().clone() if self._overwrites else loss.detach()

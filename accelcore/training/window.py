@@ -6,13 +6,14 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.backend import Backend
 from accelcore.errors import TrainingError, logger
 from accelcore.jobs.collectives import Collectives
-from accelcore.util.containers import described
+from accelcore.precision.policy import LOW_PRECISION
+from accelcore.util.containers import described, tensors
 from accelcore.util.text import is_number
 
 
@@ -79,12 +80,14 @@ class Window:
             return torch.where(total > 0, total.reciprocal(), 0.0)
         return None if full else self.accumulate / self.micro
 
-    def annotate(self, error: BaseException, batch: Any) -> None:
+    def annotate(self, error: BaseException, batch: Any, model: nn.Module) -> None:
         """Add the step and the batch to an error of a micro-batch, where Python shows notes (3.11 or later)."""
         add_note = getattr(error, "add_note", None)  # the error keeps its class: a script may wait for OutOfMemoryError
         if add_note is not None and isinstance(error, Exception):
             number = f", micro-batch {self.micro + 1} of {self.accumulate}" if self.accumulate > 1 else ""
             add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}")
+            if hint := _dtype_hint(error, batch, model):
+                add_note(hint)
 
     def forget_weights(self) -> None:
         if self._total is not None:
@@ -203,6 +206,23 @@ class ScriptCalls:
                 "trainer.epochs(n): to train, call trainer(batch), or trainer.backward(loss) and trainer.update(), "
                 "instead of loss.backward() and optimizer.step(); to evaluate, loop over trainer.evaluate(loader)"
             )
+
+
+def _dtype_hint(error: Exception, batch: Any, model: nn.Module) -> str:
+    """Return what to do if `error` is torch's, on dtypes, and those of batch and parameters differ; else nothing."""
+    given = {tensor.dtype for tensor in tensors(batch) if tensor.is_floating_point()}
+    held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if type(error) is not RuntimeError or "type" not in str(error) or not given - held or len(held) != 1:
+        return ""
+    (dtype,) = held
+    floats, name = (" and ".join(sorted(str(each).removeprefix("torch.") for each in of)) for of in (given, held))
+    another = (
+        f', give Policy(model_dtype="{name}", cast_boundary=True), or keep the model in fp32 with precision="bf16"'
+    )
+    return (
+        f"the batch has {floats} tensors, and the model's parameters are {name}: cast the batch, as by "
+        f"tensor.to({dtype}) in the loss function{another if dtype in LOW_PRECISION else ''}"
+    )
 
 
 def no_update(when: str) -> TrainingError:

@@ -135,3 +135,22 @@ def test_an_error_within_a_loss_keeps_its_class_and_notes_step_and_batch(accel, 
     trainer(good)
     trainer(good)
     assert trainer.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "names"),
+    [
+        (accelcore.Policy(model_dtype="bfloat16"), torch.float32, ["float32", "bfloat16", "cast_boundary=True"]),
+        ("fp32", torch.float64, ["float64", "float32", "to(torch.float32)"]),
+    ],
+)
+def test_an_error_of_torchs_on_dtypes_has_a_note_with_both_and_the_remedy(accel, precision, dtype, names):
+    model = nn.Linear(3, 1)
+    optimizer = accel.optimizers.create("sgd", model.parameters())
+    trainer = accel.trainer(model, optimizer, loss=lambda model, batch: model(batch).sum(), precision=precision)
+    with pytest.raises(RuntimeError) as caught:
+        trainer(torch.zeros(4, 3, dtype=dtype))
+    assert all(name in caught.value.__notes__[-1] for name in names)
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        trainer(torch.zeros(4, 5, dtype=next(trainer.model.parameters()).dtype))
+    assert len(caught.value.__notes__) == 1, "an error of another kind"
