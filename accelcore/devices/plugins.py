@@ -200,12 +200,15 @@ def other_backends(names: Iterable[str] = ()) -> str:
 
 
 def with_keyword(word: str) -> str | None:
-    """Return the name of an installed backend with this keyword in its distribution's metadata, such as its vendor."""
+    """Return the backend that has this keyword, such as its vendor: an installed one, or accelcore's own.
+
+    Of an installed one, the keywords are those of its distribution's metadata.
+    """
     for entry in declared(BACKENDS):
         keywords = metadata(entry.distribution).get_all("Keywords", []) if entry.distribution else []
         if word in re.split(r"[,\s]+", ",".join(keywords)):
             return entry.name
-    return None
+    return next((entry.value for entry in declared("accelcore.own_words") if entry.name == word), None)
 
 
 def autoloads() -> list[Declared]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,20 @@ def points(project, group):
 
 
 OWN = points(ROOT / "pyproject.toml", "accelcore.own_backends")
+WORDS = points(ROOT / "pyproject.toml", "accelcore.own_words")
 
 
 def test_the_metadata_of_accelcore_names_every_backend_of_the_repository():
     plugins = [points(project, "accelcore.backends") for project in ROOT.glob("plugins/*/pyproject.toml")]
     assert {name: value for plugin in plugins for name, value in plugin.items()} == OWN != {}
+
+
+def test_the_metadata_of_accelcore_has_the_keywords_of_every_plugin():
+    words = {}
+    for name in OWN:
+        keywords = re.search("^keywords = (.+)$", (ROOT / "plugins" / name / "pyproject.toml").read_text(), re.M)
+        words |= dict.fromkeys(set(re.findall(r'"(\w+)"', keywords[1])) - {"pytorch", name}, name) if keywords else {}
+    assert words == WORDS != {}
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -35,15 +45,17 @@ def test_the_metadata_of_accelcore_names_every_backend_of_the_repository():
         ("npu:1", "install accelcore-npu: pip install ./plugins/npu in a clone of accelcore; or choose another"),
         ("nup", "did you mean 'npu'? Then install accelcore-npu: pip install ./plugins/npu in a clone"),
         ("testin", "install its package (accelcore's own are cpu, cuda, npu; "),
-        ("gpu", "install its package"),  # which is not nearly npu
+        ("gpu:1", "did you mean 'cuda'? Then install accelcore-cuda: pip install ./plugins/cuda in a clone"),
+        ("tpu", "install its package"),  # which is not nearly npu
     ],
 )
 def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, device, remedy):
     metadata = tmp_path / "accelcore-0.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelcore\nVersion: 0.1\n")
-    lines = [f"{name} = {value}" for name, value in OWN.items()]
-    (metadata / "entry_points.txt").write_text("\n".join(["[accelcore.own_backends]", *lines]))
+    groups = {"accelcore.own_backends": OWN, "accelcore.own_words": WORDS}
+    lines = [[f"[{group}]", *(f"{name} = {value}" for name, value in of.items())] for group, of in groups.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(chain(*lines)))
     sys.path.append(str(tmp_path))
     with pytest.raises(UnknownBackendError) as caught:
         accelcore.select(device)
