@@ -178,6 +178,8 @@ def _loss(model, batch):
         (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(_loss), "_loss(.|\n)*lambda batch: "),
         (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean("loss"), "a str(.|\n)*lambda batch: "),
         (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: None), "returned None"),
+        (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: "0.5"), "returned a str "),
+        (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: {"a": [1.0]}), "a list "),
         (lambda accel, trainer: next(trainer.batches("data")), "a str is not a loader"),
         (lambda accel, trainer: trainer.save("unused", keep_last=2), r"save has no option 'keep_last'(.|\n)*keep="),
         (lambda accel, trainer: trainer.resume("no/step-00000042"), r"step-00000042(?!(.|\n)*replay)"),

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -107,8 +108,11 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
             why="a scalar counts as the mean over the batch's rows",
             remedy="return one value for each row, such as predicted == target without .sum()",
         )
-    if value is None:
-        raise TrainingError("the function returned None for a batch", remedy="return one value for each row")
+    if not isinstance(value, Tensor | Real):
+        raise TrainingError(
+            f"the function returned {kind_of(value)} for a batch, not a tensor or a number",
+            remedy="return a tensor with one value for each row, or a dict of such tensors",
+        )
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
     if value.dim():
