@@ -48,6 +48,7 @@ class DataStream:
         self._batches: int | None = None  # of an epoch
         self._generators: list[torch.Generator] = []  # of the loader
         self.loop = 0
+        self._loops_over_epochs = 0
         self.load_state_dict(_BEGINNING)
         _all.add(self)
 
@@ -141,10 +142,19 @@ class DataStream:
         return self._epochs(total)
 
     def _epochs(self, total: int) -> Iterator[int]:
+        self._loops_over_epochs += 1
+        number = self._loops_over_epochs
         # An epoch ends when the loop asks for the next one, even if its batches were not read here.
         while self.epoch < total:
             epoch, loop, self._restored = self.epoch, self.loop, False
             yield epoch
+            if number != self._loops_over_epochs:
+                raise TrainingError(
+                    f"another loop over trainer.epochs(...) has run inside the loop over trainer.epochs({total})",
+                    why=f"a trainer counts its epochs once: the outer loop was at epoch {epoch}, and the inner one has "
+                    f"moved on to epoch {self.epoch}",
+                    remedy="write one loop over trainer.epochs(n), and give it all epochs",
+                )
             if self.epoch == epoch and self.loop == loop:
                 self.epoch += 1
             elif self.epoch == epoch and self.taken and not self._restored:  # its batches are read by `next`

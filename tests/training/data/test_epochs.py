@@ -138,3 +138,18 @@ def test_a_window_that_is_open_when_the_epochs_end_is_reported(accel, caplog, wa
                 break
     says = "ended within a window, after 1 of 2 micro-batches: trainer.flush()"
     assert [says in record.message for record in caplog.records] == [True] * (way != "batches")
+
+
+def test_a_loop_over_epochs_in_another_is_refused(accel):
+    trainer = make(accel)
+
+    def train():
+        for _ in trainer.epochs(4):
+            for _ in trainer.epochs(2):
+                list(map(trainer, trainer.batches(DATA)))
+
+    with pytest.raises(accelcore.TrainingError, match=r"inside the loop over trainer\.epochs\(4\)"):
+        train()
+    for _ in trainer.epochs(3):  # one that was left, as by an error or by break, is not inside
+        break
+    assert [*trainer.epochs(5)] == [2, 3, 4]
