@@ -13,8 +13,9 @@ from pathlib import Path
 from accelcore.errors import ConfigurationError
 
 _REMEDIES_OF_WRITING = {
-    errno.ENOENT: "create the folder, or see who has removed it",
-    errno.ENOTDIR: "name a folder; a part of this path is a file",
+    errno.ENOENT: "name another folder: this one cannot be created there, or was removed",
+    errno.ENOTDIR: "name another folder: a part of this path is a file",
+    errno.EEXIST: "name another folder: this path is a file",
     errno.EACCES: "check the permissions of the folder",
     errno.EPERM: "check the permissions of the folder",
     errno.EROFS: "name a folder in a file system that is not mounted read-only",

@@ -89,4 +89,6 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_family(accel, tmp_pa
     with pytest.raises(accelcore.CheckpointError, match="could be saved"):
         trainer.save(tmp_path / "file")
     assert remedy_of_writing(PermissionError(errno.EACCES, "no")) == "check the permissions of the folder"
+    missing = remedy_of_writing(FileNotFoundError(errno.ENOENT, "no"))
+    assert missing.startswith("name another folder: "), "one that cannot be created, such as one in /proc"
     assert remedy_of_writing(SafetensorError("I/O error: No space left on device (os error 28)")) == "free disk space"
