@@ -205,12 +205,14 @@ def _emulation(name: str, devices: int) -> Mapping[str, str]:
     """Return the environment in which an installed emulator imitates the backend `name`. May take long."""
     offers = [entry for entry in declared(EMULATORS) if entry.name == name]
     if not offers:
+        names = ", ".join(sorted({entry.name for entry in declared(EMULATORS)}))
+        advice = "install an emulator: in a clone of accelcore, each folder plugins/*_emulator is a package of one"
+        if names:
+            advice = f"choose an available one ({names}), or remove --emulate: without the device, --device cpu works"
         raise UnsupportedError(
             f"--emulate {shown(name)}: no installed package emulates a backend of that name",
-            available=", ".join(entry.name for entry in declared(EMULATORS)) or "no emulator is installed",
-            remedy="name one backend without an index"
-            if ":" in name
-            else "install its emulator, as docs/install.md says",
+            available=names or "no emulator is installed",
+            remedy="name one backend without an index" if ":" in name else advice,
         )
     offer = only_one(offers, f"an emulation of {name!r}")
     what, remedy = f"the emulator of {name!r} ({offer.label})", f"repair or uninstall {offer.label}"

@@ -361,7 +361,7 @@ def test_an_emulation_is_an_environment_that_a_distribution_of_its_own_prepares(
     ("name", "says"),
     [
         ("kettle", "no installed package emulates a backend of that name"),
-        ("kettle", "install its emulator, as docs/install.md says"),
+        ("kettle", "silent, toaster, twice), or remove --emulate"),
         ("toaster:0", "name one backend without an index"),
         ("?", "--emulate '?': no installed package"),
         ("broken", "the emulator of 'broken' (fake-plugin-"),
