@@ -141,6 +141,7 @@ class MissingRanks:
         lost = next(filter(self._is_loss, _causes(error)), None) if isinstance(error, Exception) else None
         if lost is not None:
             said = first_line(lost).partition(" This is typically caused by a remote worker")[0]  # a guess of gloo
+            said = re.sub(r"^\[\S+\.cc:\d+\] ", "", said)  # a line of gloo's source
             explained = self._name_missing(said, getattr(lost, "remedy", ""))
         self._failed = f"{type(explained or error).__name__}: {first_line(explained or error)}"
         self._follows = self._follows or lost is not None
@@ -235,7 +236,7 @@ class MissingRanks:
             if missing:
                 return DistributedError(
                     f"{ranks(missing)} of this job {what}",
-                    why=_BETWEEN.join(filter(None, [_places([*missing[:_NAMED], self._rank], notes), why])),
+                    why=_BETWEEN.join(filter(None, [why, _places([*missing[:_NAMED], self._rank], notes)])),
                     remedy=remedy or otherwise,
                 )
         if failed := _select(others, lambda note: bool(note.failed)):
@@ -245,7 +246,7 @@ class MissingRanks:
             return DistributedError(why, why=places, remedy=remedy)
         return DistributedError(
             "a collective failed, and no rank of this job is missing",
-            why=f"{places}{_BETWEEN}{why}",
+            why=f"{why}{_BETWEEN}{places}",
             remedy="call the same collectives on all ranks; under TORCH_DISTRIBUTED_DEBUG=DETAIL, torch compares them",
         )
 
@@ -256,7 +257,7 @@ class MissingRanks:
         what = "ended by sys.exit()" if ended else "failed"
         return DistributedError(
             f"{ranks(failed)} of this job {what}, and the others cannot go on without it",
-            why=_BETWEEN.join(filter(None, [_places([*failed[:_NAMED], self._rank], notes), why])),
+            why=_BETWEEN.join(filter(None, [why, _places([*failed[:_NAMED], self._rank], notes)])),
             remedy=remedy or ("let all ranks end together" if ended else "see the traceback of that rank"),
         )
 
@@ -314,11 +315,12 @@ class _Note:
         parts = [
             f"has begun {steps}" if steps else "has begun no step",
             f"its last collective is {self.collective}" if self.collective else "",
-            f"it is at {self.line}" if self.line else "",
+            f"it is at {self.line}" if self.line and not self.failed else "",
             "it is done with the job" if self.done else "",
-            f"it failed: {self.failed}" if self.failed else "",
         ]
-        return ", ".join(filter(None, parts))
+        place = ", ".join(filter(None, parts))
+        at = f" at {self.line}" if self.line else ""
+        return f"failed{at}: {self.failed}; it {place}" if self.failed else place
 
 
 def _last_collective() -> tuple[int, str]:

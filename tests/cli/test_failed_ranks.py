@@ -62,7 +62,8 @@ def test_a_rank_that_lost_another_writes_one_line_and_the_launcher_the_reason(ru
     assert "monitoredBarrier" not in said, "a rank that failed left the job without waiting"
     ending = said[said.rindex("accelcore: ") :]
     assert "what to do: let all ranks end" in ending
-    assert "why: rank 1 has begun no step" in ending
+    assert "why: rank 1 failed at " in ending
+    assert "; it has begun no step" in ending
 
 
 def test_a_rank_that_is_done_and_ends_before_the_one_that_failed_is_not_named_first(run):
