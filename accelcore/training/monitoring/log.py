@@ -89,7 +89,6 @@ class Log(Meter):
         self._file: TextIO | None = None
         self._sinks: list[Sink] = []
         self._start = perf_counter()
-        atexit.register(self._close_at_exit)
 
     def begin(self, trainer: Trainer) -> None:
         logs = [each for each in trainer.options["observers"] if isinstance(each, Log)]
@@ -196,8 +195,11 @@ class Log(Meter):
             self._sinks.append(_tensorboard(self._folder, done))
         if self._wandb is not False:
             self._sinks.append(_wandb(self._folder, done, {} if self._wandb is True else self._wandb))
+        # Last, so that it is called first: wandb, too, ends its run at exit, and then takes no more figures.
+        atexit.register(self._close_at_exit)
 
     def _close_files(self) -> None:
+        atexit.unregister(self._close_at_exit)
         for _, close in self._sinks:
             close()
         self._sinks = []

@@ -138,13 +138,20 @@ def test_plots_hold_all_figures_and_load_nothing(accel, tmp_path, capsys):
         assert text.count(f"<!-- {tmp_path / 'b'} -->") == (5 if runs == 2 else 0), "a legend in each panel"
 
 
-def test_ctrl_c_ends_the_process_as_without_a_log(tmp_path):
+def test_ctrl_c_ends_the_process_as_without_a_log_which_is_complete(tmp_path):
     script = tmp_path / "train.py"
+    (tmp_path / "wandb.py").write_text(  # as the library, it ends by itself at exit
+        "import atexit, types\n"
+        "def init(**options):\n"
+        "    atexit.register(print, 'ended', flush=True)\n"
+        "    log = lambda figures, step: print('step', step, flush=True)\n"
+        "    return types.SimpleNamespace(id='run', log=log, finish=lambda: print('finished', flush=True))\n"
+    )
     script.write_text(
         "import os, signal, sys, torch, accelcore\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "accel, model = accelcore.select('cpu'), torch.nn.Linear(2, 1)\n"
-        "log = accelcore.Log(sys.argv[1], every=1, plot=True)\n"
+        "log = accelcore.Log(sys.argv[1], every=1, plot=True, wandb=True)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).sum(), observers=[log])\n"
         "trainer(torch.ones(2, 2))\n"
@@ -154,6 +161,7 @@ def test_ctrl_c_ends_the_process_as_without_a_log(tmp_path):
     ended = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, check=False)
     assert ended.returncode == -signal.SIGINT, ended.stderr
     assert len(lines(tmp_path / "run")) == 1
+    assert ended.stdout.splitlines() == ["step 1", "finished", "ended"]
 
 
 def test_without_matplotlib_there_is_a_log_and_a_plot_that_was_asked_for_is_refused(
