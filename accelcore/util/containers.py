@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -57,8 +58,10 @@ def tensors(value: object) -> list[Tensor]:
     """Return the tensors in `value`, in its order."""
     if isinstance(value, Tensor):
         return [value]
-    parts = value if type(value) is tuple else (_parts(value) or {}).values()
-    return [tensor for part in parts for tensor in tensors(part)]
+    if type(value) is tuple:
+        return [tensor for part in value for tensor in tensors(part)]
+    parts = _parts(value)
+    return [] if parts is None else [tensor for part in parts.values() for tensor in tensors(part)]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -104,11 +107,11 @@ def described(value: object, depth: int = 3) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
     parts = _parts(value) if depth else None
-    if not parts:
+    if parts is None or len(parts) == 0:  # a TensorDict has no truth value
         return kind_of(value)
-    named = [f"{key!r}: " if isinstance(key, str) else "" for key in parts]
     shown = [
-        name + described(part, depth - 1) for name, part in zip(named, list(parts.values())[:_SHOWN], strict=False)
+        (f"{key!r}: " if isinstance(key, str) else "") + described(part, depth - 1)
+        for key, part in islice(parts.items(), _SHOWN)
     ]
     more = [f"and {len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
     return f"{kind_of(value)} of ({', '.join(shown + more)})"
@@ -132,10 +135,10 @@ def _mapped(
     parts = _parts(value)
     if parts is None:
         return value
-    mapped = [_mapped(part, change, others=others, reuse=reuse) for part in parts.values()]
-    if reuse and all(new is old for new, old in zip(mapped, parts.values(), strict=True)):
+    mapped = {key: _mapped(part, change, others=others, reuse=reuse) for key, part in parts.items()}
+    if reuse and all(new is old for new, old in zip(mapped.values(), parts.values(), strict=True)):
         return value
-    result: T = _rebuilt(value, dict(zip(parts, mapped, strict=True)))
+    result: T = _rebuilt(value, mapped)
     return result
 
 
