@@ -8,6 +8,7 @@ from accelcore_lint.port.device_names import index_of, index_source, numbered, w
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Left, Level
 from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.vendors import DEVICES
 
 
 def has_indexes(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression) -> bool:
@@ -48,11 +49,13 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     if facts.level is not Level.TORCH and facts.sets_device(index, site) and not named:
         return facts.place.device(site)
     if facts.is_whole(index) or facts.is_local_rank(index):
-        return f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
+        made = f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
+        return _or_cpu(facts, site, made) if _is_located(facts, site) else made
     if facts.sets_device(index, site):
         return facts.place.device(site)
     if facts.in_default(site) is None and isinstance(site, cst.Call) and facts.name(site.func) == "torch.device":
-        return f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
+        made = f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
+        return _or_cpu(facts, site, made) if _is_located(facts, site) else made
     if (
         isinstance(site, cst.BaseExpression) and index_of(site)[1] is index
     ):  # in the name of a device it may also be a text
@@ -69,7 +72,7 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
     if has_indexes(facts, site, index) and not (own and facts.level is not Level.TORCH):
         if '"' in text:
             return _refused(index)
-        if not facts.is_current(index) or facts.guards(site):
+        if (not facts.is_current(index) and not _is_located(facts, site)) or facts.guards(site):
             return numbered(kind, text)
     elif not own:
         return _refused(index)
@@ -78,6 +81,23 @@ def kind_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | Non
         if device.endswith(".device") or not _is_for_library(facts, site):
             return f"str({device})"
     return f'({numbered(kind, text)} if {kind} != "cpu" else "cpu")'  # torch's current device has no index
+
+
+def _is_located(facts: Facts, site: cst.CSTNode) -> bool:
+    """Return whether torch.load may get a device by its name, which refuses "cpu:0", or a line may compare it."""
+    is_read = "located" in facts.uses_of or facts.compares(site)
+    if not is_read or facts.guards(site) or facts.in_default(site) is not None:
+        return False
+    calls = [outer for outer in facts.parents(site) if isinstance(outer, cst.Call)]
+    outer = next((call for call in calls if facts.name(call.func) != "torch.device"), None)
+    is_move = outer is not None and isinstance(outer.func, cst.Attribute) and outer.func.attr.value in ("to", *DEVICES)
+    return outer is None or not (is_move or (facts.name(outer.func) or "").startswith("torch."))
+
+
+def _or_cpu(facts: Facts, site: cst.CSTNode, made: str) -> str:
+    """Return the source of a device with an index, or of the CPU without one."""
+    device = facts.place.device(site)
+    return f'({made} if {device}.type != "cpu" else {device})'
 
 
 def _is_for_library(facts: Facts, site: cst.CSTNode) -> bool:

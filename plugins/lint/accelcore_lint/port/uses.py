@@ -41,11 +41,17 @@ _USES = {
         r"(?m)^[ \t]*(?:from|import)[ \t]+(?:accelerate|lightning|pytorch_lightning|lightning_fabric)\b"
         r"|^[ \t]*from[ \t]+transformers\b[^\n]*\bimport[ \t]+(?:\([^()]*|[^\n#(]*)Trainer\b"
     ),
+    "dtype": re.compile(r"\bset_autocast_(?:gpu_)?dtype\("),
+    "graphs": re.compile(r"(?m)^[ \t]*(?:from|import)[ \t]+torch_geometric\b"),
     "fork": FORKS,
     "hidden": re.compile(r"(?m)^[ \t]+[^\n#]*_VISIBLE_DEVICES[\"'](?:\] *=|,) *[\"'](?:-1)?[\"']"),
     "spelled": re.compile(
         rf"str\([^()]*\) *[!=]= *[\"']({_DEVICES})[\"']|[!=]= *torch\.device\([\"']({_DEVICES})[\"']\)"
         rf"|torch\.device\([\"']({_DEVICES})[\"']\) *[!=]="
+    ),
+    "located": re.compile(
+        r"\bmap_location *= *(?:str\()?(?!None\b|lambda\b|torch\.)(?:\w+\.)*\w+ *[,)\n]"
+        r"|\btorch\.load\([^\n]*, *(?:\w+\.)*\w*(?:dev|loc)\w* *[,)]"
     ),
 }
 """Uses that only the original's objects allow, by the kind of the object.
@@ -60,9 +66,12 @@ _USES = {
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
   import of apex without which the program goes on.
 - autocast: a library that may compute in mixed precision on the CPU, too, which CUDA's autocast leaves as it is.
+- dtype: another default type of autocast than float16.
+- graphs: objects of PyTorch Geometric, which have `is_cuda` and no `device`.
 - fork: processes of the project that cannot use CUDA if their parent has asked for it.
 - hidden: a condition below which all devices are hidden, so that the answer of CUDA is that there is none.
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
+- located: a `map_location` by the name of a device, which may not be "cpu:0".
 """
 
 ASSERTED = re.compile(

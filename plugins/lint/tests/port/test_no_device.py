@@ -149,3 +149,27 @@ def test_torchsummary_knows_cuda_and_the_cpu_only(level, line, is_left):
     assert (line.split("\n")[-1] in outcome.source) is (is_left or "'cpu')" in line)
     assert "torch.nn.Linear(2, 2).to(" in outcome.source
     assert port_source(outcome.source, level).source == outcome.source
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "torch.device('cuda:' + str(args.gpu))",
+        "torch.device('cuda', args.gpu)",
+        "torch.device('cuda:1' if args.gpu > 0 else 'cpu')",
+        "torch.device('cuda:1') if args.gpu > 0 else torch.device('cpu')",
+        "f'cuda:{args.gpu}'",
+    ],
+)
+@pytest.mark.parametrize("located", ["device", "str(device)"])
+def test_torch_load_gets_the_cpu_without_a_number(level, chosen, located, tmp_path):
+    torch.save(torch.ones(2), tmp_path / "state.pt")
+    source = (
+        "import argparse\nimport torch\n\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--gpu', type=int, default=1)\nargs = parser.parse_args([])\n"
+        f"device = {chosen}\nstate = torch.load({str(tmp_path / 'state.pt')!r}, map_location={located})\n"
+    )
+    made = {}
+    exec(port_source(source, level).source, made)
+    assert made["state"].device.type == "cpu"
