@@ -208,3 +208,11 @@ def test_an_object_of_another_packages_class_may_have_no_method_to(tmp_path, lin
     ported = _ported(tmp_path, source, scenes="class Scene:\n    pass\n")
     assert ("    made.cuda()\n" in ported) is kept
     assert ("made.to(" in ported) is not kept
+
+
+@pytest.mark.parametrize(("owner", "kept"), [("data", True), ("self.batch", True), ("data.x", False), ("x", False)])
+def test_a_graph_of_another_package_has_no_device(tmp_path, owner, kept):
+    source = f"import torch\n\n\ndef run(self, data, x):\n    if {owner}.is_cuda:\n        x = x.cuda()\n    return x\n"
+    graphs = "from torch_geometric.data import Data\n"
+    assert (f"if {owner}.is_cuda:" in _ported(tmp_path, source, graphs=graphs)) is kept
+    assert f"if {owner}.is_cuda:" not in _ported(tmp_path / "again", source)

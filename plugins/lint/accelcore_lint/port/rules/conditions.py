@@ -31,6 +31,7 @@ _VENDOR = re.compile(rf"\b({'|'.join(DEVICES)})\b")
 _VENDORS = re.compile(r"(?i)cuda|apex|npu|triton|kernel|extension|fused|\bext\b")
 
 _ASKED = re.compile(r"([\w.]+?)\.(?:is_cuda|is_npu|device\.type == .*)$")
+_GRAPH = re.compile(r"(?i)(\w+\.)*\w*(data|batch|graph|sample)")
 _TO_HOST = re.compile(r"([\w.]+) *= *\1(\.detach\(\)|\.data)?\.cpu\(\)$")
 _MOVED = re.compile(r"\.cpu\(|\.to\(|device *=")
 
@@ -231,6 +232,8 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
         return Left(f"{flag} may be the project's own: a file sets or defines it, or it is called", node.children)
     if "pack" in owner.lower() or any("pack_" in text_of(value) for value in facts.values(node.value)):
         return Left("a packed sequence has is_cuda and no device: ask its .data", node.children)
+    if "graphs" in facts.uses_of and _GRAPH.fullmatch(owner):
+        return Left("a graph of torch_geometric has is_cuda and no device: ask one of its tensors", node.children)
     if flag in {*facts.options, *facts.defined_methods} or facts.sets_attribute(flag):
         return Left(f"{flag} may be the script's own: it sets an attribute of that name", node.children)
     kind = f"{text_of(node.value)}.device.type"
