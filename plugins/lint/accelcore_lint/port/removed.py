@@ -67,6 +67,16 @@ def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]
     return module
 
 
+def without_backend(module: cst.Module, name: str) -> cst.Module:
+    """Delete the lines that select a backend which nothing uses: the questions that needed it were removed."""
+    made = sum(text_of(each.target) == name for each in find(module, cst.AssignTarget))
+    if made == 0 or sum(each.value == name for each in find(module, cst.Name)) > made:
+        return module
+    module = module.visit(_Backend(f"{name} = "))
+    used = sum(each.value == "accelcore" for each in find(module, cst.Name))
+    return module.visit(_Backend("import accelcore")) if used == 1 else module
+
+
 class _Blocks(cst.CSTTransformer):
     """Goes into blocks, and not into lines and conditions."""
 
@@ -95,6 +105,23 @@ class _Unused(_Blocks):
     def _makes(self, line: cst.CSTNode) -> bool:
         made = line.body[0] if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
         return isinstance(made, cst.Assign) and [text_of(target.target) for target in made.targets] == [self._name]
+
+
+class _Backend(_Blocks):
+    """Deletes lines with a beginning, and the conditions that hold nothing else."""
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning = beginning
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        gone = text_of(original_node.with_changes(leading_lines=[])).startswith(self._beginning)
+        return cst.RemoveFromParent() if gone else updated_node
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
+        return updated_node if updated_node.body.body else cst.RemoveFromParent()
 
 
 class _Sweep(_Blocks):

@@ -15,7 +15,7 @@ from accelcore_lint.port.engines import engine_in, engine_note
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, names_used
 from accelcore_lint.port.project import Known
-from accelcore_lint.port.removed import sweep, without_ranks, without_unused
+from accelcore_lint.port.removed import sweep, without_backend, without_ranks, without_unused
 from accelcore_lint.port.rule import TODO, Level, Note
 from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.syntax import is_import, text_of
@@ -137,6 +137,9 @@ def _port(source: str, level: Level, known: Known) -> Outcome:
     swept = without_ranks(sweep(rewritten.visit(imports)), module, facts.known.taken)
     name = facts.place.current
     swept = swept if name in facts.identifiers else without_unused(swept, name)
+    if level is not Level.TORCH and all(note.rule != "device call" for note in outcome.rewritten):
+        name = facts.place.name
+        swept = swept if name in facts.identifiers else without_backend(swept, name)
     outcome.source = swept.code
     if level is Level.TRAINER:
         outcome.source, outcome.loops = with_trainers(outcome.source, source)

@@ -41,6 +41,41 @@ def test_a_condition_goes_with_a_seed_that_is_all_it_guards(test):
     assert ported.left == []
 
 
+@pytest.mark.parametrize("again", ["", "    seed(5)\n"])
+def test_a_question_that_goes_leaves_no_backend_that_nothing_uses(again):
+    seeds = "    if torch.cuda.is_available():\n        torch.cuda.manual_seed_all(n)\n"
+    runs = f"\n\nif __name__ == '__main__':\n    seed(4)\n{again}    step(torch.optim.Rprop(model.parameters()))\n"
+    ported = _ported(f"import torch\n\n\ndef seed(n):\n    torch.manual_seed(n)\n{seeds}{runs}").source
+    assert ported == f"import torch\n\n\ndef seed(n):\n    torch.manual_seed(n)\n{runs}"
+
+
+@pytest.mark.parametrize(("given", "is_left"), [("", True), ("dtype=torch.float16", False), ("enabled=False", False)])
+@pytest.mark.parametrize("function", ["set_autocast_gpu_dtype(", "set_autocast_dtype('cuda', "])
+def test_autocast_stays_where_its_default_type_is_set(function, given, is_left):
+    source = (
+        f"import torch\n\ntorch.{function}torch.bfloat16)\nmodel.cuda()\n"
+        f"with torch.cuda.amp.autocast({given}):\n    model(x)\n"
+    )
+    assert (f"with torch.cuda.amp.autocast({given}):" in _ported(source).source) is is_left
+
+
+@pytest.mark.parametrize(
+    ("test", "asks"),
+    [
+        ("device.type == 'cuda'", False),
+        ("device is not None", False),
+        ("device", True),
+        ("other is not None", True),
+        ("device is None", True),
+    ],
+)
+def test_a_place_that_a_condition_knows_is_not_asked_whether_it_is_none(test, asks):
+    source = (
+        f"import torch\n\n\ndef main(x, device, other):\n    if {test}:\n        x = x.cuda(device)\n    return x\n"
+    )
+    assert ("device if device is not None else" in _ported(source).source) is asks
+
+
 def test_a_seed_below_a_question_that_stays_is_of_the_device_that_answers_it():
     source = (
         "import torch\n\nx = torch.ones(2).cuda()\nif torch.cuda.is_available():\n    torch.cuda.manual_seed(4)\n"

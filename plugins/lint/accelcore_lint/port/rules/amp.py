@@ -21,6 +21,7 @@ _CUSTOM = {
 _SCALER = re.compile(r"torch\.(?:\w+\.)*GradScaler")
 _OF_TYPE = re.compile(rf"== *[\"'](?:{'|'.join(DEVICES)})[\"']")
 
+_OTHER_DTYPE = "a file of the project sets autocast's default type for one device: give the type by dtype= here"
 _MADE_ONCE = "an autocast that is made before the CPU's own may be turned on: make and enter it in a `with` statement"
 
 
@@ -36,6 +37,9 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return None
     if given is None:
         return Left("arguments of autocast that are not known")
+    is_off = "enabled" in given and text_of(given["enabled"].value) == "False"
+    if "dtype" not in given and "dtype" in facts.uses_of and not is_off:
+        return Left(_OTHER_DTYPE)
     keeps = {key: node.args.index(arg) for key, arg in given.items()}
     can_choose = facts.place.can_choose(node)
     unscaled = can_choose and _lacks_scale_on_cpu(facts)

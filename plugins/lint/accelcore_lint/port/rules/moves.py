@@ -57,8 +57,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     index = given.pop("device").value if "device" in given else None
     if index is not None and _is_tensors(index, facts):
         source: str | Left = text_of(index)
-    elif index is not None and _is_device(index, facts):  # `x.to(None)` moves nothing
-        source = f"{text_of(index)} if {text_of(index)} is not None else {facts.place.device(node)}"
+    elif index is not None and _is_device(index, facts):
+        source = _or_current(text_of(index), node, facts)
     elif isinstance(index, cst.Call) and (tensor := _DEVICE_OF.fullmatch(text_of(index))):
         source = Left(_OWN_DEVICE) if _is_own_device(index, tensor[1], facts) else f"{tensor[1]}.device"
     else:
@@ -111,9 +111,25 @@ def _as_given(node: cst.Call, index: cst.BaseExpression, facts: Facts) -> str | 
     """Return the source of a device that is a number or None, as it is given: `to` takes numbers as `cuda` does."""
     source = index_source(index)
     if _PLAIN.fullmatch(source):
-        return f"{source} if {source} is not None else {facts.place.device(node)}"
+        return _or_current(source, node, facts)
     is_number = isinstance(index, cst.BinaryOperation) and "'" not in source and '"' not in source
     return source if is_number else None
+
+
+def _or_current(device: str, node: cst.CSTNode, facts: Facts) -> str:
+    """Return the source of a device that may be None, with which `to` moves nothing, unless a condition says it is not.
+
+    Such a condition is `if device.type == "cuda":`, `if args.gpu is not None:` or `if gpu >= 0:`.
+    """
+    known = re.compile(rf"{re.escape(device)}(\.type\b.*| is not None| *[<>]=? *-?\d+)")
+    inner = node
+    for outer in facts.parents(node):
+        if isinstance(outer, cst.FunctionDef):
+            break
+        if isinstance(outer, cst.If | cst.IfExp) and inner is outer.body and known.fullmatch(text_of(outer.test)):
+            return device
+        inner = outer
+    return f"{device} if {device} is not None else {facts.place.device(node)}"
 
 
 def _is_tensors(device: cst.BaseExpression, facts: Facts) -> bool:
