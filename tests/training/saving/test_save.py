@@ -88,7 +88,8 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_family(accel, tmp_pa
     (tmp_path / "file").write_text("x")
     with pytest.raises(accelcore.CheckpointError, match="could be saved"):
         trainer.save(tmp_path / "file")
-    assert remedy_of_writing(PermissionError(errno.EACCES, "no")) == "check the permissions of the folder"
+    denied = remedy_of_writing(PermissionError(errno.EACCES, "no"))
+    assert denied.startswith("name a folder that you may write to"), "its parent may be what is not writable"
     missing = remedy_of_writing(FileNotFoundError(errno.ENOENT, "no"))
     assert missing.startswith("name another folder: "), "one that cannot be created, such as one in /proc"
     assert remedy_of_writing(SafetensorError("I/O error: No space left on device (os error 28)")) == "free disk space"
