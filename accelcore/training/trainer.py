@@ -186,7 +186,8 @@ class Trainer(Suggests, Resumable):
     def epochs(self, total: int) -> Iterator[int]:
         """Return the epochs that remain of `total`, counted from 0. If none remains, the log reports it.
 
-        After a `resume`, a loop over `range(total)` trains `total` epochs more.
+        After a `resume`, a loop over `range(total)` trains `total` epochs more. A loop over `epochs` inside another one
+        is a TrainingError: a trainer counts its epochs once.
         """
         return self._until_end(self._stream.epochs(total))
 

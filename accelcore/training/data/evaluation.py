@@ -55,8 +55,8 @@ class Evaluation(Batches):
             A float, or a dict of floats.
 
         Raises:
-            TrainingError: `function` returned a count; or a scalar, and the batch has no tensors, or tensors that
-                differ in dimension 0.
+            TrainingError: `function` returned neither tensors nor numbers; or a count; or a scalar, and the batch has
+                no tensors, or tensors that differ in dimension 0.
             ConfigurationError: there are no rows at all.
         """
         if not callable(function) or bound(function, None) is None:
