@@ -185,8 +185,8 @@ WRONG = {
     "sums of truth values": ("sum", "bool, strided, of other options: result", {
         "sum": lambda func, x, *args, **options: func(x, *args, **options).clamp(
             max=1 if x.dtype == torch.bool else None, min=None if x.dtype == torch.bool else -1e9)}),
-    "dimensions from the last one": ("cumprod", "float32, as it is, of other options: result", {
-        "cumprod": lambda func, x, dim, **options: func(x, max(dim, 0), **options)}),
+    "dimensions from the last one": ("cumsum", "float32, as it is, of other options: result", {
+        "cumsum": lambda func, x, dim, **options: func(x, max(dim, 0), **options)}),
     "indices from the end": ("take", "of other options: result", {
         "take": lambda func, x, index: func(x, index.clamp(min=0))}),
     "operands in different strides": ("lerp", "the first in another order, of other options: result", {
