@@ -39,6 +39,7 @@ from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.rules.availability import HIDES
+from accelcore_lint.port.rules.device_strings import BEGINS
 from accelcore_lint.port.splits import is_idle, is_split, places
 from accelcore_lint.port.syntax import is_import, key_of, loses_comment, reasons_above, text_of
 from accelcore_lint.port.uses import STOPS
@@ -312,7 +313,7 @@ class Decisions(cst.CSTVisitor):
                 return cast("Test", self._facts.parent(outer))
             if isinstance(outer, (cst.For, cst.CompFor)) and inner is outer.iter:
                 loop = outer if isinstance(outer, cst.For) else self._facts.parent(outer)
-                return loop if isinstance(loop, (cst.For, cst.BaseSimpleComp)) else None
+                return loop if isinstance(loop, (cst.For, cst.BaseComp)) else None
             is_part = isinstance(outer, (*_PARTS, cst.Arg, cst.IfExp)) or passes_on(outer)
             if not is_part:
                 return None
@@ -329,7 +330,9 @@ class Decisions(cst.CSTVisitor):
         self._facts.place.forget(node)
         if rule.name == "device check":
             self._kept_in.add(self._scope_of(node))
-        if (guard := self._guard_of(node)) is not None:
+        begins = decision.reason == BEGINS  # `name.startswith("cuda")`, of which the node is the text
+        question = next(each for each in self._facts.parents(node) if isinstance(each, cst.Call)) if begins else node
+        if (guard := self._guard_of(question)) is not None:
             self._shut.add(body_of(guard))
         note = Note(self._facts.line(node), rule.name, decision.reason)
         if decision.harmless:
@@ -337,8 +340,9 @@ class Decisions(cst.CSTVisitor):
             return
         self.left.append(note)
         chooses = (rule.name == "device" and "is_available" in text_of(node)) or decision.reason == HIDES
-        self._split = self._split or chooses or (rule.name in _QUESTIONS and self._divides(guard, node))
-        self._flags |= {self._name_of(node)} - {""} if guard is None and rule.name in _QUESTIONS else set()
+        asks = rule.name in _QUESTIONS or begins
+        self._split = self._split or chooses or (asks and self._divides(guard, question))
+        self._flags |= {self._name_of(question)} - {""} if guard is None and asks else set()
         around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
         if rule.name in ("device", "device string") and isinstance(next(around), cst.Assign):
             self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere
@@ -379,7 +383,7 @@ class Decisions(cst.CSTVisitor):
             decision = rule.decide(node, self._facts)
         except UnplacedError as unplaced:
             return None if rule.optional else Left(str(unplaced))
-        if isinstance(decision, Rewrite) and rule.name != "device check" and is_tried(node, self._facts.parents):
+        if isinstance(decision, Rewrite) and is_tried(node, self._facts.parents):
             return Left(_TRIED, node.children)
         if decision is not None and forks_cudas(node, self._facts.parents):
             return Left(_FORKS, node.children)

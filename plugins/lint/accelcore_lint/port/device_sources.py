@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from accelcore_lint.port.device_names import index_of, index_source, numbered, with_index, with_type
@@ -9,6 +11,8 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Left, Level
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.vendors import DEVICES
+
+_INDEX = re.compile(r"\.index\b(?!\()")
 
 
 def has_indexes(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression) -> bool:
@@ -24,7 +28,12 @@ def _refused(index: cst.BaseExpression) -> Left:
 
 
 def _needs_index(facts: Facts, site: cst.CSTNode) -> bool:
-    """Return whether a device is one that the script then makes current, or that a process group gets."""
+    """Return whether a device is one that the script then makes current, that a process group gets, or that shows it.
+
+    At level TORCH the accelerator has no index. At the others `accel.device` has one.
+    """
+    if facts.level is Level.TORCH and _INDEX.search(facts.code):
+        return True
     bound = [argument(call, "device_id") for call in facts.calls]
     if any(outer in bound for outer in (site, *facts.parents(site))):
         return True
@@ -36,7 +45,8 @@ def _needs_index(facts: Facts, site: cst.CSTNode) -> bool:
 
 def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | None) -> str | Left:
     """Return the source of the `torch.device` for an index, or the reason why it is not certain."""
-    named = index is not None and facts.level is not Level.TORCH and facts.place.by_hand and _needs_index(facts, site)
+    by_hand = facts.level is Level.TORCH or facts.place.by_hand
+    named = index is not None and by_hand and _needs_index(facts, site)
     is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
     if facts.is_own(index) and is_own and not named:
         device = facts.device(site) if index is None else facts.place.device(site)

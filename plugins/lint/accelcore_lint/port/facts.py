@@ -8,6 +8,7 @@ from functools import cached_property
 import libcst as cst
 from libcst import metadata
 
+from accelcore_lint.port.compiled import is_module
 from accelcore_lint.port.device_numbers import DeviceNumbers
 from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.imports import extensions_in, is_known_apex
@@ -20,8 +21,10 @@ from accelcore_lint.port.vendors import DEVICES, own_options
 from accelcore_lint.port.walk import find
 
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
+_NAMED = r"(?:\w+\.)*\w*(?:dev|gpu|cuda)\w*"
 _TEXT = re.compile(
-    r"\bstr\((\w+\.)*device\)(?! *[=!]=)|\{(\w+\.)*device\}|\.format\([^()]*\bdevice\b|\bdevice\.index\b"
+    rf"(?i)\bstr\({_NAMED}\)(?! *[=!]=)|\{{{_NAMED}\}}|\.format\([^()]*\b{_NAMED}\b|\b{_NAMED}\.index\b"
+    rf"|[\"'] *% *\(?(?:[^()\n]*\W)?{_NAMED}\b"
 )
 _SHOWS = re.compile(r"print|log|info|warn|debug|error|raise|assert|write|echo|desc", re.IGNORECASE)
 _COMPARES = re.compile(r"\.device\)? *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]= *(?:str\()?[\w.]+\.device\b(?![.(])")
@@ -63,7 +66,7 @@ class Facts(DeviceNumbers):
             index
             for index in self.made_indexes
             if index is not None
-            and not isinstance(index, cst.Integer)
+            and text_of(index) != "0"
             and not (_DEVICE.search(text_of(index)) and index in self.made_current)
             and not self.is_local_rank(index)
         ]
@@ -128,8 +131,12 @@ class Facts(DeviceNumbers):
         return self.known.keeps_questions or kept_questions(self.code)
 
     def compares(self, site: cst.CSTNode) -> bool:
-        """Return whether a site gives a device a name in a file that compares devices: a tensor's has an index."""
-        return _COMPARES.search(self.code) is not None and is_kept([site, *self.parents(site)])
+        """Return whether a site gives a device a name in a file that compares devices: a tensor's has an index.
+
+        Also whether a file of the project reads the index of a name.
+        """
+        kept = _COMPARES.search(self.code) is not None and is_kept([site, *self.parents(site)])
+        return kept or "numbered" in self.uses_of
 
     @cached_property
     def hides_all(self) -> bool:
@@ -192,13 +199,13 @@ class Facts(DeviceNumbers):
         holder = self.parent(node)
         name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else ""
         at_top = bool(name) and self.function_of(node) is None
-        return any(isinstance(outer, cst.ClassDef) and _is_module(outer) for outer in self.parents(node)) or (
+        return any(isinstance(outer, cst.ClassDef) and is_module(outer) for outer in self.parents(node)) or (
             at_top and any(re.search(rf"(?<![\w.]){re.escape(name)}\b(?! *=)", text_of(made)) for made in self._modules)
         )
 
     @cached_property
     def _modules(self) -> list[cst.ClassDef]:
-        return [made for made in self.module.body if isinstance(made, cst.ClassDef) and _is_module(made)]
+        return [made for made in self.module.body if isinstance(made, cst.ClassDef) and is_module(made)]
 
     def guards(self, node: cst.CSTNode) -> bool:
         """Return whether a node only runs where `torch.cuda.is_available()` is true, or a device is of that type."""
@@ -232,9 +239,3 @@ class Facts(DeviceNumbers):
         return isinstance(test, cst.Call) and (self.name(test.func) or "").endswith(
             (".cuda.is_available", ".accelerator.is_available")
         )
-
-
-def _is_module(made: cst.ClassDef) -> bool:
-    return any(text_of(base.value).endswith("Module") for base in made.bases) or any(
-        isinstance(part, cst.FunctionDef) and part.name.value == "forward" for part in made.body.body
-    )

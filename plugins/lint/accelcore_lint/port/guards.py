@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import cast
 
 import libcst as cst
 
@@ -14,8 +15,8 @@ from accelcore_lint.port.walk import find
 Test = cst.FunctionDef | cst.ClassDef
 """What a decorator such as `pytest.mark.skipif` may skip."""
 
-Guard = cst.If | cst.IfExp | cst.For | cst.BaseSimpleComp | cst.BooleanOperation | Test
-GUARDS = (cst.If, cst.IfExp, cst.For, cst.BaseSimpleComp, cst.BooleanOperation)
+Guard = cst.If | cst.IfExp | cst.For | cst.BaseComp | cst.BooleanOperation | Test
+GUARDS = (cst.If, cst.IfExp, cst.For, cst.BaseComp, cst.BooleanOperation)
 
 _OFF = re.compile(r"[\w.]+?(?:\.|\[[\"'])(\w+)(?:[\"']\])? *= *False\b.*", re.DOTALL)
 """A line that turns a flag of the script off, as `config["use_cuda"] = False`."""
@@ -25,17 +26,18 @@ _CHOSEN_FLAG = re.compile(r"([\w.]+) *= *(?:True|False|0|1)(?: *#.*)?")
 _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
     r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b|\.gpu\.\w+\("
+    r"|[\"'][^\"'\n]*(?:cuda[^\"'\n]*\.(?:so|dll|cu|cpp)\b|\bcu\d{2,3}\b|\bCUDA:\d)|[\"']_cuda[\"']"
     r"|(,|(?<!type)\(|(?<![=!])=)\s*[\"']torch\.[A-Z]\w*Tensor[\"']"
 )
 """Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
 Also functions that a module `gpu` beside one for the CPU has. And a type of the CPU's tensors that a function gets by
-its name: another file has one vendor's as the default.
+its name: another file has one vendor's as the default. And names of compiled files and builds, such as `"cu118"`.
 
 PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA only.
 """
 
-_GPU = re.compile(r"[\"']gpu[\"']")
-"""The name by which other packages, such as DALI and Lightning, choose a vendor's device."""
+_GPU = re.compile(r"[\"']gpu[\"']|[\w.]+\.(CUDA|GPU)")
+"""The name by which other packages, such as DALI and Lightning, choose a vendor's device, and members of an enum."""
 
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|\bfused\b|^\w+ = [\w.]+\.(get_device\(\)|device)$")
 _CHOSEN = re.compile(r"torch\.(amp\.)?autocast\(|dict\(fused=True\)$|\{.fused.: True\}$")
@@ -43,6 +45,9 @@ _SKIP = re.compile(r"(.*\.)?(skip|skipTest)\(|raise (.*\.)?SkipTest\b")
 """Statements that end a test without a failure."""
 
 _ERRORS = re.compile(r"\b(BaseException|Exception|RuntimeError|AssertionError)\b")
+_NEVER_FAILS = re.compile(r"[\w.]+(\.(is_available|device_count|is_bf16_supported)\(\))?")
+"""Names, and questions for devices that only count them."""
+
 _NONE = re.compile(r"(?m)(=|\breturn) *(False|None|0|[\"']cpu[\"']|torch\.device\([\"']cpu[\"']\)) *($|#)")
 """A line for a script that found no device."""
 
@@ -51,7 +56,9 @@ def body_of(guard: Guard) -> cst.CSTNode:
     """Return what runs if the guard allows it."""
     if isinstance(guard, cst.BooleanOperation):
         return guard.right
-    return guard.elt if isinstance(guard, cst.BaseSimpleComp) else guard.body
+    if isinstance(guard, cst.BaseComp):
+        return guard.value if isinstance(guard, cst.DictComp) else cast("cst.BaseSimpleComp", guard).elt
+    return guard.body
 
 
 def has_blocks(body: cst.CSTNode) -> bool:
@@ -106,7 +113,7 @@ def lacks_answer(guard: Guard | None, function: cst.FunctionDef | None, calls: I
 
 def set_in(guard: Guard) -> set[str]:
     """Return the names that what an `if` guards assigns, and that are not set if it does not run."""
-    if isinstance(guard, Test | cst.BaseSimpleComp | cst.BooleanOperation):
+    if isinstance(guard, Test | cst.BaseComp | cst.BooleanOperation):
         return set()
     return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
 
@@ -192,6 +199,8 @@ def forks_cudas(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cst
 
 def is_tried(node: cst.CSTNode, parents: Callable[[cst.CSTNode], Iterator[cst.CSTNode]]) -> bool:
     """Return whether a `try` asks by a use of the device whether there is one, and takes the CPU if it fails."""
+    if _NEVER_FAILS.fullmatch(text_of(node)):
+        return False
     inner = node
     for outer in parents(node):
         if isinstance(outer, cst.Try) and inner is outer.body:

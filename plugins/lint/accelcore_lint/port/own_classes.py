@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from accelcore_lint.port.vendors import DEVICES
 
@@ -18,16 +18,27 @@ _MADE = re.compile(r"(?m)^def[ \t]+(\w+)|(?:(?<![\w.])((?:\w+\.)*\w+)[ \t]*=|^[ 
 _PLAIN_BASES = ("object", "ABC")
 
 
-def own_moves(texts: Collection[str]) -> frozenset[str]:
-    """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects."""
+def own_moves(texts: Collection[str], defines: Callable[[str], object] = _MOVES.search) -> frozenset[str]:
+    """Return the names of classes that define `cuda`, or inherit it, and of what makes and what holds their objects.
+
+    `defines` may ask for another method.
+    """
     found: set[str] = set()
     edges: list[tuple[str, str]] = []  # a name, and another that makes its objects, or is its base
-    for text in texts if any(map(_MOVES.search, texts)) else ():
+    for text in texts if any(map(defines, texts)) else ():
         for name, bases, body in _classes(text):
             edges += [(name, base) for base in bases]
-            found |= {name} if _MOVES.search(body) else set()
+            found |= {name} if defines(body) else set()
         edges += _holders(text)
     return frozenset(_grown(found, edges))
+
+
+def has_silent_to(text: str) -> bool:
+    """Return whether a method `to` in a text returns nothing, unlike those of tensors and modules."""
+    return any(
+        name == "to" and "self" in params and re.search(r"\b(return|yield)\b", body) is None
+        for _, name, params, body in _FUNCTION.findall(text)
+    )
 
 
 def movers(text: str) -> list[str]:

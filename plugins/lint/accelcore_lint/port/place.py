@@ -9,6 +9,7 @@ from functools import cached_property
 
 import libcst as cst
 
+from accelcore_lint.port.compiled import is_scripted
 from accelcore_lint.port.hiding import Hiding, first_of, scope_of
 from accelcore_lint.port.imports import imports_torch, may_lack_torch
 from accelcore_lint.port.rule import Level
@@ -44,8 +45,6 @@ _CLOCK = re.compile(
 _WAITS = re.compile(r"(\s*[\w.]+\.(synchronize|empty_cache)\(\)\s*(#.*)?\n?)+")
 _NUMBERED = re.compile(r"(\.to\(|\bdevice *= *)(?![\w.]*dev)[\w.]+ *[,)]")
 """A device that may be given as this rank's number."""
-
-_SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
 
 _OPTIONAL = "the file goes on where torch is missing: choose the device where it is there"
 
@@ -107,8 +106,7 @@ class Place:
         Raises:
             UnplacedError: the device cannot be chosen before this expression.
         """
-        functions = [outer for outer in self._tree.parents(site) if isinstance(outer, cst.FunctionDef)]
-        if any(_SCRIPTED.search(text_of(made)) for each in functions for made in each.decorators):
+        if is_scripted(site, self._tree):
             raise UnplacedError("a function that torch.jit compiles, which asks for no device")
         if self._in_context(site):
             raise UnplacedError("the device of the context around this line, which is one vendor's")

@@ -14,6 +14,7 @@ from accelcore_lint.port.defaults import typed_defaults
 from accelcore_lint.port.files import find_scripts
 from accelcore_lint.port.mac import lacks_of_mps
 from accelcore_lint.port.own_classes import (
+    has_silent_to,
     has_strange_moves,
     movers,
     own_moves,
@@ -76,7 +77,8 @@ class Known:
     Attributes:
         imported: whether another file imports it, so that what it does at the top also happens in that program.
         own_moves: last names of objects whose `cuda()` is the project's own method: `to()` may be missing, or do less.
-        movers: classes with such a method, and their files.
+        silent_to: last names of objects whose `to()` is the project's own method and returns nothing.
+        movers: classes with a method `cuda`, and their files.
         meets_movers: whether the file, or one that it imports, also through others, has such a class.
         torch_modules: classes of the project that are certainly modules of torch, if it defines a `cuda`.
         strange_moves: whether such a class is no module of torch: an object of an unknown class may lack `to()`.
@@ -104,6 +106,7 @@ class Known:
 
     imported: bool = False
     own_moves: frozenset[str] = frozenset()
+    silent_to: frozenset[str] = frozenset()
     movers: str = ""
     meets_movers: bool = True
     torch_modules: frozenset[str] = frozenset()
@@ -177,6 +180,7 @@ def read_project(paths: Iterable[Path]) -> Project:
     }
     known = Known(
         own_moves=own_moves(texts.values()),
+        silent_to=own_moves(texts.values(), has_silent_to),
         movers=", ".join(sorted(f"{name} in {path.name}" for path, names in own.items() for name in names)[:3]),
         torch_modules=torch_modules(texts.values()),
         strange_moves=any(map(has_strange_moves, texts.values())),

@@ -8,7 +8,7 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.own_classes import returns_something, takes_arguments
+from accelcore_lint.port.own_classes import has_silent_to, own_moves, returns_something, takes_arguments
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES
 
@@ -72,6 +72,14 @@ def is_own(moved: cst.BaseExpression, facts: Facts) -> bool:
     names = [moved, *facts.values(moved)]
     names = [name.func if isinstance(name, cst.Call) else name for name in names]
     return any(text_of(name).split(".")[-1] in facts.known.own_moves for name in names)
+
+
+def loses_value(move: cst.Call, facts: Facts) -> bool:
+    """Return whether the value of a move is used whose object may have a `to` of the project's that returns nothing."""
+    moved = cst.ensure_type(move.func, cst.Attribute).value
+    names = [name.func if isinstance(name, cst.Call) else name for name in (moved, *facts.values(moved))]
+    silent = facts.known.silent_to | own_moves([facts.code], has_silent_to)
+    return _is_used(move, facts) and any(text_of(name).split(".")[-1] in silent for name in names)
 
 
 def is_torchs(move: cst.Call, facts: Facts) -> bool:

@@ -225,20 +225,20 @@ class Tree(Survey):
 
     @cached_property
     def forking(self) -> list[cst.Call]:
-        """Return the calls of `multiprocessing.Process`, and others that fork."""
-        others = FORKS.search(self.code)
+        """Return the calls of `multiprocessing.Process`, pools of functions that use a device, and others that fork."""
+        others, pools = FORKS.search(self.code), _USES_DEVICE.search(self.reached(self.started)[1])
         return [
             call
             for call in self.calls
             if (self.name(call.func) or "").endswith("multiprocessing.Process")
             or (others and FORKS.search(text_of(call)))
+            or (pools and _POOL.match(f"{text_of(call.func).split('.')[-1]}("))
         ]
 
     def names_before_fork(self, around: list[cst.CSTNode], function: cst.FunctionDef | None) -> bool:
         """Return whether a device is only named where the process may fork afterwards.
 
-        A function that returns its name may run before. So may what a lambda of the module needs above it, though the
-        lambda itself does not.
+        A function that returns its name may run before. So may what a lambda of the module needs above it.
         """
         if not self.forks or (function is not None and _ASKS_OR_USES.search(text_of(function))):
             return False

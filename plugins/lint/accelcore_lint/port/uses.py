@@ -27,13 +27,20 @@ _USES = {
     "optimizer": re.compile(
         r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
         r"|\bFP16_Optimizer\b|\bLARC\b|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
-        r"|\bopt\w*\.(?:state|_\w+|defaults)\b(?!_dict)"
+        r"|\bopt\w*\.(?:state|_\w+|defaults)\b(?!_dict)|(?:\bis(?: not)?|[!=]=) (?:torch\.)?optim\.\w"
         r"|\b(?:deepspeed|horovod|byteps|colossalai|fairscale)\b"
         r"|= *list\([\w.]+\.state_dict\(\)\.(?:values|items)\(\)\)|= *\[(\w+)\.(?:data|detach\(\)) for \1 in\b"
+        r"|= *\{[^{}\n]*: *\w+\.(?:data|detach\(\)) for\b|self\.\w+ *= *[\w.]+\.(?:weight|bias)\.data *(?:#|\n)"
     ),
     "wrapper": re.compile(
         r"\.module\b|\.no_sync\(|\.require_backward_grad_sync\b|\.register_comm_hook\(|\._set_static_graph\("
     ),
+    "scripted": re.compile(r"\bjit\.script\("),
+    "text_to": re.compile(
+        r"\bdef to\(self, *(\w+)[^)]*\)(?:(?!\n *def )[\s\S])*?"
+        r"(?:\b\1 *[!=]= *[\"']|\b\1\.(?:split|startswith|lower)\(|[\"'] in \1\b)"
+    ),
+    "numbered": re.compile(r"(?i)dev\w*\.r?split\([\"']:[\"']\)|\bint\([\w.]*dev\w*\[-1\]\)"),
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
     "get_device": re.compile(r"(?m)^[ \t]+def get_device\b"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
@@ -61,6 +68,9 @@ _USES = {
 - optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form, a library that
   wraps it, and lists of the parameters' tensors, whose memory a fused optimizer no longer uses.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
+- scripted: calls by which TorchScript compiles a function or a module, which can then ask for no device.
+- text_to: a method `to` of the project's own that takes a device by its name only.
+- numbered: lines that read the index in a device's name.
 - is_cuda: a truth value or a property of the project's own.
 - get_device: a method of the project's own by the name of a tensor's.
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an

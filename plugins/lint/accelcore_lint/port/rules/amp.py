@@ -44,6 +44,8 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     can_choose = facts.place.can_choose(node)
     unscaled = can_choose and _lacks_scale_on_cpu(facts)
     with_backend = can_choose and "cache_enabled" not in given and not (unscaled and "autocast" in facts.uses_of)
+    # torch.compile knows torch's own only, and a module that keeps one may be copied.
+    with_backend = with_backend and "fullgraph=True" not in facts.code and not _is_attribute(node, facts)
     test = ""
     if not with_backend and _is_made_once(node, facts) and "autocast" in facts.uses_of and not facts.guards(node):
         return Left(_MADE_ONCE)
@@ -96,9 +98,12 @@ def _lacks_scale_on_cpu(facts: Facts) -> bool:
 
 def _is_made_once(node: cst.Call, facts: Facts) -> bool:
     """Return whether an autocast is made at another time than it is entered: a decorator, or an attribute."""
+    return _is_attribute(node, facts) or isinstance(facts.parent(node), cst.Decorator)
+
+
+def _is_attribute(node: cst.Call, facts: Facts) -> bool:
     holder = facts.parent(node)
-    is_kept = isinstance(holder, cst.Assign) and isinstance(holder.targets[0].target, cst.Attribute)
-    return is_kept or isinstance(holder, cst.Decorator)
+    return isinstance(holder, cst.Assign) and isinstance(holder.targets[0].target, cst.Attribute)
 
 
 def is_on(facts: Facts, kind: str) -> str:

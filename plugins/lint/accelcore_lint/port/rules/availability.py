@@ -8,7 +8,6 @@ from typing import cast
 import libcst as cst
 
 from accelcore_lint.port.device_names import index_of, is_device_name
-from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_further
 from accelcore_lint.port.options import are_read_in
@@ -17,6 +16,7 @@ from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_counts import at_least_one, needs_one
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
+from accelcore_lint.port.rules.other_packages import GIVEN, is_given_away
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_that_hide
 from accelcore_lint.port.vendors import DEVICES
@@ -26,7 +26,6 @@ _LEFT = "a condition on one vendor's device: what it guards is left"
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
 HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
-_GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
 _LOADS = "where there is no CUDA, what it saved is loaded to the CPU, from which other devices take it"
 _FLAG = "a flag by which a state is loaded to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _CONFIGURED = "a move beside a device that a configuration gives the program, which may be the CPU: move to that one"
@@ -36,7 +35,6 @@ _ELSEWHERE = (
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.join(DEVICES)})\b")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _AS_DEVICE = "the number of the current device, which stands for a device: take torch.accelerator.current_accelerator()"
-_OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _NUMBER = re.compile(r"(?i)(rank|gpus?|ids?|idx|index|ordinal|num(ber)?)[\"'\])]*$")
 """An expression that is the number of a device rather than its name."""
 
@@ -99,8 +97,8 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
     elif not facts.guards(node):
         source = f"({source} if {test} else 0)"
     made = whole(node, source, facts.needs_torch)
-    if _is_given_away(node, facts):
-        return Left(_GIVEN, node.children)
+    if is_given_away(node, facts):
+        return Left(GIVEN, node.children)
     return Left(_LEFT, node.children, retry=made, some=True) if is_count else made
 
 
@@ -157,6 +155,8 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(_OTHER, node.children)
     if not all(map(facts.guards, facts.contexts)):
         return Left(_CONTEXT, node.children)
+    if any(isinstance(outer, cst.Subscript) and _named_in(outer.value) for outer in facts.parents(node)):
+        return Left(_LEFT, node.children)
     assign = next((outer for outer in facts.parents(node) if isinstance(outer, (cst.Assign, cst.BaseStatement))), None)
     around = list(facts.parents(node))
     flag = next((name for name, call in facts.options.items() if call in around), "")
@@ -170,14 +170,19 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(facts.known.asked[flag], node.children)
     if flag in facts.known.hiding - flags_that_hide(facts.code):
         return Left(HIDES, node.children)
-    if _is_given_away(whole_test, facts):
-        return Left(_GIVEN, node.children)
+    if is_given_away(whole_test, facts):
+        return Left(GIVEN, node.children)
     if whole_test is node and isinstance(assign, cst.Assign) and holder is assign:
         name = text_of(assign.targets[0].target)
         asked = find(facts.module, cst.IfExp) if f"if {name} else" in facts.code else ()
         if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in asked):
             return Left(_ELSEWHERE, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, available(facts, node)), some=True)
+
+
+def _named_in(choices: cst.BaseExpression) -> bool:
+    """Return whether a list or a dict names a vendor's device, as in `["cpu", "cuda"][found]`: the name stays."""
+    return _NAMES.search(re.sub(r"\bdevice\([^()]*\)", "", text_of(choices))) is not None
 
 
 def _takes_given_name(choice: cst.IfExp, facts: Facts) -> bool:
@@ -229,25 +234,6 @@ def _name_of(device: cst.BaseExpression, facts: Facts) -> cst.BaseExpression:
     """Return what `torch.device(...)` gets, or what is no such call itself."""
     is_made = isinstance(device, cst.Call) and facts.name(device.func) == "torch.device" and len(device.args) == 1
     return cst.ensure_type(device, cst.Call).args[0].value if is_made else device
-
-
-def _is_given_away(answer: cst.CSTNode, facts: Facts) -> bool:
-    """Return whether an answer, or the name to which it is assigned, is in an option `gpu=` of another package.
-
-    A library that trains the script, such as Lightning, gets it by any option.
-    """
-    holder = facts.parent(answer)
-    name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else ""
-    given = re.compile(rf"(?<![\w.]){re.escape(name)}(?!\w)")
-    around, own = [*facts.parents(answer)], ("torch", "accelcore", *facts.known.modules)
-    for call in facts.calls:
-        package = (facts.name(call.func) or "").split(".")[0]
-        wanted = re.compile(".*") if re.fullmatch(ENGINES, package) else _OPTION
-        options = [arg for arg in call.args if arg.keyword and wanted.fullmatch(arg.keyword.value)]
-        found = any(given.search(text_of(arg.value)) if name else arg in around for arg in options)
-        if package and package not in own and found:
-            return True
-    return False
 
 
 def _operands(test: cst.CSTNode) -> list[cst.CSTNode]:

@@ -19,6 +19,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.guards import is_below_any, is_further
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
+from accelcore_lint.port.rules.other_packages import GIVEN, is_given_away
 from accelcore_lint.port.rules.replaced import kept_for_test
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, BY_PLACE, HIDDEN
@@ -36,6 +37,7 @@ SETTINGS = re.compile(
 _LOOKS_UP = ("get", "pop", "setdefault", "getattr", "getenv")
 """Functions that return a default if there is no such key or attribute."""
 
+BEGINS = "a question about one vendor's device: other accelerators answer no"
 NAMED = "the name of a device, of which this file asserts that it is one of a list: add others there"
 CHOSEN = "the default of an option whose choices are devices"
 DECLARED = "a process that only declares options may not be the one that trains: choose this where the option is used"
@@ -99,6 +101,8 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     names = _chosen(facts, choice)
     if not names:
         return None
+    if len(branches(choice)) > 1 and is_given_away(node, facts, to_any=False):
+        return Left(GIVEN, node.children)
     if facts.submits and is_device_name(key_of(facts.parent(node))):
         return Left(DECLARED, node.children)
     option = facts.parent(facts.parent(node) or node)
@@ -252,7 +256,7 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     name = facts.name(call.func) or ""
     method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
     if method == "startswith":
-        return Left("a question about one vendor's device: other accelerators answer no")
+        return Left(BEGINS)
     if keyword == "device_type" and text_of(call.func).split(".")[-1] in ("partial", "dict"):
         return _AUTOCAST
     if (
@@ -278,7 +282,12 @@ def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left 
     is_torchs = name.startswith("torch.") or (method == "to" and (first or keyword == "device"))
     if name == "torch.load" and (keyword == "map_location" or call.args.index(arg) == 1):
         return "location"
-    if (keyword == "device" or (method == "to" and first and keyword is None)) and is_torchs and not nested:
+    by_name = method == "to" and "text_to" in facts.uses_of
+    if (
+        (keyword == "device" or (method == "to" and first and keyword is None))
+        and is_torchs
+        and not (nested or by_name)
+    ):
         return "device"
     if keyword == "map_location":
         return "location"

@@ -11,7 +11,7 @@ from accelcore_lint.port.device_names import index_source, is_device_name
 from accelcore_lint.port.device_sources import device_source
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.own_classes import movers
-from accelcore_lint.port.receivers import is_of_stranger, is_own, is_torchs
+from accelcore_lint.port.receivers import is_of_stranger, is_own, is_torchs, loses_value
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import SETTINGS
 from accelcore_lint.port.rules.replaced import kept_for_test
@@ -45,11 +45,13 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left(f"this file defines a method {method}, which may be the one that is called")
     if may_be_own:
         return Left(f"the project has a class with a method {method} ({facts.known.movers}), which this may call")
+    if loses_value(node, facts):
+        return Left("an object of a class whose own to() returns nothing: call that in a line of its own")
     if is_of_stranger(func.value, facts):
         return Left(f"an object of another package's class, which may have no to(): it has {method}()")
     if text_of(func.value) == "super()":
         return Left(f"the inherited {method}(): call to(device) where this method is called")
-    if _STORAGE.search(text_of(func.value)):
+    if _STORAGE.search(text_of(func.value)) or _is_mapped(func.value, facts):
         return Left("a storage, which moves by to(device=...): a tensor's memory is no part of a training script")
     given = arguments(node, "device", "non_blocking")
     if given is None:
@@ -78,6 +80,14 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return updated.with_changes(func=receiver.with_changes(attr=cst.Name("to")), args=[first, *kept])
 
     return Rewrite(build, claims=[func.attr, *(arg for arg in node.args if arg not in given.values())])
+
+
+def _is_mapped(moved: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a lambda moves what may be the storage that `torch.load` gives it beside an unused name."""
+    outer = next((each for each in facts.parents(moved) if isinstance(each, cst.Lambda)), None)
+    names = [param.name.value for param in outer.params.params] if outer is not None else []
+    is_first = len(names) == 2 and text_of(moved) == names[0]
+    return is_first and outer is not None and ".load(" in facts.code and names[1] not in facts.names_in(outer.body)
 
 
 def _is_ported_method(node: cst.Call, method: str, facts: Facts) -> bool:

@@ -177,13 +177,22 @@ def _of_name(name: cst.CSTNode, facts: Facts) -> tuple[str, str] | None:
         of = _default_of(call.args[0].value, facts) or call.args[0].value if _converts(call) else None
         known += made or (of is not None and text_of(of) == name.value)
     condition = cst.ensure_type(values[0], cst.IfExp).test
-    if known != facts.uses[name.value] or name.value in facts.known.taken:
+    if known != facts.uses[name.value] or name.value in facts.known.taken or facts.sets_attribute(name.value):
         return None
     if _asks(condition, facts):
         return None if facts.keeps_questions else (kind, "")
     plain = isinstance(condition, (cst.Name, cst.Attribute)) and facts.name(condition) is None
     known_device = "is_cuda" not in text_of(condition) or _is_of_tensor(condition, name, facts)
-    return (kind, text_of(condition)) if plain and known_device else None
+    return (kind, text_of(condition)) if plain and known_device and _stays(condition, facts) else None
+
+
+def _stays(condition: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether nothing below a condition gives another value to it, or to a name that it is."""
+    line = facts.line(condition)
+    scope = facts.function_of(condition) or facts.module
+    names = [each for each in find(scope, cst.Name) if each.value == text_of(condition) and facts.line(each) > line]
+    later = any(facts.line(value) > line for value in facts.assigned.get(text_of(condition), ()))
+    return not later and not any(_is_target(each, facts) for each in names)
 
 
 def _is_of_tensor(condition: cst.BaseExpression, kind: cst.Name, facts: Facts) -> bool:
