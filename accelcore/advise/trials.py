@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelcore.cli import child
-from accelcore.cli.child import Ended
 from accelcore.devices.request import TRIAL, TrialRequest
+from accelcore.util import child_process
+from accelcore.util.child_process import Ended
 
 _TAIL = 12  # lines of a script's error
 
@@ -58,7 +58,7 @@ def try_script(script: Script, variant: Variant) -> Outcome:
         trial = TrialRequest(str(report), script.steps, variant.seed, variant.options)
         environ = {**os.environ, TRIAL: json.dumps(asdict(trial))}
         command = ("accelcore.cli", "run", *script.command)
-        ended = child.call(*command, environ=environ, limit=script.limit, progress=report)
+        ended = child_process.call(*command, environ=environ, limit=script.limit, progress=report)
         found = _read(report)
     if not found.memory:
         found.failure = _failure(found, ended, script)

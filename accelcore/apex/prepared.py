@@ -24,8 +24,8 @@ from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.policy import Policy
 from accelcore.scaling.contract import step_in_kernel
-from accelcore.training.finite import first_not_finite
 from accelcore.training.gradients import Clipping
+from accelcore.training.nonfinite import first_not_finite
 from accelcore.training.options import complete
 from accelcore.training.parallel import create_strategy
 from accelcore.training.parallel.strategy import (

@@ -16,8 +16,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from accelcore.cli.child import signal_name
 from accelcore.jobs.missing_ranks import LOST
+from accelcore.util.child_process import signal_name
 
 _LONGEST = 300  # characters of a line of an error
 _LABELS = ("  why: ", "  available: ", "  what to do: ")  # of accelcore's errors

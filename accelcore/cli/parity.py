@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelcore.cli import child
 from accelcore.cli.options import (
     check_script,
     common,
@@ -24,12 +23,13 @@ from accelcore.cli.options import (
 )
 from accelcore.devices.plugins import without_autoload
 from accelcore.errors import ConfigurationError
+from accelcore.util import child_process
 from accelcore.util.files import beside
 
 if TYPE_CHECKING:
     from accelcore.parity.compare import Result
 
-_RUNNER = Path(__file__).parents[1] / "parity" / "script.py"  # not imported: it imports torch
+_RUNNER = Path(__file__).with_name("recorded_script.py")  # not imported: it imports torch
 _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}
 _NOTHING, _INVALID = 2, 64
 
@@ -164,7 +164,7 @@ def replay(
     else:
         _show(found)
     if report:
-        from accelcore.parity.page import write_page
+        from accelcore.parity.html_report import write_page
 
         write_page(Path(report), found, Path(reference), folder)
     return 0 if found.agrees else 1
@@ -186,11 +186,11 @@ def _run(
     module = ["-m"] if places.pop("module") else []
     if not module:
         check_script(script)
-    child.raise_on_signals()  # so that the script ends with this process
+    child_process.raise_on_signals()  # so that the script ends with this process
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
     program = [str(_RUNNER), mode, folder, json.dumps(options), *module, script, *arguments]
     try:
-        code = subprocess.run(child.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
+        code = subprocess.run(child_process.command("accelcore.cli", "run", *given, *program), check=False).returncode  # noqa: S603  # this Python
     except KeyboardInterrupt:  # reported by the process of the script
         sys.exit(128 + signal.SIGINT)
     return code if code >= 0 else 128 - code

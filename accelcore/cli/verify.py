@@ -21,14 +21,15 @@ from typing import Any
 
 import click
 
-from accelcore.cli import ROLES, child
-from accelcore.cli.child import Ended
+from accelcore.cli import ROLES
 from accelcore.cli.options import common, devices, json_option, number
 from accelcore.devices.request import parse
 from accelcore.devices.select import decide
 from accelcore.errors import ConfigurationError, PluginError
 from accelcore.jobs.launchers import outside_any_job
 from accelcore.testing.support import UNUSABLE
+from accelcore.util import child_process
+from accelcore.util.child_process import Ended
 from accelcore.util.text import shown
 
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
@@ -168,7 +169,7 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: 
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
         tested = [(share, _Report(Path(folder, share[0]))) for share in shares if share]
         reports = [report for _, report in tested]
-        child.run_together(
+        child_process.run_together(
             [_test(name, share, report, timeout, deep=deep) for share, report in tested],
             on_look=partial(_show_progress, reports, set()),
         )
@@ -280,7 +281,9 @@ def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> Gen
     environ = {name: value for name, value in outside_any_job(os.environ).items() if not name.startswith("PYTEST_")}
     environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait by spinning slow other processes
-    ended = yield from child.watch(command, environ=environ, limit=timeout, folder=report.parent, progress=report)
+    ended = yield from child_process.watch(
+        command, environ=environ, limit=timeout, folder=report.parent, progress=report
+    )
     text = (ended.stdout + ended.stderr).strip()
     crash = text.find(_CRASH)
     return ended, text[-_TAIL:] if crash < 0 else text[max(0, crash - _BEFORE) :][:_TAIL]

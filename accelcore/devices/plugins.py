@@ -26,8 +26,8 @@ import pluggy
 
 from accelcore.devices import hookspecs
 from accelcore.devices.hookspecs import Probe
-from accelcore.devices.misfits import misfits_of
 from accelcore.devices.request import probe_timeout
+from accelcore.devices.requirements import misfits_of
 from accelcore.errors import PluginError, logger
 from accelcore.known_faults import KnownFault
 from accelcore.util.text import first_line, shown

@@ -14,9 +14,9 @@ from accelcore.optim.torch_routes import FusedStep
 from accelcore.scaling.contract import MARK, LossScaler
 from accelcore.training.agreement import check_replicas
 from accelcore.training.captured import CapturedStep
-from accelcore.training.finite import FiniteCheck, first_not_finite
 from accelcore.training.gradients import Clipping, backward, clip_by
 from accelcore.training.loss import LossOfModel, split_loss, unusable_loss
+from accelcore.training.nonfinite import FiniteCheck, first_not_finite
 from accelcore.training.observers import tell
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import ModelSnapshot, Plan

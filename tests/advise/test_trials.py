@@ -10,8 +10,8 @@ import pytest
 
 from accelcore.advise import trials
 from accelcore.advise.trials import Outcome, Script, Variant, try_script
-from accelcore.cli import child
-from accelcore.cli.child import Ended
+from accelcore.util import child_process
+from accelcore.util.child_process import Ended
 
 SCRIPT = """
 import torch, accelcore
@@ -56,7 +56,7 @@ def test_the_record_of_a_trial_that_fails_says_why(monkeypatch, lines, ended, wh
         progress.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"trainer": 0, "st')
         return ended
 
-    monkeypatch.setattr(child, "call", call)
+    monkeypatch.setattr(child_process, "call", call)
     found = try_script(Script(["train.py"], 5, 9), Variant("fp32", {}))
     assert isinstance(found, Outcome)
     assert why in found.failure
@@ -77,6 +77,6 @@ def test_a_script_with_two_trainers_is_compared_by_the_first(monkeypatch):
         progress.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return Ended(0, limit, 1, "", "")
 
-    monkeypatch.setattr(child, "call", call)
+    monkeypatch.setattr(child_process, "call", call)
     found = try_script(Script(["train.py"], 1, 9), Variant("fp32", {}))
     assert (found.trainers, found.losses, found.memory, found.failure) == (2, [1.0], 7, "")

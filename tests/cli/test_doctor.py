@@ -9,9 +9,9 @@ import sys
 import pytest
 
 import accelcore
-from accelcore.cli.child import Ended
 from accelcore.cli.doctor import deep
 from accelcore.devices.plugins import AUTOLOAD, Declared
+from accelcore.util.child_process import Ended
 
 TORCH_FREE = """
 import contextlib, io, sys
@@ -348,7 +348,7 @@ def test_deep_knows_no_way_around_a_runtime_that_is_nobodys(monkeypatch):
         said = deep.WORKS if works else "ImportError: libascendcl.so: cannot open shared object file"
         return Ended(0 if works else 1, limit, 1.0, "", deep.SAYS + said)
 
-    monkeypatch.setattr("accelcore.cli.child.call", call)
+    monkeypatch.setattr("accelcore.util.child_process.call", call)
     runtime = Declared("vendor", "vendor_runtime:autoload", "vendor-runtime", "2.0")
     torch, autoload_broken = deep.try_torch([], [runtime], 10.0)
     assert autoload_broken

@@ -15,7 +15,7 @@ from torch import nn
 
 import accelcore
 from accelcore.parity.compare import compare
-from accelcore.parity.page import write_page
+from accelcore.parity.html_report import write_page
 
 
 def train(scale=1.0, draws=0):

@@ -12,8 +12,6 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypedDict
 
-from accelcore.cli import child
-from accelcore.cli.child import Ended
 from accelcore.devices import plugins
 from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import BACKENDS, EXTENSIONS, Candidate, Extension, declared
@@ -21,6 +19,8 @@ from accelcore.devices.request import parse, probe_timeout, requested_device
 from accelcore.devices.select import decide
 from accelcore.errors import AccelError, PluginError
 from accelcore.known_faults import KnownFault
+from accelcore.util import child_process
+from accelcore.util.child_process import Ended
 
 _START = 10.0  # seconds that a child has to start on a busy machine, beside the time for its plugins
 
@@ -157,7 +157,7 @@ def _preview_selection() -> Selection:
 
 def _ask(limit: float, *question: str) -> tuple[Ended, Answers | None]:
     """Ask in a child process; return None for the answers if it did not live to give them."""
-    ended = child.call(__name__, *question, environ=os.environ, limit=_START + limit)
+    ended = child_process.call(__name__, *question, environ=os.environ, limit=_START + limit)
     answered = ended.status == 0 and ended.stdout != ""  # a plugin may end the process with exit code 0
     if answered or question[0] in ("backend", "extension"):
         sys.stderr.write(ended.stderr)

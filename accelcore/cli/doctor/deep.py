@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging.handlers import MemoryHandler
 
-from accelcore.cli import child
 from accelcore.devices.plugins import (
     AUTOLOAD,
     Candidate,
@@ -26,6 +25,7 @@ from accelcore.devices.plugins import (
 from accelcore.devices.select import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
 from accelcore.torch_features import TORCH_FEATURES
+from accelcore.util import child_process
 
 SAYS = "accelcore trial: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
@@ -95,7 +95,7 @@ def _blamed_on_autoload(trial: Trial, found: Sequence[Declared], candidates: Seq
 
 
 def _try(name: str, environ: Mapping[str, str], timeout: float, *arguments: str) -> Trial:
-    ended = child.call(__name__, *arguments, environ=environ, limit=timeout)
+    ended = child_process.call(__name__, *arguments, environ=environ, limit=timeout)
     written = ended.stderr.splitlines()
     said = [line.removeprefix(SAYS) for line in written if line.startswith(SAYS)]
     seconds, stderr = round(ended.seconds, 3), tuple(written[-_KEPT:])

@@ -11,7 +11,6 @@ from typing import Any
 
 from accelcore.cli.doctor.ask_plugins import Selection, ask_plugins
 from accelcore.cli.doctor.deep import Trial, examine, try_torch
-from accelcore.devices.misfits import installed_version, misfits_of
 from accelcore.devices.plugins import (
     AUTOLOAD,
     EXTENSIONS,
@@ -23,6 +22,7 @@ from accelcore.devices.plugins import (
     declared,
 )
 from accelcore.devices.request import unread_variables
+from accelcore.devices.requirements import installed_version, misfits_of
 from accelcore.jobs.launchers import JOB_VARIABLES
 from accelcore.known_faults import TORCH_FAULTS
 

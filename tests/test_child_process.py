@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from accelcore.cli import child
+from accelcore.util import child_process
 
 
 def test_an_error_of_one_ends_the_others(tmp_path):
@@ -23,7 +23,7 @@ def test_an_error_of_one_ends_the_others(tmp_path):
         raise RuntimeError("the other one")
 
     with pytest.raises(RuntimeError, match="the other one"):
-        child.run_together([child.watch(waits, environ=os.environ, limit=99), fails_when_it_waits()])
+        child_process.run_together([child_process.watch(waits, environ=os.environ, limit=99), fails_when_it_waits()])
     with pytest.raises(ProcessLookupError):
         os.kill(int(said.read_text()), 0)
 
@@ -33,6 +33,8 @@ def test_what_each_returns_is_in_order():
         [sys.executable, "-S", "-c", f"import sys; print({name!r}); sys.exit({code})"]
         for name, code in (("a", 3), ("b", 0))
     ]
-    first, second = child.run_together([child.watch(program, environ=os.environ, limit=99) for program in programs])
+    first, second = child_process.run_together(
+        [child_process.watch(program, environ=os.environ, limit=99) for program in programs]
+    )
     assert (first.status, first.stdout) == (3, "a\n")
     assert (second.status, second.stdout) == (0, "b\n")
