@@ -1,4 +1,5 @@
-"""Optimizers: their formulas, their routes, and flat memory for parameters. Nothing here names a device.
+"""Optimizers by name: the registry and its routes, engines, formulas, state, and flat memory for parameters.
 
-A device's own kernels belong to its plugin; the registry of a backend is in `accelcore.optim.registry`.
+A device's own kernels belong to its plugin, and what a training does around an update to `training`. Nothing here names
+a device.
 """

@@ -1,4 +1,4 @@
-"""Mixed precision: table O1 and its kernels, the dtype of a model, and the user's registrations of functions.
+"""Precision: the role, policies and presets, casts of a model, table O1, and kernels in torch's dispatcher.
 
 Loss scales are in `scaling`, and fp32 masters in `training/gradients.py`.
 `accel.autocast(table="O1")` and `precision="O1"` use table O1. `reset()` removes everything that it installs in torch.

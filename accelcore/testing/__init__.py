@@ -14,6 +14,9 @@ skipped as "not declared"; if the feature works all the same, the test fails. `a
 the same tests without a test module and prints a scorecard.
 
 Ranks are child processes that select the backend by its name, so it must be installed.
+
+In `suite` is a class of tests for each role; in `support`, what tests share, such as samples and oracles. Tests of
+accelcore itself do not belong here.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _sgd(group: Group) -> Numbers:
 def _native(
     name: str, numbers: Callable[[Group], Numbers], states: tuple[str, ...], *, by_row: bool = False
 ) -> type[Native]:
-    """Return the formula of that name, computed by its kernel."""
+    """Return the formula of that name, computed by its kernel: `NativeLamb` of `Lamb`."""
     formula = FORMULAS[name]
     own = {"kernel": name, "numbers": staticmethod(numbers), "states": states, "by_row": by_row}
     return type(f"Native{formula.__name__}", (Native, formula), own)
