@@ -339,7 +339,7 @@ class Decisions(cst.CSTVisitor):
             self.harmless.append(note)
             return
         self.left.append(note)
-        chooses = (rule.name == "device" and "is_available" in text_of(node)) or decision.reason == HIDES
+        chooses = (rule.name == "device" and "is_available" in text_of(node)) or decision.reason in (HIDES, _TRIED)
         asks = rule.name in _QUESTIONS or begins
         self._split = self._split or chooses or (asks and self._divides(guard, question))
         self._flags |= {self._name_of(question)} - {""} if guard is None and asks else set()

@@ -14,9 +14,9 @@ KEPT = "a line of {} that is left tells CUDA from all other devices, so that thi
 
 _PLACES = re.compile(
     r"\.(to|cuda|npu|cpu)\(|(?<!\w)dev(ice)?\w*\s*=(?!=)|Tensor\b|\breturn [^\n]*[\"']cpu\b|[\"'](cuda|npu)(:|[\"'])"
-    r"|DataListLoader|map_location|[\"']nccl\b"
+    r"|DataListLoader|map_location|[\"']nccl\b|\.half\("
 )
-"""Words of lines that decide where a tensor or a model is, or what exchanges it."""
+"""Words of lines that decide where a tensor or a model is, its precision, or what exchanges it."""
 
 _SHOWS = re.compile(r"(\w+\.)*(print|log|info|warn|warning|debug)\(|pass\b|\"|'|raise\b|sys\.exit\(")
 """Beginnings of lines that only tell something."""

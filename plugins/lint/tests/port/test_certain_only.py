@@ -337,3 +337,35 @@ def test_autocast_that_an_object_keeps_can_be_copied(line, is_torchs):
         f"        super().__init__()\n        {line}\n\n\nnet = Net().cuda()\nnet(torch.ones(2).cuda())\n"
     )
     assert ("= torch.autocast(accel.device.type" in port_source(source, Level.ROLES).source) is is_torchs
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("test", "lines", "kept"),
+    [
+        ("", ("    return torch.load(path)", "return torch.load(path, map_location='cpu')"), True),
+        ("", ("    return torch.load(path)", "return torch.load(path, map_location=device)"), True),
+        ("not ", ("    return torch.load(path, map_location='cpu')", "return torch.load(path)"), True),
+        ("", ("    return torch.ones(2).cuda()", "return torch.load(path, map_location='cpu')"), False),
+    ],
+)
+def test_a_load_to_where_cuda_saved_keeps_its_question(level, test, lines, kept):
+    body = "\n    ".join((f"if {test}torch.cuda.is_available():", *lines))
+    ported = port_source(f"import torch\n\n\ndef load(path, device):\n    {body}\n", level)
+    assert ("torch.cuda.is_available()" in ported.source) is kept
+    assert bool(ported.left) is kept
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        ("if device.type == 'cuda':\n    net = net.half()", True),
+        ("if device.type == 'cuda':\n    print(net)", False),
+        ("try:\n    torch.cuda.init()\n    torch.cuda.current_device()\nexcept Exception:\n    wide = False", True),
+    ],
+)
+def test_a_question_for_a_precision_and_one_by_a_try_keep_the_others(level, lines, kept):
+    head = "import torch\nfrom data import net, x, device\n\nwide = torch.cuda.is_available()\n"
+    source = f"{head}{lines}\nif wide:\n    x = x.cuda()\n"
+    assert ("wide = torch.cuda.is_available()" in port_source(source, level).source) is kept

@@ -10,6 +10,7 @@ import libcst as cst
 from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.device_sources import device_source, kind_source, location_source
 from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.guards import last_of
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import argument, text_of
@@ -17,7 +18,7 @@ from accelcore_lint.port.vendors import DEVICES
 from accelcore_lint.port.walk import find
 
 _TABLE = 'map_location of one vendor\'s devices: a device, or "cpu", moves all that is loaded'
-_TO_CPU = re.compile(r"map_location *= *([\"']cpu|torch\.device\([\"']cpu|lambda (\w+), *\w+: *\2(\.cpu\(|\b(?!\.)))")
+_PLACED = re.compile(r"\bload\([^\n]*\bmap_location *=")
 _OF_MODEL = ("eval", "train", "modules", "parameters", "named_parameters")
 """Methods that a whole model has, and a state or a tensor has not."""
 
@@ -49,10 +50,10 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
 
 
 def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
-    """Name the device of what is loaded without one, where another branch does so for devices that are not CUDA's."""
+    """Name the device of what is loaded without one, where another branch names one for devices that are not CUDA's."""
     if facts.name(node.func) != "torch.load" or len(node.args) != 1 or node.args[0].star:
         return None
-    if not any(_TO_CPU.search(text_of(other)) for other in _other_branches(node, facts)):
+    if not any(_PLACED.search(text_of(other)) for other in _other_branches(node, facts)):
         return None
     if not _is_state(node, facts):
         return Left("torch.load without map_location only loads what was saved on a device that is here", inner=True)
@@ -97,13 +98,20 @@ def _is_restored(arg: cst.Arg, facts: Facts) -> bool:
 
 
 def _other_branches(node: cst.CSTNode, facts: Facts) -> Iterator[cst.CSTNode]:
-    """Yield what runs instead of a node, in the branches of each `if` and of each choice around it."""
+    """Yield what runs instead of a node, in the branches of each `if` and of each choice around it.
+
+    If an `if` asks for a device and returns, the rest of its block is such a branch, too.
+    """
     inner = node
     for outer in facts.parents(node):
-        if isinstance(outer, cst.FunctionDef):
-            return
         if isinstance(outer, (cst.If, cst.IfExp)) and outer.orelse is not None and inner is not outer.test:
             yield outer.orelse if inner is outer.body else outer.body
+        lines = [*outer.body] if isinstance(outer, (cst.IndentedBlock, cst.Module)) else []
+        for number, line in enumerate(lines):
+            if isinstance(line, cst.If) and isinstance(last_of(line), cst.Return) and AVAILABLE in text_of(line.test):
+                yield from lines[number + 1 :] if line is inner else [line.body] if inner in lines[number:] else ()
+        if isinstance(outer, cst.FunctionDef):
+            return
         inner = outer
 
 
