@@ -35,8 +35,9 @@ column has the tests of the NPU's plugin and of the emulator, EMULATED, with the
 `tox exec -e torch2.7 -- python scripts/compatibility.py emulate docs/compatibility`. "-": the emulator has no torch-npu
 for this torch. Tests are skipped that need a device, or what this torch or torch-npu lacks.
 
-accelcore tests whether torch has a feature, and never compares versions. `accelcore doctor --deep` shows what the
-installed torch lacks. Kernels that compute wrong results are in [another table](known_faults.md).
+accelcore tests whether torch has a feature. It compares versions only for [kernels that compute wrong
+results](known_faults.md), and in the conformance suite, where torch changed a result. `accelcore doctor --deep` shows
+what the installed torch lacks.
 """
 
 
