@@ -121,3 +121,14 @@ def test_a_schedule_that_a_function_of_a_round_steps_first(before, first, call, 
         f"    {before}\n    {call}\n"
     )
     assert ("ACC302" in [finding.code for finding in check(source)]) is found
+
+
+@pytest.mark.parametrize(("steps", "found"), [("loader", False), ("range(2)", True)])
+def test_a_loss_that_is_read_once_an_epoch_is_not_read_in_each_step(steps, found):
+    source = (
+        "import torch\n\n\ndef train(model, optimizer, loader, last):\n    for epoch in range(9):\n"
+        f"        for batch in {steps}:\n            loss = model(batch)\n            loss.backward()\n"
+        "            optimizer.step()\n        if last:\n            loss = model(last)\n            loss.backward()\n"
+        "            optimizer.step()\n        print(epoch, loss.item())\n"
+    )
+    assert ("ACC314" in [finding.code for finding in check(source)]) is found

@@ -22,7 +22,8 @@ def _check(script: Script) -> Iterator[Mark]:
         for backward in flow.of(BACKWARD):
             loop = backward.loop
             steps = [step.loop for step in flow.of(STEP) if step.loop is not None]
-            if loop is not None and loop not in marked and any(map(backward.in_loop, steps)):
+            inner = any(_is_epoch(script, loop, other) for other in flow.of(BACKWARD) if other.loop in steps)
+            if loop is not None and loop not in marked and any(map(backward.in_loop, steps)) and not inner:
                 waits = [call for call in _waits(script, loop, backward) if not _guarded(script, call, loop)]
                 if waits:
                     marked.add(loop)
@@ -32,6 +33,14 @@ def _check(script: Script) -> Iterator[Mark]:
                         "meanwhile.",
                         "Add up loss.detach() and read it every so many steps, or after the epoch.",
                     )
+
+
+def _is_epoch(script: Script, loop: ast.stmt | None, backward: Event) -> bool:
+    """Return whether the steps of a loop are in a loop over the data within it, and it runs once an epoch."""
+    inner = backward.loop
+    data = inner.iter if isinstance(inner, ast.For) else None
+    counts = isinstance(data, ast.Call) and script.names.resolve(data.func) == "range"
+    return loop is not None and inner is not loop and backward.in_loop(loop) and data is not None and not counts
 
 
 def _waits(script: Script, loop: ast.stmt, backward: Event) -> Iterator[ast.Call]:
