@@ -91,9 +91,8 @@ def show(files: Sequence[Ported], level: Level, console: Console, mac: str, *, w
             continue
         if not (outcome.rewritten or outcome.left or outcome.harmless or outcome.loops):
             continue
-        console.print(
-            Text(str(ported.path), "bold"), f"vendor lines {outcome.before} -> {outcome.after}", highlight=False
-        )
+        counts = f" vendor lines {outcome.before} -> {outcome.after}" if outcome.before or outcome.rewritten else ""
+        console.print(Text(str(ported.path), "bold") + counts, highlight=False)
         rules = Counter(note.rule for note in outcome.rewritten)
         if rules:
             console.print(Text(f"  {done}: " + ", ".join(f"{rule} {count}" for rule, count in rules.most_common())))
@@ -114,7 +113,11 @@ def show(files: Sequence[Ported], level: Level, console: Console, mac: str, *, w
     ignored = sum(ported.outcome.ignored for ported in files if ported.outcome)
     settings = f" (other devices ignore {ignored} of them)" if ignored else ""
     number = f"{len(files)} file{'' if len(files) == 1 else 's'}"
-    text = f"level {level.value}: {number}, vendor lines {before} -> {after}{settings}, {left} left for you"
+    text = f"level {level.value}: {number}"
+    if before or left or _changes(files):
+        text += f", vendor lines {before} -> {after}{settings}, {left} left for you"
+    elif errors < len(files):
+        text += ", nothing had to be changed"
     text += f", {errors} not ported" if errors else ""
     engines = sum(note.rule == "engine" for ported in files if ported.outcome for note in ported.outcome.harmless)
     if engines:

@@ -195,7 +195,10 @@ def test_a_named_file_without_vendor_words_is_read_and_one_in_a_folder_is_not(tm
     old.write_text('print "text"\n')
     result = run(old)
     assert (result.return_value, "line 1 is not Python" in result.output) == (2, True)
-    assert run(tmp_path).return_value == 0
+    assert result.output.endswith("level roles: 1 file, 1 not ported\n")
+    result = run(tmp_path)
+    assert result.return_value == 0
+    assert result.output == "level roles: 1 file, nothing had to be changed\n"
 
 
 def test_the_summary_counts_settings_that_other_devices_ignore(tmp_path):
@@ -211,6 +214,7 @@ def test_a_script_that_another_library_trains_does_not_read_as_done(script):
     result = run(script)
     assert f"by hand {script}:1: accelerate trains this script" in result.output
     assert "1 file is trained by another library" in result.output
+    assert "0 -> 0" not in result.output
 
 
 @pytest.mark.parametrize(
