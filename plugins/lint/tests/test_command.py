@@ -58,7 +58,7 @@ def test_a_mistake_is_one_message_and_64(run, arguments, says):
 
 
 def test_a_selection_is_by_code_family_or_all(run):
-    run.write("a.py", MOVES + 'state = torch.load("x", map_location="cuda", weights_only=False)\n')
+    run.write("a.py", MOVES + 'state = torch.load("x", map_location="cuda")\n')
     assert codes(run("a.py", "--format", "json")) == ["ACC102", "ACC310", "ACC107"]
     assert codes(run("a.py", "--format", "json", "--select", "ACC3")) == ["ACC310"]
     assert codes(run("a.py", "--format", "json", "--select", "ACC1", "--ignore", "ACC102")) == ["ACC107"]
@@ -182,7 +182,7 @@ def test_settings_of_the_project_count_and_the_command_line_takes_precedence(run
         "per-file-ignores = { 'tests/*' = ['ACC102'] }\n",
     )
     for name in ("a.py", "old/a.py", "src/gen_a.py", "tests/a.py"):
-        run.write(name, MOVES + 'state = torch.load("x", map_location="cuda", weights_only=False)\n')
+        run.write(name, MOVES + 'state = torch.load("x", map_location="cuda")\n')
     assert codes(run("--format", "json")) == ["ACC102"]
     assert codes(run("--format", "json", "old/a.py")) == []
     assert codes(run("--format", "json", "a.py", "--select", "ACC310,ACC107")) == ["ACC310", "ACC107"]

@@ -100,7 +100,7 @@ FOUND = [
             "    model.to(device)\n    return optimizer"
         ),
     ),
-    ("ACC310", 'import torch\nstate = torch.load("a.pt", map_location="cpu", weights_only=False)'),
+    ("ACC310", 'import torch\nstate = torch.load("a.pt", map_location="cpu")'),
     (
         "ACC301",
         train("scaler.scale(model(batch)).backward()", CLIP, "scaler.unscale_(optimizer)", "scaler.step(optimizer)"),
