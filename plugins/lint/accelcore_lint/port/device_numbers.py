@@ -39,7 +39,7 @@ class DeviceNumbers(Tree):
 
     def _is_local_rank(self, text: str, node: cst.CSTNode, seen: tuple[str, ...]) -> bool:
         if _LOCAL_RANK.fullmatch(text):
-            return True
+            return not self._is_fixed(node)
         if _RANK_PER_HOST.fullmatch(text):
             rank = node.left if isinstance(node, cst.BinaryOperation) else node
             return self._is_launchers(rank, ())
@@ -52,6 +52,14 @@ class DeviceNumbers(Tree):
         # None and 0 are the devices of a script that no launcher started: the one that accelcore chooses.
         ranks = [value for value in values if text_of(value) not in ("None", "0")]
         return bool(ranks) and all(self._is_local_rank(text_of(value), value, (*seen, text)) for value in ranks)
+
+    def _is_fixed(self, node: cst.CSTNode) -> bool:
+        """Return whether a name is one number in its function, or in the module, as in `local_rank = 0`."""
+        values = self.values(node) if isinstance(node, cst.Name) and not self.is_given(node.value, node) else []
+        function = self.function_of(node)
+        made = [value for value in values if self.function_of(value) is function]
+        made = made or [value for value in values if self.function_of(value) is None]
+        return bool(made) and all(isinstance(value, cst.Integer) for value in made)
 
     def _is_launchers(self, rank: cst.CSTNode, seen: tuple[str, ...]) -> bool:
         """Return whether a rank is the launcher's or of a process that the script starts, and no option of its own."""

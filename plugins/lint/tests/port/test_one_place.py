@@ -171,3 +171,22 @@ def test_a_process_group_in_capitals_is_one():
 )
 def test_the_report_names_float64_of_numpy(tmp_path, line, found):
     assert ("float64" in lacks_of_mps({tmp_path / "a.py": f"x = {line}.to(device)\n"})) is found
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        ("local_rank = 0", True),
+        ("local_rank = 0\n    if args.many:\n        local_rank = int(os.environ['LOCAL_RANK'])", False),
+        ("pass", False),
+    ],
+)
+def test_a_local_rank_that_is_one_number_is_not_this_ranks_device(lines, kept):
+    source = (
+        "import os\nimport torch\nimport torch.distributed as dist\n\n\n"
+        f"def run(model, args):\n    {lines}\n    return model.to(local_rank)\n\n\n"
+        "local_rank = int(os.environ['LOCAL_RANK'])\ntorch.cuda.set_device(local_rank)\n"
+        "dist.init_process_group('nccl')\n"
+        "run(torch.nn.Linear(2, 2).cuda(), None)\n"
+    )
+    assert ("return model.to(local_rank)" in port_source(source, Level.ROLES).source) is kept
