@@ -11,6 +11,13 @@ from accelcore_lint.port.vendors import DEVICES
 _CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:")
 _MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
 _TAKES = re.compile(rf"\bdef ({'|'.join(DEVICES)})\((?!\s*\w+\s*\))")
+_ALIAS = re.compile(
+    rf"(?m)^([ \t]+)def ({'|'.join(DEVICES)})\(self(?:,[^(),]*)?\)[^:\n]*:[ \t]*\n"
+    r"(?:\1[ \t]+r?(\"\"\"|\'\'\')(?:(?!\3)[\s\S])*\3[ \t]*\n)?"
+    r"\1[ \t]+return self\.to\([^\n]*\)[ \t]*(?:\n|\Z)(?!\1[ \t])"
+)
+"""A method `cuda` with one parameter that only calls the object's own `to`, which may as well be called."""
+
 _FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
 """A function: its indentation, name, parameters and body."""
 
@@ -41,8 +48,14 @@ def has_silent_to(text: str) -> bool:
     )
 
 
+def without_aliases(text: str) -> str:
+    """Return a file without the methods `cuda` that only call the object's own `to`."""
+    return _ALIAS.sub("", text) if "return self.to(" in text else text
+
+
 def movers(text: str) -> list[str]:
-    """Return the classes of a file that define `cuda`."""
+    """Return the classes of a file that define `cuda`, apart from aliases of `to`."""
+    text = without_aliases(text)
     return [name for name, _, body in _classes(text) if _MOVES.search(body)] if _MOVES.search(text) else []
 
 

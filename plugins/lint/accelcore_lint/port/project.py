@@ -21,6 +21,7 @@ from accelcore_lint.port.own_classes import (
     returns_something,
     takes_arguments,
     torch_modules,
+    without_aliases,
 )
 from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.vendors import DEVICES, imports_torch
@@ -175,17 +176,18 @@ def read_project(paths: Iterable[Path]) -> Project:
         texts |= {path: _text(path) for path in new - set(texts)}
         imports |= {path: list(_imported(path, texts[path], None)) for path in new - given}
     own = {path: found for path, text in texts.items() if (found := movers(text))}
+    plain = list(map(without_aliases, texts.values()))
     modules = {
         part for path in files for part in (path.stem, *(folder.name for folder in (path.parent, *_above(path))))
     }
     known = Known(
-        own_moves=own_moves(texts.values()),
+        own_moves=own_moves(plain),
         silent_to=own_moves(texts.values(), has_silent_to),
         movers=", ".join(sorted(f"{name} in {path.name}" for path, names in own.items() for name in names)[:3]),
-        torch_modules=torch_modules(texts.values()),
-        strange_moves=any(map(has_strange_moves, texts.values())),
-        moves_take=any(map(takes_arguments, texts.values())),
-        moves_return=any(map(returns_something, texts.values())),
+        torch_modules=torch_modules(plain),
+        strange_moves=any(map(has_strange_moves, plain)),
+        moves_take=any(map(takes_arguments, plain)),
+        moves_return=any(map(returns_something, plain)),
         names_others=any(map(OTHERS.search, texts.values())),
         settings=frozenset(
             (key, (one or other).strip()) for text in texts.values() for key, one, other in _SETTING.findall(text)

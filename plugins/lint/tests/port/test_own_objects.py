@@ -216,3 +216,24 @@ def test_a_graph_of_another_package_has_no_device(tmp_path, owner, kept):
     graphs = "from torch_geometric.data import Data\n"
     assert (f"if {owner}.is_cuda:" in _ported(tmp_path, source, graphs=graphs)) is kept
     assert f"if {owner}.is_cuda:" not in _ported(tmp_path / "again", source)
+
+
+@pytest.mark.parametrize(
+    ("more", "body", "kept"),
+    [
+        ("", "return self.to(device)", False),
+        (", non_blocking=False", "return self.to(device)", True),
+        ("", '"""Move it."""\n        return self.to("cuda")', False),
+        ("", "self.to(device)", True),
+        ("", "self.moved = True\n        return self.to(device)", True),
+        ("", "return self.to(device).eval()\n\n    def npu(self):\n        self.where = 0", True),
+    ],
+)
+def test_a_method_cuda_that_only_calls_to_is_no_other_one(tmp_path, more, body, kept):
+    batch = (
+        "class Batch:\n    def to(self, device):\n        self.x = self.x.to(device)\n        return self\n\n"
+        f"    def cuda(self, device='cuda'{more}):\n        {body}\n"
+    )
+    source = "import torch\nfrom batches import Batch\n\n\ndef run(batch: Batch):\n    return batch.cuda()\n"
+    ported = _ported(tmp_path, source, batches=f"import torch\n\n\n{batch}")
+    assert ("return batch.cuda()" in ported) is kept

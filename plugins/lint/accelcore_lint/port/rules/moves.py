@@ -37,7 +37,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     may_be_own = (is_own(func.value, facts) or facts.known.strange_moves) and (
         facts.known.meets_movers or facts.is_library
     )
-    is_defined = method in facts.defined_methods
+    is_defined = method in facts.defined_methods and bool(movers(facts.code))
     may_be_own = (is_defined or may_be_own) and not is_torchs(node, facts)
     if may_be_own and _is_ported_method(node, method, facts):
         return Left("a method of the class itself, whose moves are all rewritten", harmless=True)
