@@ -105,6 +105,10 @@ def test_a_further_device_stays_under_a_question_for_any(form, index, kept, leve
         ("net.load_state_dict(weights['net'])\nepoch = weights['last_epoch']", False),
         ("net.load_state_dict(weights['net'])\ntorch.set_rng_state(weights['random'])", True),
         ("epoch = weights['epoch']", True),
+        ("for key, value in weights.items():\n    new[key[7:]] = value\nnet.load_state_dict(weights)", False),
+        ("for key, value in weights.items():\n    new[key] = value.numpy()\nnet.load_state_dict(weights)", True),
+        ("for key, value in weights.items():\n    new[key] = value", True),
+        ("if next(iter(weights))[:7] in weights.keys():\n    new = {}\nnet.load_state_dict(weights)", False),
         ("weights.eval()\nprint(weights(x))", False),
         ("weights.eval()\nprint(weights['best'])", True),
         ("print(weights.sum())", True),
@@ -120,6 +124,16 @@ def test_a_load_and_the_question_above_it_are_rewritten_together_or_not(used, ke
     ported = port_source(source, Level.TORCH).source
     assert (QUESTION in ported) is kept
     assert ("weights = torch.load(path, map_location=device)" in ported) is not kept
+
+
+def test_a_part_of_a_state_is_loaded_to_the_device_as_well():
+    source = (
+        f"import torch\n\n{QUESTION}    net.load_state_dict(torch.load(path)['net'])\n"
+        "else:\n    net.load_state_dict(torch.load(path, map_location='cpu')['net'])\nnet.cuda()\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "net.load_state_dict(torch.load(path, map_location=accel.device)['net'])" in ported
+    assert "cuda" not in ported
 
 
 @pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("True", "False")])

@@ -77,6 +77,8 @@ def _is_state(load: cst.Call, facts: Facts) -> bool:
     Also by a name, and beside the numbers of a checkpoint, which no device has.
     """
     holder = facts.parent(load)
+    if isinstance(holder, cst.Subscript) and holder.value is load:  # torch.load(path)["model"]
+        holder = facts.parent(holder)
     if not isinstance(holder, cst.Assign):
         return isinstance(holder, cst.Arg) and _is_restored(holder, facts)
     name, scope = text_of(holder.targets[0].target), facts.function_of(load) or facts.module
@@ -88,8 +90,18 @@ def _is_state(load: cst.Call, facts: Facts) -> bool:
         # Without a move beside it, a model that the CPU has saved may be for the CPU.
         return _MOVES.search(text_of(scope)) is not None and not any(isinstance(use, cst.Subscript) for use in read)
     read = [use for use in read if not (isinstance(use, cst.Subscript) and _NUMBER.search(text_of(use)))]
+    read = [use for use in read if not _reads_keys(use, facts)]
     parts = (facts.parent(use) if isinstance(use, cst.Subscript) else use for use in read)
     return bool(read) and all(isinstance(use, cst.Arg) and _is_restored(use, facts) for use in parts)
+
+
+def _reads_keys(use: cst.CSTNode | None, facts: Facts) -> bool:
+    """Return whether a state is only read by its keys, as to rename them: `for key, value in state.items():`."""
+    if isinstance(use, cst.Attribute):  # an array of NumPy needs a tensor on the CPU
+        is_array = ".numpy(" in text_of(facts.function_of(use) or facts.module)
+        return use.attr.value == "keys" or (use.attr.value == "items" and not is_array)
+    call = facts.parent(use) if isinstance(use, cst.Arg) else None
+    return isinstance(use, cst.For | cst.CompFor) or (isinstance(call, cst.Call) and text_of(call.func) == "iter")
 
 
 def _is_restored(arg: cst.Arg, facts: Facts) -> bool:
