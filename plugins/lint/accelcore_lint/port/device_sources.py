@@ -98,7 +98,7 @@ def _is_located(facts: Facts, site: cst.CSTNode) -> bool:
     is_read = "located" in facts.uses_of or facts.compares(site)
     if not is_read or facts.guards(site) or facts.in_default(site) is not None:
         return False
-    calls = [outer for outer in facts.parents(site) if isinstance(outer, cst.Call)]
+    calls = [outer for outer in (site, *facts.parents(site)) if isinstance(outer, cst.Call)]
     outer = next((call for call in calls if facts.name(call.func) != "torch.device"), None)
     is_move = outer is not None and isinstance(outer.func, cst.Attribute) and outer.func.attr.value in ("to", *DEVICES)
     return outer is None or not (is_move or (facts.name(outer.func) or "").startswith("torch."))

@@ -173,3 +173,12 @@ def test_torch_load_gets_the_cpu_without_a_number(level, chosen, located, tmp_pa
     made = {}
     exec(port_source(source, level).source, made)
     assert made["state"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("line", ["x.cuda(n)", "x.to(f'cuda:{n}')"])
+def test_a_move_that_no_other_line_reads_keeps_its_number(line):
+    source = (
+        "import torch\n\n\ndef run(path, device, n):\n    assert n > 0\n"
+        f"    x = torch.load(path, map_location=device)\n    return {line}\n"
+    )
+    assert "return x.to(torch.device(current_device.type, n))\n" in port_source(source, Level.ROLES).source
