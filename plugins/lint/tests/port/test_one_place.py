@@ -204,3 +204,31 @@ def test_a_local_rank_that_is_one_number_is_not_this_ranks_device(lines, kept):
         "run(torch.nn.Linear(2, 2).cuda(), None)\n"
     )
     assert ("return model.to(local_rank)" in port_source(source, Level.ROLES).source) is kept
+
+
+NONE, CPU = "map_location = None", "map_location = 'cpu'"
+
+
+@pytest.mark.parametrize(
+    ("lines", "stays"),
+    [
+        (f"if {{}}:\n    {NONE}\nelse:\n    {CPU}", True),
+        (f"{NONE}\nif not {{}}:\n    {CPU}", True),
+        ("kept = {{}}\nif not {}:\n    kept['map_location'] = torch.device('cpu')", True),
+        ("kept = {{}} if {} else {{'map_location': 'cpu'}}", True),
+        ("def place():\n    if not {}:\n        return 'cpu'\n    return None", True),
+        ("def get_device():\n    if {}:\n        return 'cuda'\n    return 'cpu'", False),
+        (f"map_location = 'cuda'\nif not {{}}:\n    {CPU}", False),
+        (f"if {{}}:\n    map_location = lambda storage, loc: storage.cuda()\nelse:\n    {CPU}", False),
+    ],
+)
+def test_what_is_loaded_where_cuda_saved_it_is_loaded_to_the_cpu_on_others(lines, stays):
+    question = "torch.cuda.is_available()"
+    moves = f"if {question}:\n    net.cuda()\n"
+    ported = port_source(f"import torch\n\n{lines.format(question)}\n{moves}", Level.ROLES).source
+    assert ported.count(question) == stays
+    assert "net.to(" in ported
+    both = lines.replace(NONE, f"{NONE}; net.cuda()")
+    if both.startswith("if"):
+        ported = port_source(f"import torch\n\n{both.format(question)}\n{moves}", Level.ROLES).source
+        assert ported.count(question) == (2 if NONE in both else 0)

@@ -35,6 +35,13 @@ _ELSEWHERE = (
 _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.join(DEVICES)})\b")
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _AS_DEVICE = "the number of the current device, which stands for a device: take torch.accelerator.current_accelerator()"
+_CPU_NAME = re.compile(r"(?:\w+\.device\()?[\"']cpu[\"']\)?")
+_AT_CPU = re.compile(
+    rf"(?P<name>[\w.]*(?:map_loc(?:ation)?|\bloc)) *= *{_CPU_NAME.pattern}"
+    rf"|(?P<key>[\"']map_location[\"'])(?:\] *=|:) *{_CPU_NAME.pattern}|\breturn +{_CPU_NAME.pattern}"
+)
+"""A place of the CPU for torch.load: by a name, in a dict, or what a function returns."""
+
 _NUMBER = re.compile(r"(?i)(rank|gpus?|ids?|idx|index|ordinal|num(ber)?)[\"'\])]*$")
 """An expression that is the number of a device rather than its name."""
 
@@ -141,6 +148,8 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     if isinstance(holder, (cst.If, cst.IfExp)) and holder.test is whole_test:
         if isinstance(holder, cst.IfExp) and _is_location(holder, facts):
             return Left(_LOADS, node.children, harmless=True)
+        if (moves := _loads_to_cpu(holder, whole_test, facts)) is not None:
+            return Left(_FLAG if moves else _LOADS, node.children, harmless=not moves)
         if text_of(holder.body).endswith(("get_rank()", "get_world_size()")):
             return Left("an answer for a process group: ask torch.distributed.is_initialized()", node.children)
         if ASSERTED.search(facts.code) and _NAMES.search(text_of(holder.body)):
@@ -178,6 +187,27 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in asked):
             return Left(_ELSEWHERE, node.children)
     return Left(_LEFT, node.children, retry=_as_operand(node, facts, available(facts, node)), some=True)
+
+
+def _loads_to_cpu(holder: cst.If | cst.IfExp, test: cst.CSTNode, facts: Facts) -> bool | None:
+    """Return whether a question that loads to the CPU without CUDA also moves something; None if it is no such one.
+
+    With CUDA it gives torch.load no place, so that another device could not load what CUDA has saved.
+    """
+    cpu, other = (holder.body, holder.orelse) if isinstance(test, cst.UnaryOperation) else (holder.orelse, holder.body)
+    place = _AT_CPU.search(text_of(cpu)) if cpu is not None else None
+    function = facts.function_of(holder)
+    if place is None or "load(" in text_of(cpu or holder):
+        return None
+    if place["name"] is None and place["key"] is None:
+        made = (
+            [text_of(each.value) if each.value else "None" for each in find(function, cst.Return)] if function else []
+        )
+        return False if made and all(value == "None" or _CPU_NAME.fullmatch(value) for value in made) else None
+    values = facts.assigned.get(place["name"] or "", [])
+    if any(_NAMES.search(text_of(value)) or isinstance(value, cst.Lambda) for value in values):
+        return None
+    return other is not None and _MOVES.search(text_of(other)) is not None
 
 
 def _named_in(choices: cst.BaseExpression) -> bool:
