@@ -44,15 +44,6 @@ def dotted(node: cst.CSTNode) -> str:
     return get_full_name_for_node(node) or ""
 
 
-def returns_name(around: Iterable[cst.CSTNode]) -> bool:
-    """Return whether a function returns a device as by `torch.device("cuda")`: no call gets it that may use it.
-
-    Args:
-        around: the node of the device, and those around it, the inner first.
-    """
-    return is_kept(around, cst.Return)
-
-
 def is_kept(around: Iterable[cst.CSTNode], *kinds: type[cst.CSTNode]) -> bool:
     """Return whether a device is only named in a statement of these kinds, or in one that returns or assigns it."""
     for node in around:

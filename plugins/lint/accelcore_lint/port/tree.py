@@ -13,7 +13,7 @@ from libcst import metadata
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.survey import Survey
-from accelcore_lint.port.syntax import argument, dotted, is_guard, returns_name, text_of
+from accelcore_lint.port.syntax import argument, dotted, is_guard, is_kept, text_of
 from accelcore_lint.port.uses import FORKS
 from accelcore_lint.port.vendors import STAR_IMPORT
 from accelcore_lint.port.walk import find, walk
@@ -238,13 +238,13 @@ class Tree(Survey):
     def names_before_fork(self, around: list[cst.CSTNode], function: cst.FunctionDef | None) -> bool:
         """Return whether a device is only named where the process may fork afterwards.
 
-        A function that returns its name may run before. So may what a lambda of the module needs above it.
+        A function that only names it may run before. So may what a lambda of the module needs above it.
         """
         if not self.forks or (function is not None and _ASKS_OR_USES.search(text_of(function))):
             return False
         if function is None:
             return self.level is Level.TORCH and any(isinstance(each, cst.Lambda) for each in around)
-        return function.name.value not in self.reached(self.started)[0] and returns_name(around)
+        return function.name.value not in self.reached(self.started)[0] and is_kept(around)
 
     @cached_property
     def started(self) -> list[str]:

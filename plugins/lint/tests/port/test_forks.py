@@ -112,3 +112,24 @@ def test_a_rank_that_a_fork_counts_keeps_its_number():
     assert "cuda" not in ported
     assert "device_ids=[rank] if" in ported
     assert "model.to(torch.device(current_device.type, rank))" in ported
+
+
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        ("self.devices = [torch.device(f'cuda:{i}') for i in range(n)]", False),
+        ("device = torch.device('cuda')", False),
+        ("device = torch.device('cuda')\n        self.net.to(device)", True),
+        ("self.start('cuda')\n        self.x = torch.ones(n).cuda()", True),
+    ],
+)
+def test_a_method_that_only_names_devices_may_run_before_a_fork(line, asks):
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\n\n\n"
+        f"class Tester:\n    def choose(self, n):\n        {line}\n\n"
+        "    def test(self):\n        for device in self.devices:\n"
+        "            mp.Process(target=self.work, args=(device,)).start()\n\n"
+        "    def work(self, device):\n        return torch.ones(1).cuda()\n"
+    )
+    chosen, _, rest = port_source(source, Level.ROLES).source.partition("def test(")
+    assert ("check_available=True" in chosen, "check_available=True" in rest) == (asks, True)
