@@ -35,6 +35,8 @@ _TO_PLACES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 )
 _NARROW_COPY: Any = partial(torch.narrow_copy, dim=1, start=0, length=3)
 _AVG_POOL: Any = partial(torch._C._nn.avg_pool3d, kernel_size=2)
+_MEDIAN: Any = torch.median
+_ANSWERS: Any = (torch.any, torch.all)
 _EMBEDDING_BAG: Any = torch.nn.functional.embedding_bag
 _LAYOUTS = (torch.contiguous_format, torch.channels_last)
 _REMAINDERS: tuple[Any, ...] = (torch.remainder, torch.fmod)
@@ -224,6 +226,18 @@ def counted_embedding() -> bool:
     table, rows, bag = torch.ones(4, 1, requires_grad=True), torch.tensor([1, 1, 3]), torch.tensor([0])
     _EMBEDDING_BAG(rows, table, bag, mode="sum", scale_grad_by_freq=True).sum().backward()
     return table.grad is not None and float(table.grad[3]) == 0.5
+
+
+def expanded_median() -> bool:
+    """Check if the median of a number that an expanded tensor repeats is another number."""
+    numbers = torch.arange(1.0, 65.0)[:, None]
+    return any(not torch.equal(_MEDIAN(numbers.expand(64, 5), 1)[0], numbers[:, 0]) for _ in range(4))
+
+
+def rounded_answer() -> bool:
+    """Check if a half is no true number where the answer is written as a whole number."""
+    answers = [torch.full((), 7, dtype=torch.uint8) for _ in _ANSWERS]
+    return any(int(each(torch.full((2,), 0.5), out=out)) == 0 for each, out in zip(_ANSWERS, answers, strict=True))
 
 
 def gelu_of_infinity() -> bool | None:

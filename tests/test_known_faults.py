@@ -47,6 +47,7 @@ PROBES = dict(
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
             fault_probes.narrow_convolution, fault_probes.gelu_out, fault_probes.grouped_variance,
             fault_probes.triangular_out, fault_probes.dense_out, fault_probes.counted_embedding,
+            fault_probes.expanded_median, fault_probes.rounded_answer,
         ),
         strict=True,
     )
@@ -103,6 +104,10 @@ def test_a_probe_finds_what_is_right_to_be_right(monkeypatch):
     assert not fault_probes.sums_of_rows()
     monkeypatch.setattr(fault_probes, "_TO_PLACES", (lambda x, places: x.float()[places],))
     assert not fault_probes.sums_at_places()
+    monkeypatch.setattr(fault_probes, "_MEDIAN", lambda x, dim: x.contiguous().median(dim))
+    assert not fault_probes.expanded_median()
+    monkeypatch.setattr(fault_probes, "_ANSWERS", (lambda x, *, out: torch.any(x != 0, out=out),))
+    assert not fault_probes.rounded_answer()
     monkeypatch.setattr(fault_probes, "_AVG_POOL", torch.neg)
     assert not fault_probes.dense_out()
     monkeypatch.setattr(fault_probes, "_LAYOUTS", (torch.contiguous_format,) * 2)
