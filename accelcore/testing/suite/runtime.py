@@ -329,6 +329,28 @@ class TestRuntime(DrawnTests, DroppedTests, TransferTests, DeviceTests):
                 launch_second()
                 torch.testing.assert_close(second.cpu(), torch.full((4,), expected + 3 * number))
 
+    def test_captured_draws(self, accel: Backend) -> None:
+        """Each launch of captured work draws other numbers, by the seed and by a state that is put back."""
+        with declared(accel.capabilities.graphs, "graphs"):
+            ones = torch.ones(512, device=accel.device)
+            (kept, drawn), launch = accel.runtime.capture(
+                lambda: (torch.nn.functional.dropout(ones, 0.5), torch.rand_like(ones))
+            )
+
+            def launched() -> list[float]:
+                launch()
+                return [*kept.tolist(), *drawn.tolist()]
+
+            accel.runtime.seed(31)
+            first, state = launched(), accel.runtime.rng_state()
+            second = launched()
+            assert not {*first[512:]} & {*second[512:]}, "a launch draws the numbers of the one before"
+            assert first[:512] != second[:512], "a launch drops what the one before did"
+            assert accel.runtime.set_rng_state(state) == []
+            assert launched() == second, "a state that was put back does not repeat a launch"
+            accel.runtime.seed(31)
+            assert launched() == first, "the same seed gives a launch other numbers"
+
     def test_capture_after_an_error(self, accel: Backend) -> None:
         """An error that ends a capture leaves the stream as it was: work is run, and the next capture is right."""
         with declared(accel.capabilities.graphs, "graphs"):

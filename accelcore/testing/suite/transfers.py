@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from io import BytesIO
 from itertools import permutations, product
 from typing import Any
 
@@ -252,6 +254,34 @@ class TransferTests:
         model(torch.ones(1, 2, 8, 8, device=accel.device)).sum().backward()
         assert len(calls) == 1, "a hook was lost"
         assert model[0].bias.grad is None, "a frozen parameter has a gradient"
+
+    @pytest.mark.parametrize("way", ["loaded to the device", "loaded to the host", "loaded", "copied"])
+    def test_tensors_are_saved(self, accel: Backend, way: str) -> None:
+        """What torch saves and loads, or copies, keeps values, strides, `requires_grad` and shared memory."""
+        memory = torch.arange(24.0, device=accel.device).reshape(2, 3, 4)
+        images = memory.cpu()[..., None].contiguous(memory_format=torch.channels_last).to(accel.device)
+        kinds = [getattr(torch, name) for name in accel.capabilities.model_dtypes]
+        saved = {
+            "whole": memory, "column": memory[1, :, 2], "turned": memory.permute(2, 0, 1), "images": images,
+            "parameter": nn.Parameter(memory[0].clone()), "frozen": nn.Parameter(memory[0].clone(), False),
+            "nothing": memory[:0], "number": memory[0, 0, 1], "long": (memory + 2**24).long() * 2**31 + 1,
+            **{str(kind): (memory / 3).to(kind) for kind in (*kinds, torch.bool, torch.complex64)},
+        }  # fmt: skip
+        places = {"loaded to the device": accel.device, "loaded to the host": torch.device("cpu")}
+        file, place = BytesIO(), places.get(way)
+        torch.save(saved, file)
+        file.seek(0)
+        found = copy.deepcopy({**saved}) if way == "copied" else torch.load(file, map_location=place)
+        for name, right in saved.items():
+            one = found[name]
+            assert one.device == (place or accel.device), f"{name} is on {one.device}"
+            forms = [(each.dtype, each.stride(), each.requires_grad, type(each)) for each in (one, right)]
+            assert forms[0] == forms[1], f"{name} is {forms[0]} instead of {forms[1]}"
+            assert torch.equal(one.cpu(), right.cpu()), f"{name} has other values"
+        with torch.no_grad():
+            found["whole"].fill_(7)
+        assert found["column"].tolist() == [7.0] * 3, "a view that shared memory is a copy"
+        assert memory.cpu().equal(torch.arange(24.0).reshape(2, 3, 4)), "what was saved changed with its copy"
 
     def test_pinned_memory_keeps_layout(self, accel: Backend) -> None:
         """Pinning keeps strides and values, and a copy that does not block gives them after `synchronize`."""

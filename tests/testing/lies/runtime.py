@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 
@@ -11,6 +12,7 @@ from accelcore import Backend
 from accelcore.roles.runtime import Memory
 from accelcore.torch_features import GET_KERNEL
 from lies.lie import declaring, lie, replaced
+from lies.operators import _note
 
 
 @lie("TestRuntime.test_random_state_replays", says="does not repeat the numbers")
@@ -222,6 +224,23 @@ def graph_that_is_a_stub(backend):
     """What a launch does not do, training does not notice either: its clipping, say."""
     stub = replaced(backend, "runtime", capture=lambda honest, work: (work(), lambda: None))
     return declaring(stub, graphs=True)
+
+
+@lie("TestRuntime.test_captured_draws", says="draws the numbers of the one before")
+def capture_of_drawn_numbers(backend):
+    return declaring(replaced(backend, "runtime", capture=lambda honest, work: (work(), lambda: None)), graphs=True)
+
+
+def _loads_plain_tensors():
+    def plain(*args, **options):
+        return {name: each.detach() for name, each in load(*args, **options).items()}
+
+    load = torch.load
+    return patch.object(torch, "load", plain)
+
+
+_note("tensors_that_are_loaded_without_their_kind", "TestRuntime.test_tensors_are_saved", "parameter is (torch.float32",
+      {"way": "loaded"}, _loads_plain_tensors)  # fmt: skip
 
 
 @lie("TestRuntime.test_capture_after_an_error", says="queued on the stream of the capture")
