@@ -228,6 +228,18 @@ WRONG = {
         "acos": lambda func, x, **out: func(x, **out) if out else func(x).where(x.abs() != 1, torch.nan)}),
     "a switch that another option hides": ("nn.functional.avg_pool2d", "of other options: the gradient", {
         "avg_pool2d_backward": lambda func, *given: func(*given[:6], True, given[7])}),
+    "images behind the first": ("nn.functional.pixel_unshuffle", "of other options: result", {
+        "pixel_unshuffle": lambda func, x, factor: func(x, factor) * (1 + (x.dim() == 4 and len(x) > 1))}),
+    "zeros among complex numbers": ("sqrt", "of complex numbers: result", {
+        "sqrt": lambda func, x: func(x) if x.dtype != torch.complex64 else func(x).where(x.abs() > 0, torch.nan)}),
+    "an answer in numbers": ("ge", "with out= of another dtype, of other options: result", {
+        "ge.Tensor_out": lambda func, *given, out: func(*given, out=out).mul_(255 if out.dtype == torch.uint8 else 1)}),
+    "an index that is expanded": ("gather", "of expanded memory: result", {
+        "gather": lambda func, x, dim, index, **options: func(
+            x, dim, index.mT if 0 in index.stride() else index, **options)}),
+    "NaN and the option of no sample": ("topk", "with NaN: result", {
+        "topk": lambda func, x, k, dim=-1, *largest: func(x.nan_to_num(0) if False in largest else x, k, dim, *largest)
+        if x.is_floating_point() else func(x, k, dim, *largest)}),
     "complex numbers": ("reciprocal", "of complex numbers: result", {
         "reciprocal": lambda func, x: func(x) * _twice(x, True)}),
 }  # fmt: skip

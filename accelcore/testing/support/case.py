@@ -30,11 +30,13 @@ from accelcore.testing.support.found import (
 from accelcore.testing.support.host_kernels import HostKernels
 from accelcore.testing.support.layouts import (
     BEHIND,
+    EMPTY,
     LAYOUTS,
     MARKED,
+    TO_RESIZE,
     beside,
     drawn_weights,
-    laid_out,
+    given_as_out,
     memory_differs,
     memory_of,
     placed,
@@ -43,12 +45,14 @@ from accelcore.testing.support.layouts import (
 )
 from accelcore.testing.support.rounding import Rounding
 from accelcore.testing.support.samples import (
+    CHOOSES,
     CONVERTS,
     DENSE_OUT,
     HOST_ARGUMENTS,
     IGNORES_OUT,
     NOT_UNIQUE,
     READS_MEMORY,
+    ROUNDED_OUT,
     SAMPLED,
     TIED,
     in_place,
@@ -58,10 +62,7 @@ from accelcore.testing.support.samples import (
 from accelcore.testing.support.usable import check_usable
 from accelcore.testing.support.whole import independent
 
-_EMPTY = "of no elements"  # memory that the operator resizes
-_RESIZED = "of another shape"  # likewise
 _UNCOUNTED = "it does not count as a change, of which autograd has to know"
-_TO_RESIZE = (_EMPTY, _RESIZED)
 _SAME = 8  # units in which an argument may differ that is written to as it was
 
 
@@ -154,16 +155,19 @@ class Case:
                 works = partial(self._works, self._in_place, exact)
                 self._check(where, written, partial(self._in_place, self._placed(layout)), works=works)
         if self.info.supports_out and self.name not in IGNORES_OUT:
-            usual = self.dtype == torch.float32 and self.name in SAMPLED and not self.what
-            usual &= self.name not in DENSE_OUT
-            more = ("transposed", *_TO_RESIZE) if usual else ()
-            for layout in ("strided", "transposed", _EMPTY) if self.writes else {self.out: 0, **dict.fromkeys(more)}:
+            usual = self.dtype == torch.float32 and not self.what and self.name in {*SAMPLED} - {*DENSE_OUT}
+            more = ("transposed", *TO_RESIZE) if usual else ()
+            for layout in ("strided", "transposed", EMPTY) if self.writes else {self.out: 0, **dict.fromkeys(more)}:
                 self._check_out("with out=", values, exact, layout=layout)
-            if usual:  # what torch refuses is refused, or right
+            answers = bool(values) and all(each.right.dtype == torch.bool for each in values)
+            if usual and not answers:  # what torch refuses is refused, or right
                 self._check_refused("with out= of whole numbers", values, exact, dtype=torch.int64)
-                if self._fits_its_input(exact, values):
-                    self._check_refused("with out= beside its input", values, exact, shifted=True)
-            if self.dtype in (torch.bfloat16, torch.float16) and not self.what:
+            if usual and self._fits_its_input(exact, values):
+                self._check_refused("with out= beside its input", values, exact, shifted=True)
+            if answers and self.name not in ROUNDED_OUT:  # 0 and 1
+                numbers = [each.cast(torch.uint8) for each in values]
+                self._check_out("with out= of another dtype", numbers, exact, dtype=torch.uint8)
+            elif self.dtype in (torch.bfloat16, torch.float16) and not self.what:
                 self._check_out("with out= of another dtype", values, self.arguments, dtype=torch.float32)
             if self._fits_its_input(exact, values):
                 self._check_out("with out= its input", values, exact, onto=True)
@@ -295,9 +299,8 @@ class Case:
     ) -> list[tuple[str, Tensor]]:
         given, options = arguments
         with torch.no_grad():
-            unwritten = partial(
-                _unwritten, layout=BEHIND if self.name in DENSE_OUT else layout or self.out, dtype=dtype
-            )
+            where = BEHIND if self.name in DENSE_OUT else layout or self.out
+            unwritten = partial(given_as_out, layout=where, dtype=dtype)
             written = given[0] if onto else pytree.tree_map(unwritten, self.info.op(*given, **options))
             if shifted:  # by an element
                 memory = given[0].new_zeros(given[0].numel() + 1)
@@ -367,8 +370,10 @@ class Case:
                 self.found.note(f"{where}: {part} {said_wrong}", self.arguments)
 
     def _is_tied(self, part: str) -> bool:
-        """Return whether a result is an index of numbers of which several are equal."""
-        alike = not self.dtype.is_floating_point or self.what == "of many elements"
+        """Return whether a result is an index of numbers of which several are equal, or a gradient at that index."""
+        alike = not self.dtype.is_floating_point or self.what in ("of many elements", "of expanded memory")
+        if self.what == "of expanded memory" and self.name in CHOOSES and part.startswith("the gradient"):
+            return True
         return alike and part == TIED.get(self.name) and not self.arguments[1].get("stable")
 
     def _same_strides(self) -> bool:
@@ -389,12 +394,3 @@ def _same(one: Tensor, other: Tensor) -> bool:
         return True
     close = _SAME * torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
     return torch.allclose(one.detach().double(), other.detach().double(), rtol=close, atol=0.0, equal_nan=True)
-
-
-def _unwritten(value: Any, *, layout: str, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if layout in _TO_RESIZE:
-        return value.new_ones(0 if layout == _EMPTY else (2, value.numel(), 3))
-    value = value.to(dtype) if dtype and value.is_floating_point() else value
-    return laid_out(torch.full_like(value, 1 if value.dtype == torch.bool else 77), value.device, layout)

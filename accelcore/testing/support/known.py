@@ -166,7 +166,10 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
         [0, 0],
     ),
     "largest with NaN": (of_values(torch.max, 1.0, _NAN, 2.0), [_NAN]),
-    "clamp": (of_values(lambda x: x.clamp(-1, 1), -3.0, 0.5, _NAN, _INF), [-1, 0.5, _NAN, 1]),
+    "clamp": (
+        of_values(lambda x: torch.cat([x.clamp(-1, 1), x.clamp(max=1), x.clamp(min=-1)]), -3.0, 0.5, _NAN, _INF),
+        [*(-1, 0.5, _NAN, 1), *(-3, 0.5, _NAN, 1), *(-1, 0.5, _NAN, _INF)],
+    ),
     "round": (of_values(torch.round, 0.5, 1.5, 2.5, -0.5, -1.5), [0, 2, 2, 0, -2]),
     "remainder": (of_values(lambda x: x % 3, -1.0, 4.0, -3.0), [2, 1, 0]),
     "floor_divide": (of_values(lambda x: x // 3, -1.0, 4.0), [-1, 1]),

@@ -23,6 +23,10 @@ BEHIND = "behind other elements"
 MARKED = "negative or conjugate by a mark"
 """Layout of numbers of which the memory holds the negative, or the conjugate, and torch knows it."""
 
+EMPTY = "of no elements"
+TO_RESIZE = (EMPTY, "of another shape")
+"""Shapes of memory that an operator resizes if it is given as `out=`."""
+
 _MANY, _MOST = (70_001, 4099, 2051, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
 
@@ -106,6 +110,16 @@ def laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
     return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
+def given_as_out(value: Any, *, layout: str, dtype: torch.dtype | None) -> Any:
+    """Return a tensor like a result, in a layout and dtype, for the operator to write to; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    if layout in TO_RESIZE:
+        return value.new_ones(0 if layout == EMPTY else (2, value.numel(), 3))
+    value = value.to(dtype) if dtype and (value.is_floating_point() or value.dtype == torch.bool) else value
+    return laid_out(torch.full_like(value, 1 if value.dtype == torch.bool else 77), value.device, layout)
+
+
 def wide(arguments: Any, dtype: torch.dtype) -> Any:
     """Return the arguments with tensors of `dtype` in float64, complex ones in complex128."""
 
@@ -131,17 +145,22 @@ def emptied(arguments: Any) -> Any:
 
 
 def without_size(arguments: Any) -> Iterator[Any]:
-    """Yield the arguments with each dimension of the first tensor empty, and one, or none, of that size of each other.
+    """Yield the arguments with each dimension of the first tensor empty; see `resized`."""
+    for dimension in range(tensors(arguments)[0].dim()):
+        yield from resized(arguments, dimension, 0)
 
-    Not all of them fit together.
+
+def resized(arguments: Any, dimension: int, length: int) -> Iterator[Any]:
+    """Yield the arguments with another length of a dimension of the first tensor, and of one, or none, of each other.
+
+    Only dimensions of the same size are changed. Not all of the arguments fit together.
     """
     first, *others = tensors(arguments)
-    for dimension in range(first.dim()):
-        size = first.shape[dimension]
-        ways = [[None, *(n for n, count in enumerate(each.shape) if count == size)] for each in others]
-        for chosen in product([dimension], *ways):
-            places = dict(zip(map(id, [first, *others]), chosen, strict=True))
-            yield mapped(partial(_shortened, places, 0), arguments)
+    size = first.shape[dimension]
+    ways = [[None, *(n for n, count in enumerate(each.shape) if count == size)] for each in others]
+    for chosen in product([dimension], *ways):
+        places = dict(zip(map(id, [first, *others]), chosen, strict=True))
+        yield mapped(partial(_cut_or_doubled, places, length), arguments)
 
 
 def with_one_row(arguments: Any) -> Iterator[Any]:
@@ -151,15 +170,22 @@ def with_one_row(arguments: Any) -> Iterator[Any]:
     for value in given:
         if value.dim() > 1 and min(value.shape) > 1 and shapes.count(value.shape) > 1:
             for dimension in (0, -1):
-                yield mapped(partial(_shortened, {id(value): dimension}, 1), arguments)
+                yield mapped(partial(_cut_or_doubled, {id(value): dimension}, 1), arguments)
 
 
-def _shortened(dimensions: dict[int, int | None], length: int, value: Any) -> Any:
-    """Return a tensor with the first elements of the dimension that is noted by its identity; all else as it is."""
+def _cut_or_doubled(dimensions: dict[int, int | None], length: int, value: Any) -> Any:
+    """Return a tensor with the first elements of the dimension that is noted by its identity; all else as it is.
+
+    If it has fewer elements, other ones follow.
+    """
     dimension = dimensions.get(id(value))
     if dimension is None:
         return value
-    return value.detach().narrow(dimension, 0, length).clone().requires_grad_(value.requires_grad)
+    kept = value.detach()
+    if length > value.shape[dimension]:
+        other = kept.flip(tuple(range(kept.dim())))
+        kept = torch.cat([kept, other * 0.75 if other.is_floating_point() else other], dimension)
+    return kept.narrow(dimension, 0, length).clone().requires_grad_(value.requires_grad)
 
 
 def scalars(arguments: Any) -> Any:
@@ -279,17 +305,24 @@ def lengthened(arguments: Any) -> Any:
     return changed_tensors(arguments, lengthen)
 
 
-def expanded(arguments: Any, dimension: int) -> Any:
+def expanded(arguments: Any, dimension: int, *, fractions: bool = True) -> Any:
     """Return the arguments with the first row, or the first column, in place of all: memory that is read repeatedly.
 
-    None if the first tensor is none of fractions, or has one row.
+    Of fractions, or of the indices and masks beside them. None if the first tensor is none of fractions, or none of
+    these has several rows.
     """
-    first = arguments[0][0]
-    if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2 or not first.is_floating_point():
+    first, places = arguments[0][0], list[int]()
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.layout != torch.strided:
+        return None
+    for value in tensors(arguments):
+        if value.layout == torch.strided and value.is_floating_point() == fractions and value.dim() and value.numel():
+            places.append(id(value))
+    chosen = [first] if fractions else [each for each in tensors(arguments) if id(each) in places]
+    if all(not each.dim() or each.shape[dimension] < 2 for each in chosen):
         return None
 
     def expand(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.dim() or not value.numel():
+        if id(value) not in places:
             return value
         alone = value.detach().narrow(dimension, 0, 1).clone()
         return alone.expand(value.shape).requires_grad_(value.requires_grad)

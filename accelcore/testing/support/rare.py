@@ -36,11 +36,15 @@ from accelcore.testing.support.layouts import (
     MIXED,
     cropped,
     mapped,
+    placed,
+    resized,
     tensors,
+    wide,
     with_one_row,
     without_size,
 )
 from accelcore.testing.support.samples import (
+    CHOOSES,
     CONVERTS,
     DECIDED,
     NOT_UNIQUE,
@@ -57,6 +61,7 @@ from accelcore.testing.support.values import (
     multiplied,
     repeated,
     with_bounds,
+    with_complex_zeros,
     with_empty_parts,
     with_ends,
     with_equal_numbers,
@@ -121,6 +126,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         *(each for _, each in with_effect(info, dtype, options + pairs, pool) if each is not None),
         *beyond_sizes(info, options),
         *_of_other_shapes(name, options),
+        *(islice(_widened(info, options + pairs), _MOST_SHAPES) if is_documented(info.name) else ()),
         *islice(chain.from_iterable(map(with_masks_of_members, options)), _MOST_MASKED),
         *from_behind(info, dtype, options),
         *(_broadcast(info, pool) if is_documented(info.name) and name not in ROUGH else ()),
@@ -159,10 +165,11 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         yield from _of_numbers(info, every)
     if dtype == torch.float32 and defines_nan(name) and not (chosen or needs_lapack(info)):
         given = arguments_of(max(every, key=_elements))
-        for changed in with_nans(info.op, sorted(options, key=_most_options, reverse=True)):
+        among = options if "attention" in name else options + pairs  # a mask may hide NaN, or not
+        for changed in with_nans(info.op, sorted(among, key=_most_options, reverse=True)):
             yield Rare(info, dtype, changed, "with NaN")
         for what, each in INFINITE.items() if defines_infinities(name) else ():
-            if (changed := with_infinity(given, each)) is not None:
+            if (changed := with_infinity(given, each, several=name not in CHOOSES)) is not None:
                 yield Rare(info, dtype, changed, what)
     known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE else ()
     for kind, most in ((torch.int64, _MOST_WHOLE), (torch.bool, 2)):
@@ -179,6 +186,9 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
             if not number and type(info).__name__ in _OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
                 yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
+        zeros = filter(None, (with_complex_zeros(arguments_of(each)) for each in samples(info, torch.complex64)))
+        if not needs_lapack(info) and (changed := next(zeros, None)) is not None and _is_finite(info, changed):
+            yield Rare(info, torch.float32, changed, COMPLEX)
 
 
 def _combines(arguments: Any) -> bool:
@@ -211,6 +221,29 @@ def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:
     """Yield arguments of images of other sizes."""
     if any(each in name for each in _OF_IMAGES):
         yield from islice(filter(None, map(cropped, options)), _MOST_SHAPES)
+
+
+def _widened(info: Any, options: list[Any]) -> Iterator[Any]:
+    """Yield arguments with two images, channels, rows and columns where there is one, which hides wrong strides."""
+    if type(info).__name__ in _OF_ELEMENTS:
+        return
+    for given in options:
+        first, changed = next(iter(tensors(given)), torch.empty(0)), given
+        for dimension in (n for n, size in enumerate(first.shape) if size == 1 and first.dim() > 2 and first.numel()):
+            shapes = results_of(info, changed)
+            others = (each for each in resized(changed, dimension, 2) if results_of(info, each) not in ([], shapes))
+            changed = next(others, changed)
+        if changed is not given:
+            yield changed
+
+
+def _is_finite(info: Any, arguments: Any) -> bool:
+    """Return whether an operator has finite results in double precision, in which the oracle computes."""
+    given, options = placed(wide(arguments, torch.float32), torch.device("cpu"), "")
+    try:
+        return all(bool(each.isfinite().all()) for each in tensors(info.op(*given, **options)))
+    except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
+        return False
 
 
 def _without_sizes(info: Any, options: list[Any]) -> Iterator[Any]:

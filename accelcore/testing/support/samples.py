@@ -75,7 +75,10 @@ TIED = {"argsort": "result 0", **dict.fromkeys(("sort", "topk", "median", "nanme
 
 _OPEN_NAN = ("fft.", "unpool", "rms_norm", "cdist", "polynomial")  # some polynomials of NaN read uninitialised memory
 _OPEN = (*_OPEN_NAN, "masked.median")
-_WHOLE = ("byte", "char", "short", "int", "long")
+_UNDEFINED = ("byte", "char", "short", "int", "long", "mode")  # of equal numbers, mode chooses any
+
+CHOOSES = (*TIED, "msort")
+"""Operators of which the gradient goes to any of the numbers that are equal."""
 
 DECIDED = ("searchsorted", "bucketize", "cummax", "cummin", "isin", "heaviside", "unique", "unique_consecutive")
 """Operators whose result is defined, and an index or a step, if numbers are equal."""
@@ -88,6 +91,12 @@ IGNORES_OUT = ("fft.ihfft2", "fft.ihfftn")
 
 DENSE_OUT = ("nn.functional.gelu", "tril", "triu", "nn.functional.avg_pool3d", "narrow_copy")
 """Operators whose kernel on the CPU, which also plays devices, needs a contiguous `out=`: known kernel bugs."""
+
+MEDIANS = ("median", "nanmedian", "masked.median")
+"""Operators that are wrong of expanded memory on the CPU, to which devices hand them: a known bug."""
+
+ROUNDED_OUT = ("any", "all")
+"""Operators that torch's CPU kernels give their argument in the dtype of `out=`, without its fraction: a known bug."""
 
 OF_ITS_INPUT = ("nn.functional.huber_loss", "nn.functional.binary_cross_entropy_with_logits")
 """Operators whose result may have the dtype of the first tensor or that of all: torch's own devices differ."""
@@ -202,12 +211,12 @@ def is_comparable(name: str, dtype: torch.dtype, arguments: Any) -> bool:
 
 def defines_infinities(name: str) -> bool:
     """Return whether it is defined what an operator makes of infinities, NaN, and numbers beyond whole numbers."""
-    return name not in _WHOLE and not any(each in name for each in _OPEN)
+    return name not in _UNDEFINED and not any(each in name for each in _OPEN)
 
 
 def defines_nan(name: str) -> bool:
     """Return whether it is defined what an operator makes of NaN."""
-    return name not in _WHOLE and not any(each in name for each in _OPEN_NAN)
+    return name not in _UNDEFINED and not any(each in name for each in _OPEN_NAN)
 
 
 def needs_lapack(info: Any) -> bool:

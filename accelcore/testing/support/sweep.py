@@ -37,6 +37,10 @@ from accelcore.testing.support.layouts import (
 )
 from accelcore.testing.support.rare import Rare, rare
 from accelcore.testing.support.samples import (
+    CHOOSES,
+    DECIDED,
+    MEDIANS,
+    NOT_UNIQUE,
     OF_ITS_INPUT,
     ORDERED,
     READS_MEMORY,
@@ -63,6 +67,7 @@ from accelcore.testing.support.wrapped import Between, Gradient, Twice
 
 _MOST_WRONG, _MOST_INDICES = 4, 8
 _MOST_RESULTS = 10  # of an enlarged sample
+_WRITES = ("scatter", "index_copy", "index_put", "index_reduce", "put")  # of equal indices, any number may be last
 _OF_MANY_RESULTS = ("unbind_copy",)
 _MOST_ENLARGED = 8  # samples, of an operator that scripts use less
 _ANY_NUMBERS = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
@@ -148,7 +153,7 @@ def compare(
                 given = [*map(arguments_of, every), *of_other_options(info, dtype, every, [])]
                 for arguments in _of_many(name, info, given, elementwise) if name not in UNIQUE_INDICES else ():
                     Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
-                for arguments in _expanded(every) if name not in ORDERED else ():
+                for arguments in _expanded(name, every):
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
                 given = arguments_of(max(every, key=_weight))  # the first of the best
                 if name not in READS_MEMORY:
@@ -204,6 +209,8 @@ def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
         given = map(arguments_of, every[:_MOST_ENLARGED])
         for arguments in islice(_of_many(name, info, list(given), elementwise), 3):
             yield Rare(info, dtype, arguments, "of many elements")
+        for arguments in _expanded(name, every, (0,)):
+            yield Rare(info, dtype, arguments, "of expanded memory")
     yield Rare(Between(info), dtype, arguments_of(max(every, key=_weight)), "between other calls")
 
 
@@ -214,9 +221,12 @@ def _not_finite(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> I
     plane, is_low = arguments_of(max(every, key=_is_plane)), dtype != torch.float32
     infinities = [] if is_low and any(each in name for each in _OPEN_IN_LOW) else list(INFINITE.items())
     for what, infinity in infinities[dtype == torch.float16 :][: 1 if is_low else None]:
-        if (changed := with_infinity(plane, infinity)) is not None:
+        if (changed := with_infinity(plane, infinity, several=name not in CHOOSES)) is not None:
             yield what, changed
-    weighted = map(arguments_of, sorted(every, key=_weight, reverse=True))
+    weighted = [
+        *map(arguments_of, sorted(every, key=_weight, reverse=True)),
+        *([] if "attention" in name else joined(info, dtype, every)),
+    ]
     yield from (("with NaN", each) for each in with_nans(info.op, weighted)[: 1 if is_low else None])
 
 
@@ -306,10 +316,14 @@ def _of_other_dimensions(info: Any, dtype: torch.dtype, every: list[Any]) -> Ite
     yield from sorted(options, key=lambda given: -max((each.dim() for each in tensors(given)), default=0))
 
 
-def _expanded(every: list[Any]) -> Iterator[Any]:
-    """Return the first sample of which all rows, and then all columns, lie in the same memory."""
-    for dimension in (0, -1):
-        found = (expanded(arguments_of(sample), dimension) for sample in every)
+def _expanded(name: str, every: list[Any], dimensions: tuple[int, ...] = (0, -1)) -> Iterator[Any]:
+    """Yield the first sample of which all rows, and then all columns, lie in the same memory; then of its indices."""
+    if name in (*DECIDED, *READS_MEMORY, *NOT_UNIQUE, *MEDIANS):
+        return
+    ways = [True] * (name not in ORDERED or name in CHOOSES)
+    ways += [False] * (name in REPEATABLE or not name.startswith(_WRITES))
+    for fractions, dimension in product(ways, dimensions):
+        found = (expanded(arguments_of(sample), dimension, fractions=fractions) for sample in every)
         yield from islice((arguments for arguments in found if arguments is not None), 1)
 
 

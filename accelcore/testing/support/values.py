@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
@@ -94,6 +95,25 @@ def with_zeros(arguments: Any) -> Any:
     return mapped(change, arguments)
 
 
+def with_complex_zeros(arguments: Any) -> Any:
+    """Return the arguments without gradients, and with zeros among the parts of the first, of complex numbers, or None.
+
+    One of four numbers is 0, one is real and one imaginary.
+    """
+    first = arguments[0][0]
+    if not isinstance(first, Tensor) or first.layout != torch.strided or not first.is_complex():
+        return None
+    if not first.dim() or first.numel() < 4:
+        return None
+    parts = torch.view_as_real(first.detach().resolve_conj().clone(memory_format=torch.contiguous_format)).view(-1)
+    for place in (0, 1, 3, 4):
+        parts[place::8] = 0.0
+    zeros = torch.view_as_complex(parts.view(*first.shape, 2))
+    return mapped(
+        lambda value: zeros if value is first else value.detach() if isinstance(value, Tensor) else value, arguments
+    )
+
+
 def with_bounds(arguments: Any, least: float, most: float) -> Any:
     """Return the arguments with both ends of a range among the fractions within it, in all pairs of two tensors.
 
@@ -110,6 +130,8 @@ def with_bounds(arguments: Any, least: float, most: float) -> Any:
         if not within(value):
             return value
         flat = value.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        if math.isfinite(most - least):  # close to an end a gradient may lose all digits
+            flat.clamp_(least + (most - least) / 8, most - (most - least) / 8)
         for place, number in enumerate((least, least, most, most) if value is first else (least, most)):
             flat[place :: 5 if value is first else 2] = number
         return flat.reshape(value.shape).requires_grad_(value.requires_grad)
@@ -130,16 +152,17 @@ def all_alike(arguments: Any, *, counted: bool) -> Iterator[Any]:
         yield from (mapped(partial(change, number=number), arguments) for number in (1, 0))
 
 
-def with_infinity(arguments: Any, infinity: float) -> Any:
+def with_infinity(arguments: Any, infinity: float, *, several: bool = True) -> Any:
     """Return the arguments with a row and one more element of the first that are infinite; of a vector, two elements.
 
-    None if there are fewer than two rows, or than two elements in a row.
+    With `several=False` it is the first element alone, for operators that choose one of equal numbers. None if there
+    are fewer than two rows, or than two elements in a row.
     """
     first = arguments[0][0]
     if not isinstance(first, Tensor) or not first.is_floating_point() or not first.dim() or min(first.shape) < 2:
         return None
     count = first.shape[-1] if first.dim() > 1 else 1
-    where = torch.arange(first.numel()).reshape(first.shape) <= count
+    where = torch.arange(first.numel()).reshape(first.shape) <= count * several
 
     def spoil(value: Tensor, _: int) -> Tensor:
         return value.masked_fill(where, infinity) if value.data_ptr() == first.data_ptr() else value
