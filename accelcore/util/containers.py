@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -107,13 +106,13 @@ def described(value: object, depth: int = 3) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
     parts = _parts(value) if depth else None
-    if parts is None or len(parts) == 0:  # a TensorDict has no truth value
+    items = [*parts.items()] if parts is not None else []  # a TensorDict has no truth value, and the length of its rows
+    if not items:
         return kind_of(value)
     shown = [
-        (f"{key!r}: " if isinstance(key, str) else "") + described(part, depth - 1)
-        for key, part in islice(parts.items(), _SHOWN)
+        (f"{key!r}: " if isinstance(key, str) else "") + described(part, depth - 1) for key, part in items[:_SHOWN]
     ]
-    more = [f"and {len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
+    more = [f"and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
     return f"{kind_of(value)} of ({', '.join(shown + more)})"
 
 

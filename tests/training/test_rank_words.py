@@ -150,10 +150,22 @@ def test_a_mean_weighs_batches_by_their_rows_and_refuses_what_has_none(accel):
     assert trainer.model.training
 
 
-def test_a_batch_may_be_a_mapping_without_a_truth_value(accel):
-    class Batch(UserDict):
+def test_a_batch_may_be_a_mapping_of_rows_without_a_truth_value(accel):
+    class Batch(UserDict):  # as a TensorDict
         def __bool__(self):
-            raise RuntimeError("as a TensorDict")
+            raise RuntimeError("no truth value")
+
+        def __len__(self):
+            return 20
+
+        def __iter__(self):
+            return iter([Batch()] * 20)
+
+        def items(self):
+            return self.data.items()
+
+        def values(self):
+            return self.data.values()
 
     batches = [Batch(x=torch.zeros(1, 4)), Batch(x=torch.ones(3, 4))]
     assert make(accel).evaluate(batches).mean(lambda batch: batch["x"].mean()) == 0.75
