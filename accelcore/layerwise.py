@@ -186,7 +186,7 @@ class LayerDifference:
 
     @property
     def computed_by(self) -> str:
-        """The module that computed what differs: an input is computed by the code of the module around."""
+        """Module that computed what differs. An input is computed by the code of the module around it."""
         return self.module if self.item.startswith("output") else self.module.rpartition(".")[0]
 
     @property

@@ -38,12 +38,8 @@ python_use_unqualified_type_names = True
 
 
 def of_init(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: str, returns: str) -> Any:
-    """A class below one of torch's is shown with its own signature: what stands in for torch's takes anything."""
-    if (
-        what == "class"
-        and "__init__" in vars(value)
-        and any(hasattr(base, "__sphinx_mock__") for base in value.__mro__)
-    ):
+    """A class with `__new__` in a base, as torch's stand-in has, is shown with the signature of its own `__init__`."""
+    if what == "class" and "__init__" in vars(value) and value.__new__ is not object.__new__:
         return stringify_signature(signature(value.__init__, bound_method=True), unqualified_typehints=True), None
     return None
 

@@ -94,7 +94,7 @@ class Probe:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of a job that fit on this host: one for each device, or one if all ranks share a device."""
+        """Number of ranks of a job that fit on this host, one for each device, or one if all ranks share a device."""
         return self.count if self.exclusive else 1
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ _SHORT = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay", 
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
-"""What a route updates: a tensor for each parameter; also 1-D tensors of many parameters; only the latter."""
+"""Tensors that a route updates, one for each parameter; also 1-D tensors of many parameters; or only the latter."""
 
 
 class Engine:

@@ -146,12 +146,12 @@ class Trainer(Suggests, Resumable):
 
     @property
     def window_closed(self) -> bool:
-        """Whether no window is open: the last micro-batch, if there was one, closed its window. See `accumulate`."""
+        """Whether no window is open. The last micro-batch, if there was one, has closed its window. See `accumulate`."""
         return not self._step.is_open
 
     @property
     def total_steps(self) -> int | None:
-        """Number of windows of the whole training: as given, or from `epochs(n)` and the last loader; or None."""
+        """Number of windows of the whole training, as given, or from `epochs(n)` and the last loader; None if unknown."""
         return self._options["total_steps"] or self._stream.total_steps(self.accumulate)
 
     @property
@@ -275,7 +275,7 @@ class Trainer(Suggests, Resumable):
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """Model to call in a loop of your own: compiled and replicated as asked."""
+        """Model to call in a loop of your own, compiled and replicated as asked."""
         self._step.check_failure()
         if self._window.micro == 0 or self._window.is_last:
             self._step.check_unchanged()
@@ -359,8 +359,8 @@ class Trainer(Suggests, Resumable):
                 program's file, also load the optimizer's state and options.
 
         Returns:
-            The checkpoint's `extra`; or the rest of another program's file, to use as you like: `trainer.epoch =
-            rest["epoch"] + 1`, `trainer.scheduler.load_state_dict(rest["scheduler"])`.
+            The checkpoint's `extra`; or the rest of another program's file, to use as you like, as in
+            `trainer.epoch = rest["epoch"] + 1` and `trainer.scheduler.load_state_dict(rest["scheduler"])`.
 
         Raises:
             CheckpointError: the file cannot be read or does not fit. The trainer is unchanged.

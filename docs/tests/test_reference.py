@@ -181,3 +181,5 @@ def test_there_is_no_noise(entries):
         assert "*args" not in signature, signature
         assert "Alias for field number" not in text, address
         assert "Mock" not in signature, signature
+        assert "given: object" not in signature, signature
+        assert not re.search(r"\b(Return type|Type)\s*:", text), f"{address}: a colon in the first line tears the text"
