@@ -40,7 +40,8 @@ python_use_unqualified_type_names = True
 def of_init(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: str, returns: str) -> Any:
     """A class with `__new__` in a base, as torch's stand-in has, is shown with the signature of its own `__init__`."""
     if what == "class" and "__init__" in vars(value) and value.__new__ is not object.__new__:
-        return stringify_signature(signature(value.__init__, bound_method=True), unqualified_typehints=True), None
+        own = signature(value.__init__, bound_method=True)
+        return stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
     return None
 
 

@@ -146,12 +146,12 @@ class Trainer(Suggests, Resumable):
 
     @property
     def window_closed(self) -> bool:
-        """Whether no window is open. The last micro-batch, if there was one, has closed its window. See `accumulate`."""
+        """Whether no window is open. The last micro-batch, if there was one, has closed it. See `accumulate`."""
         return not self._step.is_open
 
     @property
     def total_steps(self) -> int | None:
-        """Number of windows of the whole training, as given, or from `epochs(n)` and the last loader; None if unknown."""
+        """Number of windows of the whole training, as given, or from `epochs(n)` and the last loader; or None."""
         return self._options["total_steps"] or self._stream.total_steps(self.accumulate)
 
     @property
