@@ -12,11 +12,12 @@ _CLASS = re.compile(r"(?m)^[ \t]*class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)
 _MOVES = re.compile(rf"(?m)^[ \t]+def ({'|'.join(DEVICES)})\(")
 _TAKES = re.compile(rf"\bdef ({'|'.join(DEVICES)})\((?!\s*\w+\s*\))")
 _ALIAS = re.compile(
-    rf"(?m)^([ \t]+)def ({'|'.join(DEVICES)})\(self(?:,[^(),]*)?\)[^:\n]*:[ \t]*\n"
-    r"(?:\1[ \t]+r?(\"\"\"|\'\'\')(?:(?!\3)[\s\S])*\3[ \t]*\n)?"
-    r"\1[ \t]+return self\.to\([^\n]*\)[ \t]*(?:\n|\Z)(?!\1[ \t])"
+    rf"(?m)^([ \t]+)def ({'|'.join(DEVICES)})\(self(?:, *(\w+)[^(),]*)?\)[^:\n]*:[ \t]*\n"
+    r"(?:\1[ \t]+r?(\"\"\"|\'\'\')(?:(?!\4)[\s\S])*\4[ \t]*\n)?"
+    r"\1[ \t]+return self\.to\((?!\))(?:device *= *)?(?:\w+\.device\()?(?:\3(?: if \3 is not None else| or)? *)?"
+    r"(?:f?[\"']\2(?::0|:\{\3\})?[\"'](?:, *\3)?)?\)?\)[ \t]*(?:\n|\Z)(?!\1[ \t])"
 )
-"""A method `cuda` with one parameter that only calls the object's own `to`, which may as well be called."""
+"""A method `cuda` with one parameter that only gives a device to the object's own `to`, which may as well be called."""
 
 _FUNCTION = re.compile(r"(?m)^([ \t]*)def[ \t]+(\w+)\(([^)]*)\)[^\n]*\n((?:\1[ \t]+.*(?:\n|\Z)|[ \t]*\n)*)")
 """A function: its indentation, name, parameters and body."""
