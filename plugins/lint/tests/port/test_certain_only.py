@@ -212,7 +212,10 @@ def test_a_name_of_a_build_stays_with_its_question(level, body, other, kept):
     [
         ("WhisperModel('base', device=device)", True),
         ("WhisperModel('base', str(device))", True),
+        ("WhisperModel('base', **{'device': torch.device(device)})", True),
         ("WhisperModel('base')", False),
+        ("WhisperModel(torch.ones(2, device=device).numpy())", False),
+        ("WhisperModel(net(x.to(device)).cpu().numpy())", False),
         ("torch.ones(2, device=device)", False),
     ],
 )

@@ -18,6 +18,9 @@ _CUDA_OR_CPU = re.compile(
 )
 """Packages that know CUDA and the CPU only: no option of theirs takes another device."""
 
+_TENSORS = re.compile(r"\.to\([^()]*\)|\btorch\.(?!device\b)\w+\([^()]*\)")
+"""What places a tensor: such a package gets its numbers, and not the device."""
+
 
 def is_given_away(answer: cst.CSTNode, facts: Facts, *, to_any: bool = True) -> bool:
     """Return whether an answer, or the name to which it is assigned, is in an option `gpu=` of another package.
@@ -36,7 +39,8 @@ def is_given_away(answer: cst.CSTNode, facts: Facts, *, to_any: bool = True) -> 
         is_theirs = _CUDA_OR_CPU.fullmatch(package) is not None
         wanted = re.compile(".*") if is_theirs or re.fullmatch(ENGINES, package) else _OPTION
         options = [arg for arg in call.args if is_theirs or (arg.keyword and wanted.fullmatch(arg.keyword.value))]
-        found = any(given.search(text_of(arg.value)) if name else arg in around for arg in options)
+        texts = [_TENSORS.sub("", text_of(arg.value)) if is_theirs else text_of(arg.value) for arg in options]
+        found = any(map(given.search, texts)) if name else any(arg in around for arg in options)
         if package and package not in own and found and (to_any or is_theirs):
             return True
     return False
