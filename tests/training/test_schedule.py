@@ -230,7 +230,7 @@ def test_it_resumes_as_it_was_stepped(accel, tmp_path, by, other):
         make(other).resume(tmp_path)
 
 
-def test_a_scheduler_that_the_script_steps_is_saved_and_restored(accel, tmp_path):
+def test_a_scheduler_that_the_script_steps_is_saved_and_restored(accel, tmp_path, caplog):
     def make():
         model = nn.Linear(3, 2)
         optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
@@ -246,5 +246,6 @@ def test_a_scheduler_that_the_script_steps_is_saved_and_restored(accel, tmp_path
     resumed.resume(tmp_path)
     assert resumed.optimizer.param_groups[0]["lr"] == 0.025
     assert resumed.scheduler.state_dict() == trainer.scheduler.state_dict()
+    assert "learning rate is" not in caplog.text  # the schedule has changed it, and not the script
     resumed.scheduler.step(4.0)
     assert resumed.optimizer.param_groups[0]["lr"] == 0.0125

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn, TextIO
@@ -24,7 +25,7 @@ from accelcore.util.containers import item
 from accelcore.util.files import replace_file
 from accelcore.util.text import is_number, is_whole
 
-_OLD = "log-before.jsonl"
+_OLD = "log-before{}.jsonl"
 _OWN = ("step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "memory_peak", "seconds")
 
 Sink = tuple[Callable[[dict[str, Any], int], object], Callable[[], object]]
@@ -41,8 +42,8 @@ class Log(Meter):
     is not finite is null. A step does not wait for the device: a line is written one step later.
 
     After a resume, lines after the resumed step are dropped, and the log continues. A run from the start renames an
-    older log to `log-before.jsonl`. The log draws its plot at exit, except after Ctrl-C, and by `close()`;
-    `accelcore plot FOLDER` draws it at any time.
+    older log to `log-before.jsonl`, or `log-before-2.jsonl` and so on. The log draws its plot at exit, except after
+    Ctrl-C, and by `close()`; `accelcore plot FOLDER` draws it at any time.
 
     Args:
         folder: made if it does not exist; one for each run.
@@ -184,8 +185,10 @@ class Log(Meter):
                 kept = [line_of(record) for record in read_records(self._folder) if record["step"] <= done]
                 replace_file(path, "".join(kept).encode())
             elif path.exists():
-                path.replace(self._folder / _OLD)
-                logger.warning("%s has the log of another run, which is %s now", self._folder, _OLD)
+                names = (_OLD.format(f"-{number}" if number > 1 else "") for number in count(1))
+                old = next(name for name in names if not (self._folder / name).exists())
+                path.replace(self._folder / old)
+                logger.warning("%s has the log of another run, which is %s now", self._folder, old)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(

@@ -134,7 +134,9 @@ class Saver:
             model_part,
             MastersPart(model_part, gradients),
             SchedulePart(self._schedule),
-            OptimizerPart(model, plan.optimizer, gradients, plan.strategy),
+            OptimizerPart(
+                model, plan.optimizer, gradients, plan.strategy, is_scheduled=self._schedule.scheduler is not None
+            ),
             TrainedPart(plan),
             ScalerPart(self._scaler),
             WindowPart(model, self._window, gradients),

@@ -119,12 +119,22 @@ class OptimizerPart(Part):
 
     They can be restored by another route of the registry, by torch's class, and on another device. If the strategy
     divides the updates among the ranks, each rank has and saves the state of the parameters that it updates.
+
+    `is_scheduled`: whether a scheduler changes options such as the learning rate.
     """
 
     name = "optimizer"
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, gradients: Gradients, strategy: Strategy) -> None:
-        self._optimizer, self._strategy = optimizer, strategy
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        strategy: Strategy,
+        *,
+        is_scheduled: bool,
+    ) -> None:
+        self._optimizer, self._strategy, self._is_scheduled = optimizer, strategy, is_scheduled
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names.update({id(slot.trained): slot.name for slot in gradients.slots})
 
@@ -158,7 +168,7 @@ class OptimizerPart(Part):
             raise _another(saved, f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
         groups, numbers = self._groups(tree["groups"], saved)
         if self._strategy.collectives.rank == 0:
-            _report_options(self._optimizer.param_groups, groups)
+            _report_options(self._optimizer.param_groups, groups, is_scheduled=self._is_scheduled)
         entries = as_dict(tree["state"], "optimizer state")
         if unknown := [name for name in entries if name not in numbers]:
             raise _another(saved, f"it has a state of {unknown[0]!r}, which this one does not train")
@@ -293,10 +303,11 @@ def _check_names(own: Mapping[str, Any], state: Mapping[str, Any], saved: Saved)
         )
 
 
-def _report_options(own: list[dict[str, Any]], restored: list[dict[str, Any]]) -> None:
+def _report_options(own: list[dict[str, Any]], restored: list[dict[str, Any]], *, is_scheduled: bool) -> None:
     """Log the first option of which the script's value differs from the checkpoint's, which is used."""
     for live, new in zip(own, restored, strict=True):
-        moved = {"lr", "momentum", "betas"} if "initial_lr" in live else set()  # by a schedule
+        # By a schedule: torch's write `initial_lr`, but ReduceLROnPlateau.
+        moved = {"lr", "momentum", "betas"} if is_scheduled or "initial_lr" in live else set()
         for key in sorted(live.keys() & new.keys() - moved - {"params", *SWITCHES}):
             if live[key] != new[key]:
                 logger.warning(
