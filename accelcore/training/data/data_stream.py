@@ -151,8 +151,8 @@ class DataStream:
             if number != self._loops_over_epochs:
                 raise TrainingError(
                     f"another loop over trainer.epochs(...) has run inside the loop over trainer.epochs({total})",
-                    why=f"a trainer counts its epochs once: the outer loop was at epoch {epoch}, and the inner one has "
-                    f"moved on to epoch {self.epoch}",
+                    why=f"a trainer counts its epochs once: the outer loop was at epoch {epoch}, and the trainer is "
+                    f"now at epoch {self.epoch}",
                     remedy="write one loop over trainer.epochs(n), and give it all epochs",
                 )
             if self.epoch == epoch and self.loop == loop:
