@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from accelcore.jobs.collectives import Collectives
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.util.containers import described, tensors
 from accelcore.util.text import is_number
+
+_WHOLE = re.compile(r"(?i)\b(u?int\d*|long|short|char|byte|bool)\b")
+"""Dtypes of whole numbers. An error that names one is about classes or indices, which are not cast to a float."""
 
 
 class Window:
@@ -212,7 +216,8 @@ def _dtype_hint(error: Exception, batch: Any, model: nn.Module) -> str:
     """Return what to do if `error` is torch's, on dtypes, and those of batch and parameters differ; else nothing."""
     given = {tensor.dtype for tensor in tensors(batch) if tensor.is_floating_point()}
     held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if type(error) is not RuntimeError or "type" not in str(error) or not given - held or len(held) != 1:
+    is_theirs = type(error) is RuntimeError and re.search(r"\bd?type", str(error)) is not None
+    if not is_theirs or _WHOLE.search(str(error)) or not given - held or len(held) != 1:
         return ""
     (dtype,) = held
     floats, name = (" and ".join(sorted(str(each).removeprefix("torch.") for each in of)) for of in (given, held))

@@ -155,3 +155,16 @@ def test_an_error_of_torchs_on_dtypes_has_a_note_with_both_and_the_remedy(accel,
     with pytest.raises(RuntimeError, match="shapes") as caught:
         trainer(torch.zeros(4, 5, dtype=next(trainer.model.parameters()).dtype))
     assert len(caught.value.__notes__) == 1, "an error of another kind"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python shows notes since 3.11")
+def test_an_error_on_classes_that_are_no_whole_numbers_has_no_note_to_cast_them_to_the_models_dtype(accel):
+    model = nn.Linear(3, 2)
+    trainer = accel.trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+    with pytest.raises(RuntimeError, match="Long") as caught:
+        trainer((torch.zeros(4, 3), torch.zeros(4, dtype=torch.float64)))
+    assert len(caught.value.__notes__) == 1
