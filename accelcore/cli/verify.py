@@ -101,7 +101,17 @@ class Scorecard:
         }
 
 
-@click.group("verify", subcommand_metavar="backend NAME [OPTIONS]")
+class _Verify(click.Group):
+    """Group that names the command which is meant by `accelcore verify cpu`."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = super().get_command(ctx, cmd_name)
+        if found is None:
+            ctx.fail(f"No such command {cmd_name!r}. Write: accelcore verify backend {cmd_name}")
+        return found
+
+
+@click.group("verify", cls=_Verify, subcommand_metavar="backend NAME [OPTIONS]")
 def commands() -> None:
     """Test whether a backend works as it declares.
 

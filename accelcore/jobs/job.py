@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from numbers import Real
 from types import TracebackType
 from typing import Any, TextIO, TypeVar, cast
 
@@ -158,7 +159,7 @@ class Job(Suggests):
 
         Each rank has the same weight. If ranks have seen different numbers of rows, `gather` the values of all rows.
         """
-        if isinstance(value, list | tuple):
+        if not isinstance(value, Tensor | Real):
             raise ConfigurationError(
                 f"job.mean was given {kind_of(value)}", remedy="give a number, or torch.tensor(values)"
             )

@@ -44,6 +44,11 @@ def test_help_of_doctor_tells_the_exit_codes(capsys):
         assert code in text
 
 
+def test_a_backend_in_place_of_a_word_of_verify_is_named_with_that_word(capsys):
+    assert main(["verify", "cpu"]) == 64
+    assert "accelcore verify backend cpu" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["run", "verify backend", "doctor --dep"])
 def test_a_wrong_call_is_one_message_with_the_usage_and_where_help_is(capsys, command):
     assert main(command.split()) == 64

@@ -34,6 +34,7 @@ def sgd(model):
         (lambda model: ({"g": model}, sgd(model)), "a dict, not"),
         (lambda model: (sgd(model), model), "the model first"),
         (lambda model: (nn.Linear, sgd(model)), "the class Linear"),
+        (lambda model: (empty := model.to("meta"), sgd(empty)), r"'weight'.*\bmeta\b(.|\n)*to_empty"),
     ],
 )
 def test_arguments(accel, make, says):
@@ -168,6 +169,7 @@ def test_words_of_other_libraries(accel, options, says):
         (lambda accel, of: Policy(model_dtype="bf17"), "did you mean 'bf16'"),
         (lambda accel, of: accel.autocast("bf17"), "did you mean 'bf16'"),
         (lambda accel, of: accelcore.select("cpu:9"), "choose cpu:0"),
+        (lambda accel, of: accel.join().mean("0.5"), "a str(.|\n)*give a number"),
     ],
 )
 def test_slips_outside_of_a_trainer_say_what_was_meant(accel, call, says):

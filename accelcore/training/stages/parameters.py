@@ -42,6 +42,13 @@ class Place(Stage):
             raise ConfigurationError(
                 "the model is already wrapped in DataParallel", remedy='pass the bare module, and parallel="ddp"'
             )
+        values = (*plan.model.named_parameters(), *plan.model.named_buffers())
+        if empty := [name for name, tensor in values if tensor.is_meta]:
+            raise ConfigurationError(
+                f"{empty[0]!r} of the model is on the meta device, where it has a shape and no values",
+                remedy="make the model on the CPU; or call model.to_empty(device=accel.device), and initialise it or "
+                "load its weights, before the optimizer is made",
+            )
         names = {id(parameter): name for name, parameter in plan.model.named_parameters()}
         check_members([{"params": members} for members in plan.groups()], names)
         strangers = sum(id(parameter) not in names for members in plan.groups() for parameter in members)
