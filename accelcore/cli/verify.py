@@ -106,7 +106,7 @@ class _Verify(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = super().get_command(ctx, cmd_name)
-        if found is None:
+        if found is None and not ctx.resilient_parsing:  # a shell that completes a line wants no error
             ctx.fail(f"No such command {cmd_name!r}. Write: accelcore verify backend {cmd_name}")
         return found
 

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 
+import click
 import pytest
 
 from accelcore.cli import main
+from accelcore.cli.verify import commands
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_help_of_doctor_tells_the_exit_codes(capsys):
 def test_a_backend_in_place_of_a_word_of_verify_is_named_with_that_word(capsys):
     assert main(["verify", "cpu"]) == 64
     assert "accelcore verify backend cpu" in capsys.readouterr().err
+    assert commands.get_command(click.Context(commands, resilient_parsing=True), "cpu") is None  # to complete a line
 
 
 @pytest.mark.parametrize("command", ["run", "verify backend", "doctor --dep"])
