@@ -12,6 +12,7 @@ from accelcore_lint.port.options import is_whole, options_in
 from accelcore_lint.port.syntax import argument, text_of
 from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.walk import find
 
 _VARIABLE = r"(?:LOCAL_RANK|SLURM_LOCALID|OMPI_COMM_WORLD_LOCAL_RANK|MV2_COMM_WORLD_LOCAL_RANK)"
 _LOCAL_RANK = re.compile(
@@ -59,6 +60,8 @@ class DeviceNumbers(Tree):
         function = self.function_of(node)
         made = [value for value in values if self.function_of(value) is function]
         made = made or [value for value in values if self.function_of(value) is None]
+        shared = {each.name.value for line in find(self.module, cst.Global) for each in line.names}
+        made = self.assigned.get(text_of(node), []) if text_of(node) in shared else made
         return bool(made) and all(isinstance(value, cst.Integer) for value in made)
 
     def _is_launchers(self, rank: cst.CSTNode, seen: tuple[str, ...]) -> bool:

@@ -206,6 +206,17 @@ def test_a_local_rank_that_is_one_number_is_not_this_ranks_device(lines, kept):
     assert ("return model.to(local_rank)" in port_source(source, Level.ROLES).source) is kept
 
 
+@pytest.mark.parametrize(("line", "is_own"), [("    global local_rank\n", True), ("", False)])
+def test_a_local_rank_that_a_function_sets_for_all_is_this_ranks_device(line, is_own):
+    source = (
+        "import os\nimport torch\nimport torch.distributed as dist\n\nlocal_rank = 0\n\n\ndef set_up():\n"
+        f"{line}    local_rank = int(os.environ['LOCAL_RANK'])\n    torch.cuda.set_device(local_rank)\n"
+        "    dist.init_process_group('nccl')\n\n\ndef run():\n    set_up()\n"
+        "    return torch.ones(2).to(torch.device('cuda', local_rank))\n\n\nrun()\n"
+    )
+    assert ("return torch.ones(2).to(accel.device)" in port_source(source, Level.ROLES).source) is is_own
+
+
 NONE, CPU = "map_location = None", "map_location = 'cpu'"
 
 
