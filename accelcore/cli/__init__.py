@@ -1,6 +1,6 @@
 """The command line. Nothing here trains: scripts and the conformance suite run in processes of their own.
 
-Only `precision`, `export`, `replay` and `plot` may import torch in this process.
+Only `precision`, `export` and `replay` import torch in this process.
 
 For every command, a user's mistake is one message on stderr and exit code 64: click's own, or accelcore's. `--debug`
 adds the traceback. A reader that closes early, like `head`, is not an error.

@@ -203,9 +203,10 @@ def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> 
 
 def _emulation(name: str, devices: int) -> Mapping[str, str]:
     """Return the environment in which an installed emulator imitates the backend `name`. May take long."""
-    offers = [entry for entry in declared(EMULATORS) if entry.name == name]
+    emulators = declared(EMULATORS)
+    offers = [entry for entry in emulators if entry.name == name]
     if not offers:
-        names = ", ".join(sorted({entry.name for entry in declared(EMULATORS)}))
+        names = ", ".join(sorted({entry.name for entry in emulators}))
         advice = "install an emulator: in a clone of accelcore, each folder plugins/*_emulator is a package of one"
         if names:
             advice = f"choose an available one ({names}), or remove --emulate: without the device, --device cpu works"

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import UserDict
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -148,31 +147,6 @@ def test_a_mean_weighs_batches_by_their_rows_and_refuses_what_has_none(accel):
     batches = [{"name": "a", "x": torch.zeros(1)}, {"name": "b", "x": torch.ones(3)}]
     assert trainer.evaluate(batches).mean(lambda batch: batch["x"].mean()) == 0.75
     assert trainer.model.training
-
-
-def test_a_batch_may_be_a_mapping_of_rows_without_a_truth_value(accel):
-    class Batch(UserDict):  # as a TensorDict
-        def __bool__(self):
-            raise RuntimeError("no truth value")
-
-        def __len__(self):
-            return 20
-
-        def __iter__(self):
-            return iter([Batch()] * 20)
-
-        def items(self):
-            return self.data.items()
-
-        def values(self):
-            return self.data.values()
-
-    batches = [Batch(x=torch.zeros(1, 4)), Batch(x=torch.ones(3, 4))]
-    assert make(accel).evaluate(batches).mean(lambda batch: batch["x"].mean()) == 0.75
-    with pytest.raises(Exception, match="shapes cannot be multiplied") as caught:
-        make(accel, loss=lambda model, batch: model(batch["x"].mT).sum())(batches[1])
-    if hasattr(caught.value, "__notes__"):  # Python 3.11
-        assert "Batch of ('x': float32 (3, 4) on cpu)" in caught.value.__notes__[0]
 
 
 def test_a_mean_is_as_exact_as_its_values(accel):

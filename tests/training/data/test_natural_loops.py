@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -115,3 +116,28 @@ def test_aux_keeps_no_graph_alive(accel):
     assert trainer.aux["parts"][1] == "text"
     assert not trainer.aux["out"].requires_grad
     torch.testing.assert_close(trainer.aux["parts"][0][0], trainer.aux["out"].mean())
+
+
+def test_a_batch_may_be_a_mapping_of_rows_without_a_truth_value(accel):
+    class Batch(UserDict):  # as a TensorDict
+        def __bool__(self):
+            raise RuntimeError("no truth value")
+
+        def __len__(self):
+            return 20
+
+        def __iter__(self):
+            return iter([Batch()] * 20)
+
+        def items(self):
+            return self.data.items()
+
+        def values(self):
+            return self.data.values()
+
+    batches = [Batch(x=torch.zeros(1, 4)), Batch(x=torch.ones(3, 4))]
+    assert make(accel).evaluate(batches).mean(lambda batch: batch["x"].mean()) == 0.75
+    with pytest.raises(Exception, match="shapes cannot be multiplied") as caught:
+        make(accel, loss=lambda model, batch: model(batch["x"].mT).sum())(batches[1])
+    if hasattr(caught.value, "__notes__"):  # Python 3.11
+        assert "Batch of ('x': float32 (3, 4) on cpu)" in caught.value.__notes__[0]
