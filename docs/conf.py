@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,16 @@ maximum_signature_line_length = 68
 python_use_unqualified_type_names = True
 
 
-def of_init(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: str, returns: str) -> Any:
-    """A class with `__new__` in a base, as torch's stand-in has, is shown with the signature of its own `__init__`."""
+def signature_of(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: str, returns: str) -> Any:
+    """Return the signature to show: of a class with `__new__` in a base, as torch's stand-in has, that of `__init__`."""
     if what == "class" and "__init__" in vars(value) and value.__new__ is not object.__new__:
         own = signature(value.__init__, bound_method=True)
-        return stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
-    return None
+        shown, returns = stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
+    # A parameter of this type is there for an error message: nothing may be given to it.
+    shown = re.sub(r"\*{1,2}\w+: ~?(typing\.)?NoReturn(, )?", "", shown or "").replace(", )", ")")
+    return shown or None, returns
 
 
 def setup(app: Sphinx) -> None:
     """Connect the function above."""
-    app.connect("autodoc-process-signature", of_init)
+    app.connect("autodoc-process-signature", signature_of)
