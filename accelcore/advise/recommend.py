@@ -135,10 +135,8 @@ def advise(
     advice.rows += [each for family in families for each in family[1:]]
     advice.recommended, advice.reason = chosen.variant.name, _reason(chosen, tried)
     if not every:
-        of_presets = _reason(best, rows)
-        advice.reason = (
-            of_presets if chosen is best else f"{advice.reason}. Of the presets, {best.variant.name}: {of_presets}"
-        )
+        of_presets = f"{advice.reason}. Of the presets, {best.variant.name}: {_reason(best, rows)}"
+        advice.reason = _reason(best, [*rows, *tried[1:]]) if chosen is best else of_presets
         advice.notes.append(
             f"only {best.variant.name} was tried compiled, flat and not flat: --all tries each preset that agrees"
         )

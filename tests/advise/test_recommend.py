@@ -79,6 +79,13 @@ def test_a_simpler_one_that_is_slower_is_said_to_be_so():
     assert "not as simple" not in reason
 
 
+def test_a_quicker_way_to_run_the_recommended_preset_that_is_not_recommended_has_a_reason():
+    advice = Machine(bf16={"seconds": 1e-3}, bf16_flat={"seconds": 0.995e-3}).advise()
+    assert advice.recommended == "bf16"
+    assert "fp32-fast: simpler, but slower" in advice.reason
+    assert "bf16 flat: quicker by less than the spread" in advice.reason
+
+
 def test_ties_go_to_the_simplest():
     assert Machine(O2={"seconds": 1.995e-3}).advise().recommended == "fp32"
 
