@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from accelcore.errors import ConfigurationError, Suggests
 from accelcore.jobs.launchers import Launch, read_launch
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
 
+_MISSING: Any = None  # a default, so that the trainer names what is wrong
 SHARDED = ("fsdp", "zero2", "zero3")  # strategies of `Capabilities.parallel` that divide the model
 
 
@@ -135,9 +136,7 @@ class Backend(Suggests):
         """
         return {"pin_memory": self.capabilities.pinned_memory}
 
-    def trainer(
-        self, model: nn.Module, optimizer: Optimizer, *others: NoReturn, **options: Unpack[TrainerOptions]
-    ) -> Trainer:
+    def trainer(self, model: nn.Module, optimizer: Optimizer = _MISSING, **options: Unpack[TrainerOptions]) -> Trainer:
         """Prepare a model and its optimizer for training on this device.
 
         The options are `loss`, `scheduler`, `precision`, `accumulate`, `clip_norm`, `parallel`, `compile` and more:
@@ -145,9 +144,6 @@ class Backend(Suggests):
         """
         from accelcore.training.trainer import Trainer
 
-        if others:
-            remedy = "give options by name, such as loss=..., and the data to trainer.batches(loader)"
-            raise ConfigurationError("accel.trainer(model, optimizer) takes no third value", remedy=remedy)
         return Trainer(self, model, optimizer, **options)
 
     def replicate(self, module: nn.Module, **options: Any) -> nn.Module:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, Suggests, logger
+from accelcore.errors import Suggests, logger
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
@@ -236,7 +236,7 @@ class Trainer(Suggests, Resumable):
         self.flush()
         self._step.end_epoch(began)
 
-    def evaluate(self, loader: Iterable[Any], *more: NoReturn) -> Evaluation:
+    def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
 
         `trainer.evaluate(loader).mean(function)` is the mean of `function(batch)` over all rows of all ranks.
@@ -251,20 +251,16 @@ class Trainer(Suggests, Resumable):
                 all must read it in the same order. If the model is sharded, a rank with more batches than others is an
                 error.
         """
-        if more:
-            raise ConfigurationError("evaluate takes only a loader", remedy="trainer.evaluate(loader).mean(function)")
         self._step.check_failure()
         together = self._plan.strategy.layout == "shards"
         return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader, together=together)
 
-    def __call__(self, batch: Any, *more: NoReturn) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
 
         Tensors of the batch that are elsewhere are moved to the device first. Several are one batch as a tuple:
         `trainer((inputs, targets))`.
         """
-        if more:
-            raise ConfigurationError("a trainer takes one batch", remedy="give its parts as a tuple: trainer((x, y))")
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
         step.calls.note_update("trainer(batch)")

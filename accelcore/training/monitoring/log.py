@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class Log(Meter):
             self._report()
             self._flush()
 
-    def write(self, *more: NoReturn, **values: float | Tensor) -> None:
+    def write(self, **values: float | Tensor) -> None:
         """Write a line of figures of your own, such as `accuracy=0.9`, at the present step. Any rank may call it.
 
         Args:
@@ -131,8 +131,6 @@ class Log(Meter):
             ConfigurationError: a value has a name of the log's own figures, or is not a number; or the log was given to
                 no trainer.
         """
-        if more:
-            raise ConfigurationError("log.write takes named values only", remedy="log.write(accuracy=0.9), or **values")
         found = {name: item(value) for name, value in values.items()}
         for name, value in found.items():
             if name in _OWN:

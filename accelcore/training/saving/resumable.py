@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -67,7 +67,6 @@ class Resumable(ABC):
         best: float | Tensor | None = None,
         mode: str | None = None,
         extra: Mapping[str, Any] | None = None,
-        **unknown: NoReturn,
     ) -> Path:
         """Save a new checkpoint in `folder`, named by the number of steps, from which training resumes.
 
@@ -86,8 +85,6 @@ class Resumable(ABC):
             extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
                 becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
         """
-        for name in unknown:
-            raise ConfigurationError(f"trainer.save has no option {name!r}", available="keep=, best=, mode=, extra=")
         if keep is not None and not is_whole(keep, 1):
             raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
         if extra is not None and not isinstance(extra, Mapping):
