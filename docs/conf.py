@@ -39,7 +39,7 @@ python_use_unqualified_type_names = True
 
 
 def signature_of(app: Sphinx, what: str, name: str, value: Any, options: Any, shown: str, returns: str) -> Any:
-    """Return the signature to show: of a class with `__new__` in a base, as torch's stand-in has, that of `__init__`."""
+    """Return the signature to show; a class with `__new__` in a base, as torch's stand-in has, has its `__init__`'s."""
     if what == "class" and "__init__" in vars(value) and value.__new__ is not object.__new__:
         own = signature(value.__init__, bound_method=True)
         shown, returns = stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
