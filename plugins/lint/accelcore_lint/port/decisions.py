@@ -19,30 +19,35 @@ from accelcore_lint.port.guards import (
     end_of,
     flag_in,
     forks_cudas,
-    has_blocks,
     is_foreign,
     is_portable,
     is_tried,
-    is_truth,
-    lacks_answer,
-    last_of,
     names_in,
-    passes_on,
     set_in,
     tests_of,
     turned_off,
 )
 from accelcore_lint.port.imports import imports_torch
 from accelcore_lint.port.place import UnplacedError
-from accelcore_lint.port.project import OTHERS
+from accelcore_lint.port.questions import (
+    PARTS,
+    asserts,
+    corrects,
+    divides,
+    guard_of,
+    is_only_asked,
+    members_in,
+    name_of,
+    passed_as,
+    precedes_other,
+)
 from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
 from accelcore_lint.port.rules.availability import HIDES
 from accelcore_lint.port.rules.device_strings import BEGINS
 from accelcore_lint.port.splits import is_idle, is_split, places
-from accelcore_lint.port.syntax import is_import, key_of, loses_comment, reasons_above, text_of
-from accelcore_lint.port.uses import STOPS
+from accelcore_lint.port.syntax import is_import, loses_comment, reasons_above, text_of
 from accelcore_lint.port.walk import find
 
 _FAILS = ("unknown name", "unknown function", "device call", "wait", "load")
@@ -51,11 +56,6 @@ _FAILS = ("unknown name", "unknown function", "device call", "wait", "load")
 _QUESTIONS = ("condition", "is_cuda", "device check")
 """Rules of conditions."""
 
-_CPU = re.compile(r"(?:torch\.device\()?[\"']cpu[\"']\)?")
-_FALLBACK = re.compile(rf"([\w.]+) *= *{_CPU.pattern}(?:[ \t]*#.*)?(?:\s+[\w.]+ *= *(?:False|None|0))*")
-"""A line that chooses the CPU after all, and others that turn something off for it."""
-
-_PARTS = (cst.BooleanOperation, cst.UnaryOperation, cst.Comparison, cst.ComparisonTarget)
 _TRIED = "a use of one vendor's device by which the script asks whether there is one: ask for accel.device.type instead"
 _FORKS = "devices of torch.random.fork_rng: give it their type, too, by device_type="
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
@@ -125,16 +125,17 @@ class Decisions(cst.CSTVisitor):
             if isinstance(decision, Rewrite):
                 self._rewrite(rule, node, decision)
                 return True
-            guard = self._guard_of(node) if decision.retry is not None else None
-            name = self._name_of(node) if guard is None and decision.retry is not None else ""
+            guard = guard_of(node, self._facts) if decision.retry is not None else None
+            name = name_of(node, self._facts) if guard is None and decision.retry is not None else ""
             name = name or turned_off(guard, self._facts.code) or flag_in(guard)
             guard = None if name else guard
             if decision.some and guard is None and not name:
-                around = itertools.takewhile(lambda outer: isinstance(outer, _PARTS), self._facts.parents(node))
+                around = itertools.takewhile(lambda outer: isinstance(outer, PARTS), self._facts.parents(node))
                 guard = next((each for each in reversed([*around]) if isinstance(each, cst.BooleanOperation)), None)
-            if guard is None and decision.retry is not None and (decision.some or self._is_only_asked(name, node)):
+            is_asked = decision.some or is_only_asked(name, node, self._facts)
+            if guard is None and decision.retry is not None and is_asked:
                 # Other methods ask an attribute, too.
-                is_shared = "." in name or (name and self._passed_as(name))
+                is_shared = "." in name or (name and passed_as(name, self._facts))
                 scope = self._facts.module if is_shared else self._scope_of(node)
                 self._named[scope].append((name, rule, node, decision))
             elif guard is None:
@@ -164,11 +165,12 @@ class Decisions(cst.CSTVisitor):
             foreign = foreign or (original_node is self._facts.module and bool(self._facts.extensions))
             if self._unset & names_in(body_of(guard)) or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
-            if isinstance(guard, cst.If) and (self._corrects(guard) or self._precedes_other(guard)):
-                opens = False
+            if isinstance(guard, cst.If):
+                opens = opens and not corrects(guard, self._facts, self.left)
+                opens = opens and not precedes_other(guard, self._facts, self.rewrites)
             holder = next((each for each in self._facts.parents(guard) if isinstance(each, cst.ClassDef)), None)
             decision, opens = self._kept(rule, node, decision, opens=opens)
-            if opens and decision.some and (holder is not None or self._asserts(node)):
+            if opens and decision.some and (holder is not None or asserts(node, self._facts)):
                 # Other methods may set what this one reads, and questions below this one may stay.
                 self._named[holder or self._scope_of(node)].append(("", rule, node, decision))
             elif opens and decision.retry is not None:
@@ -195,14 +197,14 @@ class Decisions(cst.CSTVisitor):
                     self._foreign.append((self._scope_of(original_node), text_of(test)))
         # What asserts that there is a device stays if another question in its function does: they are asked last.
         for name, rule, node, decision in sorted(
-            self._named.pop(original_node, ()), key=lambda each: self._asserts(each[2])
+            self._named.pop(original_node, ()), key=lambda each: asserts(each[2], self._facts)
         ):
             is_open = self._opens(name, original_node, some=decision.some)
-            is_open = is_open and not (self._asserts(node) and self._scope_of(node) in self._kept_in)
+            is_open = is_open and not (asserts(node, self._facts) and self._scope_of(node) in self._kept_in)
             is_open = is_open and self._shut.isdisjoint(self._facts.parents(node))
             is_open = is_open and self._facts.function_of(node) not in self._fixed
             if is_open and isinstance(original_node, cst.ClassDef):
-                is_open = self._unset.isdisjoint(self._members_in(node))
+                is_open = self._unset.isdisjoint(members_in(node, self._facts))
             decision, is_open = self._kept(rule, node, decision, opens=is_open)
             if decision.retry is not None and is_open:
                 self._rewrite(rule, node, decision.retry)
@@ -215,7 +217,7 @@ class Decisions(cst.CSTVisitor):
         A question whose answer changes no result opens there, too.
         """
         keeps = opens and rule.name == "device check" and self._facts.keeps_questions
-        if keeps and not (is_idle(guard := self._guard_of(node)) or self._empties(guard)):
+        if keeps and not (is_idle(guard := guard_of(node, self._facts)) or self._empties(guard)):
             return replace(decision, reason=keeps), False
         return decision, opens
 
@@ -226,51 +228,10 @@ class Decisions(cst.CSTVisitor):
         gone = [line in self.rewrites and self.rewrites[line].build in (removed, removed_suite) for line in lines]
         return bool(gone) and all(gone) and cst.ensure_type(guard, cst.If).orelse is None
 
-    def _asserts(self, node: cst.CSTNode) -> bool:
-        """Return whether a program stops if the answer to a question is no."""
-        last = last_of(self._guard_of(node))
-        stops = last is not None and STOPS.search(text_of(last)) is not None
-        return stops or any(isinstance(outer, cst.Assert) for outer in self._facts.parents(node))
-
-    def _members_in(self, node: cst.CSTNode) -> set[str]:
-        """Return the attributes, as `self.peak`, that the method around a node uses."""
-        method = next(each for each in self._facts.parents(node) if isinstance(each, (cst.FunctionDef, cst.ClassDef)))
-        return set(map(text_of, find(method, cst.Attribute)))
-
     def _scope_of(self, node: cst.CSTNode) -> cst.CSTNode:
         scope = self._facts.function_of(node) or self._facts.module
         self._scopes.add(scope)
         return scope
-
-    def _name_of(self, node: cst.CSTNode) -> str:
-        """Return the name to which a condition is assigned, or of the option or default that it is; "" if none."""
-        for outer in self._facts.parents(node):
-            if isinstance(outer, cst.Param):
-                return outer.name.value
-            if isinstance(outer, cst.Assign):
-                return text_of(outer.targets[0].target) if len(outer.targets) == 1 else ""
-            options = [name for name, call in self._facts.options.items() if call is outer]
-            if option := options[0] if options else key_of(outer):
-                found = re.search(rf"\b\w+\.{re.escape(option)}\b(?! *[(.])", self._facts.code)
-                return found[0] if found else ""
-            is_part = isinstance(outer, (cst.BaseExpression, cst.ComparisonTarget)) and not isinstance(outer, cst.Call)
-            if not (is_part or isinstance(outer, cst.Arg) or passes_on(outer)):
-                return ""
-        return ""
-
-    def _is_only_asked(self, name: str, node: cst.CSTNode) -> bool:
-        """Return whether a name of a function is assigned once, and then only stands in conditions."""
-        function = self._facts.function_of(node)
-        if not name.isidentifier() or function is None:
-            return False
-        found = [use for use in find(function, cst.Name) if use.value == name]
-        uses = [use for use in found if getattr(self._facts.parent(use), "attr", None) is not use]
-        asked = sum(any(self._is_test(outer) for outer in (use, *self._facts.parents(use))) for use in uses)
-        return 0 < asked == len(uses) - 1
-
-    def _is_test(self, node: cst.CSTNode) -> bool:
-        holder = self._facts.parent(node)
-        return isinstance(holder, (cst.If, cst.IfExp)) and holder.test is node
 
     def _opens(self, name: str, scope: cst.CSTNode, *, some: bool) -> bool:
         """Return whether each condition that asks a name in its scope guards something rewritten, or nothing left.
@@ -280,7 +241,7 @@ class Decisions(cst.CSTVisitor):
         """
         if not name:
             return True
-        names = [re.escape(name), *(rf"(?:self\.)?{each}" for each in self._passed_as(name))]
+        names = [re.escape(name), *(rf"(?:self\.)?{each}" for each in passed_as(name, self._facts))]
         asks = re.compile(rf"(?<![\w.])(?:{'|'.join(names)})\b")
         places = {scope, *([] if scope is not self._facts.module else self._scopes)}
         if any(place in places and name in names for place, names in self._left_lines):
@@ -292,33 +253,10 @@ class Decisions(cst.CSTVisitor):
         ]
         return not any(closed if some else not whole for closed, whole in asked)
 
-    def _passed_as(self, name: str) -> set[str]:
-        """Return the parameters by which the file's functions get a name, as in `run(model, on_gpu=use_cuda)`."""
-        own = (call for call in self._facts.calls if self._facts.name(call.func) is None)
-        args = (arg for call in own for arg in call.args if text_of(arg.value) == name)
-        return {arg.keyword.value for arg in args if arg.keyword is not None}
-
     def _done(self) -> tuple[int, int]:
         """Return how often something was rewritten, or is ignored elsewhere, and how often a device then does more."""
         idle = sum(note.rule in ("device check", "switch") for note in self.rewritten)
         return len(self.rewritten) + len(self.harmless), len(self.rewritten) - idle
-
-    def _guard_of(self, node: cst.CSTNode) -> Guard | None:
-        """Return the `if`, the choice, or the test of whose condition a node is a part."""
-        inner = node
-        for outer in self._facts.parents(node):
-            if isinstance(outer, (cst.If, cst.IfExp)) and not is_truth(outer):
-                return outer if inner is outer.test else None
-            if isinstance(outer, cst.Decorator):
-                return cast("Test", self._facts.parent(outer))
-            if isinstance(outer, (cst.For, cst.CompFor)) and inner is outer.iter:
-                loop = outer if isinstance(outer, cst.For) else self._facts.parent(outer)
-                return loop if isinstance(loop, (cst.For, cst.BaseComp)) else None
-            is_part = isinstance(outer, (*_PARTS, cst.Arg, cst.IfExp)) or passes_on(outer)
-            if not is_part:
-                return None
-            inner = outer
-        return None
 
     def _rewrite(self, rule: Rule, node: cst.CSTNode, decision: Rewrite) -> None:
         self.rewrites[node] = decision
@@ -332,7 +270,7 @@ class Decisions(cst.CSTVisitor):
             self._kept_in.add(self._scope_of(node))
         begins = decision.reason == BEGINS  # `name.startswith("cuda")`, of which the node is the text
         question = next(each for each in self._facts.parents(node) if isinstance(each, cst.Call)) if begins else node
-        if (guard := self._guard_of(question)) is not None:
+        if (guard := guard_of(question, self._facts)) is not None:
             self._shut.add(body_of(guard))
         note = Note(self._facts.line(node), rule.name, decision.reason)
         if decision.harmless:
@@ -341,8 +279,8 @@ class Decisions(cst.CSTVisitor):
         self.left.append(note)
         chooses = (rule.name == "device" and "is_available" in text_of(node)) or decision.reason in (HIDES, _TRIED)
         asks = rule.name in _QUESTIONS or begins
-        self._split = self._split or chooses or (asks and self._divides(guard, question))
-        self._flags |= {self._name_of(question)} - {""} if guard is None and asks else set()
+        self._split = self._split or chooses or (asks and divides(guard, question, self._facts))
+        self._flags |= {name_of(question, self._facts)} - {""} if guard is None and asks else set()
         around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
         if rule.name in ("device", "device string") and isinstance(next(around), cst.Assign):
             self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere
@@ -353,30 +291,6 @@ class Decisions(cst.CSTVisitor):
         comments = self.comments[statement]
         if decision.reason not in comments:
             comments.append(decision.reason)
-
-    def _divides(self, guard: Guard | None, node: cst.CSTNode) -> bool:
-        """Return whether the answer to a question that stays decides where something is, or what a function returns."""
-        return is_split(guard) or lacks_answer(guard, self._facts.function_of(node), self._facts.calls)
-
-    def _corrects(self, guard: cst.If) -> bool:
-        """Return whether an `if` only replaces a device by the CPU, and the device may stay the vendor's."""
-        made = _FALLBACK.fullmatch(cst.Module([]).code_for_node(guard.body).strip())
-        if made is None or guard.orelse is not None:
-            return False
-        values = [value for value in self._facts.assigned.get(made[1], []) if not _CPU.fullmatch(text_of(value))]
-        is_option = made[1].split(".")[-1] in self._facts.options
-        left = any(note.rule in ("device string", "unknown name") for note in self.left)
-        return left or not (values or is_option)
-
-    def _precedes_other(self, guard: cst.If) -> bool:
-        """Return whether another accelerator has the next branch, with more than a choice, or this one is left.
-
-        torch's current device may be that accelerator, which would take this branch.
-        """
-        other = guard.orelse
-        if not isinstance(other, cst.If) or OTHERS.search(text_of(other.test)) is None:
-            return False
-        return has_blocks(other.body) or not any(guard.body in self._facts.parents(node) for node in self.rewrites)
 
     def _decide(self, rule: Rule, node: cst.CSTNode) -> Rewrite | Left | None:
         try:

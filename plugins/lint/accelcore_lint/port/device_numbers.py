@@ -9,8 +9,8 @@ import libcst as cst
 
 from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.options import is_whole, options_in
+from accelcore_lint.port.script_or_library import ScriptOrLibrary
 from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.vendors import DEVICES
 from accelcore_lint.port.walk import find
 
@@ -26,7 +26,7 @@ _NUMBERS = (".get_rank", ".device_count", ".current_device")
 _RANK = re.compile(r"\bget_rank\(|environ\W|getenv\(")
 
 
-class DeviceNumbers(Tree):
+class DeviceNumbers(ScriptOrLibrary):
     """A file with its ranks, its options, and the numbers of its devices."""
 
     @cached_property

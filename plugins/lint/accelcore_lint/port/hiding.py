@@ -6,11 +6,11 @@ import re
 
 import libcst as cst
 
+from accelcore_lint.port.processes import Processes
 from accelcore_lint.port.syntax import common_guard, run_on_import, text_of
-from accelcore_lint.port.tree import Tree
 
 
-def scope_of(tree: Tree, site: cst.CSTNode) -> cst.FunctionDef | None:
+def scope_of(tree: Processes, site: cst.CSTNode) -> cst.FunctionDef | None:
     """Return the outermost function whose body holds a site."""
     found, inner = None, site
     for outer in tree.parents(site):
@@ -20,7 +20,7 @@ def scope_of(tree: Tree, site: cst.CSTNode) -> cst.FunctionDef | None:
     return found
 
 
-def first_of(tree: Tree, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
+def first_of(tree: Processes, block: cst.BaseSuite | cst.Module, sites: list[cst.CSTNode]) -> cst.CSTNode:
     """Return the first statement of a block that holds one of the sites; in a `with` if that holds them all."""
     around = {id(outer) for site in sites for outer in (site, *tree.parents(site))}
     first = next(statement for statement in block.body if id(statement) in around)
@@ -38,7 +38,7 @@ class Hiding:
         at_torch_level: whether each function chooses its device itself.
     """
 
-    def __init__(self, tree: Tree, *, at_torch_level: bool) -> None:
+    def __init__(self, tree: Processes, *, at_torch_level: bool) -> None:
         self._tree = tree
         self._torch_level = at_torch_level
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import libcst as cst
 
+from accelcore_lint.port.script_or_library import ScriptOrLibrary
 from accelcore_lint.port.syntax import argument, text_of
-from accelcore_lint.port.tree import Tree
 
 _READS = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
 
@@ -24,7 +24,7 @@ def is_whole(option: cst.Call) -> bool:
     return kind is not None and text_of(kind) == "int" and bool(fixed)
 
 
-def are_read_in(tree: Tree, declared: cst.CSTNode) -> bool:
+def are_read_in(tree: ScriptOrLibrary, declared: cst.CSTNode) -> bool:
     """Return whether the process that declares an option also trains, so that a default may be its device.
 
     Others may call a function that only declares options, such as a script that hands a job to a cluster.

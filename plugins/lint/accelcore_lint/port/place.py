@@ -13,8 +13,8 @@ from accelcore_lint.port.compiled import is_scripted
 from accelcore_lint.port.hiding import Hiding, first_of, scope_of
 from accelcore_lint.port.imports import imports_torch, may_lack_torch
 from accelcore_lint.port.rule import Level
+from accelcore_lint.port.script_or_library import ScriptOrLibrary
 from accelcore_lint.port.syntax import common_guard, is_guard, text_of
-from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.vendors import DEVICES, GROUPS
 from accelcore_lint.port.walk import find
 
@@ -74,7 +74,7 @@ class Place:
         current: the name of torch's current device.
     """
 
-    def __init__(self, tree: Tree, *, by_hand: bool, contexts: Sequence[cst.CSTNode]) -> None:
+    def __init__(self, tree: ScriptOrLibrary, *, by_hand: bool, contexts: Sequence[cst.CSTNode]) -> None:
         self._tree = tree
         self._contexts = contexts
         self._may_lack_torch = may_lack_torch(tree)
