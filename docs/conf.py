@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ def signature_of(app: Sphinx, what: str, name: str, value: Any, options: Any, sh
     if what == "class" and "__init__" in vars(value) and value.__new__ is not object.__new__:
         own = signature(value.__init__, bound_method=True)
         shown, returns = stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
-    # A parameter of this type is there for an error message: nothing may be given to it.
-    shown = re.sub(r"\*{1,2}\w+: ~?(typing\.)?NoReturn(, )?", "", shown or "").replace(", )", ")")
     return shown or None, returns
 
 

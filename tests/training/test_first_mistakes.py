@@ -247,23 +247,11 @@ def test_a_loss_of_other_arguments_is_refused_when_the_trainer_is_made(accel, lo
         accel.trainer(model, sgd(model), loss=loss)
 
 
-def test_what_is_not_an_option_of_a_trainer_is_given_by_its_place(accel):
-    model = net()
-    with pytest.raises(ConfigurationError, match=r"by name, such as loss=(.|\n)*trainer\.batches\(loader\)"):
-        accel.trainer(model, sgd(model), LOADER)
-
-
 def test_a_state_dict_in_place_of_its_file_is_not_printed_as_a_whole(accel):
     model = net()
     with pytest.raises(ConfigurationError, match="is not a path") as refused:
         accel.trainer(model, sgd(model)).load(nn.Linear(40, 40).state_dict())
     assert len(str(refused.value)) < 200
-
-
-def test_a_batch_in_several_arguments(accel):
-    model = net()
-    with pytest.raises(ConfigurationError, match=r"one batch(.|\n)*trainer\(\(x, y\)\)"):
-        accel.trainer(model, sgd(model))(torch.ones(2, 4), torch.ones(2))
 
 
 @pytest.mark.parametrize("made", ["torch's", "ours"])
