@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,10 +81,11 @@ def _key(torch_npu_version: str, compiler: Sequence[str]) -> str:
 
 def _build(folder: Path, compiler: Sequence[str], headers: Path) -> None:
     """Build into a temporary folder and rename it. If two processes build at once, the first result stays."""
-    scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    sys.stderr.write("EMULATED: compiling the emulated CANN, which happens once\n")
+    scratch, began = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent)), time.perf_counter()
+    sys.stderr.write("EMULATED: compiling the emulated CANN, which takes about ten seconds and is done once\n")
     try:
         _compile(scratch, compiler, headers)
+        sys.stderr.write(f"EMULATED: compiled the emulated CANN in {time.perf_counter() - began:.0f} seconds\n")
         _make_home(scratch / "cann")
         try:
             scratch.rename(folder)

@@ -2,6 +2,7 @@
 that all other tests use."""
 
 import os
+import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,8 +58,12 @@ def calls(tmp_path):
     return log.read_text().splitlines() if log.exists() else []
 
 
-def test_the_libraries_are_made_once(compiler, tmp_path):
+def test_the_libraries_are_made_once(compiler, tmp_path, capfd):
     folder = build.libraries()
+    begin, end = capfd.readouterr().err.splitlines()
+    assert "EMULATED" in begin
+    assert "about ten seconds" in begin
+    assert re.fullmatch(r"EMULATED: .* in \d+ seconds", end)
     assert folder.is_relative_to(tmp_path / "cache" / "accelcore")
     assert {path.name for path in folder.iterdir()} == {*build.LIBRARIES, "cann"}
     once = calls(tmp_path)
@@ -66,6 +71,7 @@ def test_the_libraries_are_made_once(compiler, tmp_path):
     assert "-I/wheel/torch_npu/include" in once[0]
     assert build.libraries() == folder
     assert calls(tmp_path) == once
+    assert not capfd.readouterr().err
 
 
 def test_another_compiler_or_source_makes_another_build(compiler, tmp_path, monkeypatch):
