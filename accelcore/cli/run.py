@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from accelcore.cli import rank
 from accelcore.cli.options import check_script, common, device_option, nproc_option, number, script_arguments
 from accelcore.devices import plugins
-from accelcore.devices.plugins import AUTOLOAD, EMULATORS, declared, describe_error, hooks_of, only_one
+from accelcore.devices.plugins import AUTOLOAD, EMULATORS, Declared, declared, describe_error, hooks_of, only_one
 from accelcore.devices.request import requested_device
 from accelcore.devices.select import check_installed, rank_count
 from accelcore.errors import ConfigurationError, PluginError, UnsupportedError
@@ -97,6 +97,7 @@ def run(
     machines = {name: value for name, value in given if value is not None}
     environ = dict(os.environ)
     program = ["-m", script, *arguments] if module else [script, *arguments]
+    emulator = None if emulate is None else _emulator(emulate)
     if device:  # an empty one counts as unset, as in ACCEL_DEVICE and select()
         environ["ACCEL_DEVICE"] = device
     elif (asked := requested_device()) is not None:
@@ -111,8 +112,8 @@ def run(
         why, remedy = f"Python finds no {top!r}, seen from {Path.cwd()}", "correct the name, or install its package"
         raise ConfigurationError(f"there is no module {shown(script)}", why=why, remedy=remedy)
     hidden = ""
-    if emulate is not None:
-        environ.update(_emulation(emulate, nproc))
+    if emulator is not None:
+        environ.update(_emulation(emulator, nproc))
         sys.stderr.write(
             f"accelcore: EMULATED: {emulate} is imitated on the host; its speed and numerics prove nothing\n"
         )
@@ -201,27 +202,32 @@ def _check_machines(machines: Mapping[str, str], environ: Mapping[str, str]) -> 
             )
 
 
-def _emulation(name: str, devices: int) -> Mapping[str, str]:
-    """Return the environment in which an installed emulator imitates the backend `name`. May take long."""
+def _emulator(name: str) -> Declared:
+    """Return the installed emulator of the backend `name`."""
     emulators = declared(EMULATORS)
     offers = [entry for entry in emulators if entry.name == name]
     if not offers:
         names = ", ".join(sorted({entry.name for entry in emulators}))
-        advice = "install an emulator: in a clone of accelcore, each folder plugins/*_emulator is a package of one"
-        if names:
-            advice = f"choose an available one ({names}), or remove --emulate: without the device, --device cpu works"
+        advice = (f"choose an available one ({names})" if names else "install one of it") + ", or remove --emulate"
+        for own in (entry for entry in declared("accelcore.own_emulators") if entry.name == name):
+            both = f"./plugins/{name} ./plugins/{own.package.removeprefix('accelcore_')}"
+            advice = f"in a clone of accelcore: pip install {both}; then python -m {own.value}"
         raise UnsupportedError(
             f"--emulate {shown(name)}: no installed package emulates a backend of that name",
             available=names or "no emulator is installed",
             remedy="name one backend without an index" if ":" in name else advice,
         )
-    offer = only_one(offers, f"an emulation of {name!r}")
-    what, remedy = f"the emulator of {name!r} ({offer.label})", f"repair or uninstall {offer.label}"
+    return only_one(offers, f"an emulation of {name!r}")
+
+
+def _emulation(offer: Declared, devices: int) -> Mapping[str, str]:
+    """Return the environment in which an installed emulator imitates its backend. May take long."""
+    what, remedy = f"the emulator of {offer.name!r} ({offer.label})", f"repair or uninstall {offer.label}"
     try:
         hooks = hooks_of(offer.point)
     except Exception as error:
         raise PluginError(f"{what} is broken", why=describe_error(error), remedy=remedy) from error
-    variables = hooks.accelcore_emulate(name=name, devices=devices)
+    variables = hooks.accelcore_emulate(name=offer.name, devices=devices)
     if variables is None:
         raise PluginError(f"{what} does not answer accelcore_emulate", remedy=remedy)
     return cast("Mapping[str, str]", variables)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import accelcore
+from accelcore.cli import main
 from accelcore.errors import BackendUnavailableError, PluginError, UnknownBackendError
 
 ROOT = Path(__file__).parents[2]
@@ -18,16 +19,25 @@ ROOT = Path(__file__).parents[2]
 def points(project, group):
     """The entry points of a group in a pyproject.toml."""
     section = project.read_text(encoding="utf-8").partition(f'[project.entry-points."{group}"]')[2].partition("\n[")[0]
-    return dict(re.findall(r'^(\w+) = "(\w+)"$', section, re.MULTILINE))
+    return dict(re.findall(r'^(\w+) = "([\w.]+)"$', section, re.MULTILINE))
 
 
 OWN = points(ROOT / "pyproject.toml", "accelcore.own_backends")
+EMULATORS = points(ROOT / "pyproject.toml", "accelcore.own_emulators")
 WORDS = points(ROOT / "pyproject.toml", "accelcore.own_words")
 
 
 def test_the_metadata_of_accelcore_names_every_backend_of_the_repository():
     plugins = [points(project, "accelcore.backends") for project in ROOT.glob("plugins/*/pyproject.toml")]
     assert {name: value for plugin in plugins for name, value in plugin.items()} == OWN != {}
+
+
+def test_the_metadata_of_accelcore_names_every_emulator_of_the_repository():
+    plugins = [points(project, "accelcore.emulators") for project in ROOT.glob("plugins/*/pyproject.toml")]
+    assert {name for plugin in plugins for name in plugin} == EMULATORS.keys() != set()
+    for module in EMULATORS.values():
+        package, _, name = module.partition(".")
+        assert (ROOT / "plugins" / package.removeprefix("accelcore_") / package / f"{name}.py").is_file()
 
 
 def test_the_metadata_of_accelcore_has_the_keywords_of_every_plugin():
@@ -38,7 +48,19 @@ def test_the_metadata_of_accelcore_has_the_keywords_of_every_plugin():
     assert words == WORDS != {}
 
 
-@pytest.mark.usefixtures("nothing_installed")
+@pytest.fixture
+def accelcore_alone(nothing_installed, tmp_path):
+    """Install accelcore without a plugin."""
+    metadata = tmp_path / "accelcore-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelcore\nVersion: 0.1\n")
+    groups = {"accelcore.own_backends": OWN, "accelcore.own_words": WORDS, "accelcore.own_emulators": EMULATORS}
+    lines = [[f"[{group}]", *(f"{name} = {value}" for name, value in of.items())] for group, of in groups.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(chain(*lines)))
+    sys.path.append(str(tmp_path))
+
+
+@pytest.mark.usefixtures("accelcore_alone")
 @pytest.mark.parametrize(
     ("device", "remedy"),
     [
@@ -49,17 +71,17 @@ def test_the_metadata_of_accelcore_has_the_keywords_of_every_plugin():
         ("tpu", "install its package"),  # which is not nearly npu
     ],
 )
-def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(tmp_path, device, remedy):
-    metadata = tmp_path / "accelcore-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelcore\nVersion: 0.1\n")
-    groups = {"accelcore.own_backends": OWN, "accelcore.own_words": WORDS}
-    lines = [[f"[{group}]", *(f"{name} = {value}" for name, value in of.items())] for group, of in groups.items()]
-    (metadata / "entry_points.txt").write_text("\n".join(chain(*lines)))
-    sys.path.append(str(tmp_path))
+def test_a_plugin_of_accelcores_own_that_is_not_installed_is_named(device, remedy):
     with pytest.raises(UnknownBackendError) as caught:
         accelcore.select(device)
     assert caught.value.remedy.startswith(remedy)
+
+
+@pytest.mark.usefixtures("accelcore_alone")
+def test_all_steps_to_an_emulator_of_accelcores_own_are_named_at_once(capsys):
+    assert main(["run", "--emulate", "npu", "--device", "npu", "train.py"]) == 64
+    steps = "pip install ./plugins/npu ./plugins/npu_emulator; then python -m accelcore_npu_emulator.install"
+    assert steps in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("absent", "emulated"), [(True, True), (True, False), (False, True)])
