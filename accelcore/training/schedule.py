@@ -77,10 +77,9 @@ class Schedule:
         self._is_named = isinstance(scheduler, str)
         self._updates_are_checked = self._make is None  # by `check_updates`
         self._length_is_checked = self._is_named  # by `warn_of_length`; a schedule by name fits
-        self._has_warned = scheduler == "constant"  # of a schedule and a training that do not end together
+        self._has_warned = scheduler == "constant"  # of updates after the end; a constant rate has none
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
-        self._idle = 0  # updates in a row without a learning rate above 0
         self._may_be_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
             expect_no_step(optimizer)  # a trainer may update without calling `step`
@@ -129,7 +128,6 @@ class Schedule:
             or 0 < _end(self.scheduler) < updates * (1 if isinstance(self.scheduler, OneCycleLR) else 0.9)
             or (updates >= 2 * epochs and _counts_epochs(self.scheduler, epochs, updates))
         ):
-            self._has_warned = True
             logger.warning(
                 "%s seems to be made for another number of steps: the trainer steps it after each of %d updates. Make "
                 "it for %d updates, or give scheduler=lambda optimizer, updates: ..., which gets this number. If it "
@@ -137,22 +135,6 @@ class Schedule:
                 'epoch. If it is right, give schedule_by="window", which ends this warning',
                 *(type(self.scheduler).__name__, updates, updates),
             )
-
-    def warn_if_cut(self) -> None:
-        """Log once that the epochs have ended, if the schedule is far from its end or was never stepped."""
-        done = _last_epoch(self.scheduler)
-        length = self.updates or (_length(self.scheduler) if self._steps_by_window and not self._by_is_given else 0)
-        if done is None or self._has_warned or not (done < 0.9 * length or (self.by == "script" and not done)):
-            return
-        self._has_warned = True
-        logger.warning(
-            "trainer.epochs(...) has ended after %d steps of the schedule%s. %s",
-            done,
-            f", which was made for {length}" if length else "",
-            'With schedule_by="script", the script calls scheduler.step()'
-            if self.by == "script"
-            else "An epoch that is left by break has fewer updates, and accumulate= micro-batches are one update",
-        )
 
     def state(self) -> dict[str, Any]:
         state = None if self.scheduler is None else self.scheduler.state_dict()
@@ -219,30 +201,7 @@ class Schedule:
         self.check()
         done = _last_epoch(self.scheduler)
         has_ended = self.updates is not None and done is not None and done >= self.updates
-        self._idle += 1
-        for group in self._optimizer.param_groups:  # `all` takes three times as long
-            if not isinstance(group["lr"], float) or group["lr"] > 0:  # to read a tensor waits
-                self._idle = 0
-                break
-        if warns and not self._has_warned and (has_ended or self._idle == 10):  # it may end a few updates early
-            self._warn_of_end(done, has_ended)
-        try:
-            if not (has_ended and self._is_named):
-                self.scheduler.step()
-        finally:  # a schedule past its end raises, and has counted the step
-            self._expected = _last_epoch(self.scheduler)
-
-    def _warn_of_end(self, done: int | None, has_ended: bool) -> None:
-        """Log that updates have trained nothing, or that one came after the schedule's end."""
-        if self._idle == 10 and not self._by_is_given:
-            self._has_warned = True
-            logger.warning(
-                "10 updates in a row have trained nothing: no learning rate is above 0 after %s steps of the schedule. "
-                'Make it for the number of updates, or step it yourself: accel.trainer(..., schedule_by="script"). '
-                'If it is right, give schedule_by="window", which ends this warning',
-                done,
-            )
-        elif has_ended:
+        if has_ended and warns and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
@@ -250,6 +209,11 @@ class Schedule:
                 self.updates,
                 " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)),
             )
+        try:
+            if not (has_ended and self._is_named):
+                self.scheduler.step()
+        finally:  # a schedule past its end raises, and has counted the step
+            self._expected = _last_epoch(self.scheduler)
 
     def restored(self) -> None:
         """Continue with the scheduler as it is now."""

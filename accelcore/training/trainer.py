@@ -193,14 +193,11 @@ class Trainer(Suggests, Resumable):
 
     def _until_end(self, epochs: Iterator[int]) -> Iterator[int]:
         yield from epochs
-        if self.backend.collectives.rank == 0:
-            self._schedule.warn_if_cut()
-            if self._window.micro:
-                logger.warning(
-                    "trainer.epochs(...) ended within a window, after %d of %d micro-batches: trainer.flush() "
-                    "closes it",
-                    *(self._window.micro, self.accumulate),
-                )
+        if self._window.micro and self.backend.collectives.rank == 0:
+            logger.warning(
+                "trainer.epochs(...) ended within a window, after %d of %d micro-batches: trainer.flush() closes it",
+                *(self._window.micro, self.accumulate),
+            )
 
     def batches(self, loader: Iterable[Any], *, shard: bool = True) -> Batches:
         """Return the batches of one epoch: on the device, this rank's share. Their `len()` is their number.

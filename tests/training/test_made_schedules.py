@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     ExponentialLR,
-    LambdaLR,
     LinearLR,
     MultiStepLR,
     OneCycleLR,
@@ -314,23 +313,6 @@ def test_a_scheduler_for_another_number_of_steps_is_reported_unless_it_was_asked
         assert all(word in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("last", "by", "warns"),
-    [(4, None, True), (15, None, True), (19, None, False), (0, None, False), (4, "window", False)],
-)
-def test_updates_at_a_learning_rate_of_0_are_reported(accel, caplog, last, by, warns):
-    model = nn.Linear(3, 2)
-    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    falls = LambdaLR(optimizer, lambda done: max(last - done, 0) / last if last else done)
-    trainer = accel.trainer(
-        model, optimizer, loss=lambda model, rows: model(rows).mean(), scheduler=falls, schedule_by=by
-    )
-    for _ in range(25):
-        trainer(torch.ones(2, 3))
-    found = [each.message for each in caplog.records if "no learning rate is above 0" in each.message]
-    assert [f"after {last + 9} steps" in line for line in found] == [True] * warns
-
-
 def test_a_constant_rate_has_no_end(accel, caplog):
     trainer, rates = make(accel, "constant", total_steps=2)
     train(trainer, 2)
@@ -364,32 +346,3 @@ def test_a_loader_without_batches_makes_no_schedule_and_is_named(accel, warmup):
     trainer, _ = make(accel, warmup=warmup)
     with pytest.raises(accelcore.TrainingError, match="the loader has no batches"):
         train(trainer, 2, DataLoader(ROWS, 20, drop_last=True))
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "left", "options", "says"),
-    [
-        ("cosine", True, {}, "after 4 steps of the schedule, which was made for 6"),
-        ("cosine", False, {"total_steps": 12}, "after 6 steps of the schedule, which was made for 12"),
-        ("cosine", False, {}, ""),
-        ("constant", True, {}, ""),
-        (lambda optimizer: StepLR(optimizer, 1), False, {"schedule_by": "script"}, "the script calls scheduler.step()"),
-        (lambda optimizer: StepLR(optimizer, 1, gamma=0.9), True, {}, ""),
-        (lambda optimizer: CosineAnnealingLR(optimizer, 6), False, {}, ""),
-    ],
-)
-def test_a_schedule_that_the_epochs_leave_before_its_end_is_reported(accel, caplog, scheduler, left, options, says):
-    model = nn.Linear(3, 2)
-    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
-    made = scheduler(optimizer) if callable(scheduler) else scheduler
-    trainer = accel.trainer(
-        model, optimizer, scheduler=made, loss=lambda model, rows: model(rows).sum(), accumulate=2, **options
-    )
-    for _ in trainer.epochs(2):
-        for number, batch in enumerate(trainer.batches(LOADER), start=1):
-            trainer(batch)
-            if left and number == 4:
-                break
-    assert list(trainer.epochs(2)) == []
-    lines = [record.message for record in caplog.records if "trainer.epochs(...) has ended" in record.message]
-    assert [says in line for line in lines] == [True] * bool(says)
