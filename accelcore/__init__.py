@@ -83,9 +83,7 @@ def __getattr__(name: str) -> object:
 
         return version("accelcore")
     if name not in __all__:
-        from accelcore.errors import no_attribute
-
-        no_attribute(import_module(__name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
     home = next((home for home, names in _HOMES.items() if name in names), "errors")
     value = getattr(import_module(f"accelcore.{home}"), name)
     globals()[name] = value

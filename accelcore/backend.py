@@ -12,7 +12,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from accelcore.errors import ConfigurationError, Suggests
+from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.util.text import is_number
 
@@ -79,7 +79,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, repr=False)
-class Backend(Suggests):
+class Backend:
     """One device, ready to use. `accelcore.select()` makes it; a process may have several.
 
     Backends of one kind of device share the vendor's runtime and its process-wide settings. Creating one may change

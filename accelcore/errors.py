@@ -1,4 +1,4 @@
-"""Errors of accelcore, its logger, and what to write instead of a name that does not exist.
+"""Errors of accelcore, its logger, and suggestions of similar words.
 
 Every error that a user can cause derives from `AccelError`. Every message says what happened, why, what is available
 instead, and what to do, in this order.
@@ -11,8 +11,7 @@ import logging
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -133,62 +132,3 @@ class Settings:
                     remedy=did_you_mean(name, known) or "remove it, or use an available name",
                 )
         return super().__new__(cls)
-
-
-_WRITE = {
-    ("Accelerator", "Fabric", "initialize", "init"): "accel = accelcore.select()",
-    ("seed_everything", "set_seed", "seed", "manual_seed"): "accel.runtime.seed(n)",
-    ("prepare", "setup", "trainer"): "trainer = accel.trainer(model, optimizer, ...)",
-    ("fit", "train", "training_step", "train_step"): "for batch in trainer.batches(loader): trainer(batch)",
-    ("validate", "predict", "test"): "trainer.evaluate(loader)",
-    ("step", "zero_grad"): "trainer(batch), or trainer.backward(loss) and trainer.update()",
-    ("backward",): "trainer.backward(loss)",
-    ("rank", "world_size", "is_main", "gather", "all_reduce", "barrier", "print"): "job = accel.join(), which has it",
-    ("is_main_process", "is_local_main_process", "is_global_zero"): "job.is_main",
-    ("process_index", "global_rank"): "job.rank",
-    ("num_processes",): "job.world_size",
-    ("wait_for_everyone",): "job.barrier()",
-    ("gather_for_metrics", "all_gather"): "job.gather(tensor)",
-    ("global_step",): "trainer.steps",
-    ("current_epoch",): "trainer.epoch",
-    ("sync_gradients",): "trainer.window_closed",
-    ("save_state", "save_checkpoint", "state_dict"): "trainer.save(folder)",
-    ("load_state", "load_checkpoint", "load_state_dict"): "trainer.resume(folder)",
-    ("unwrap_model", "module"): "trainer.model, which is the model as given",
-    ("accumulate", "no_sync"): "accel.trainer(..., accumulate=4)",
-    ("clip_grad_norm_", "clip_gradients"): "accel.trainer(..., clip_norm=1.0)",
-    ("log", "log_dict"): "accel.trainer(..., observers=[accelcore.Log(folder)])",
-    ("EarlyStopping", "should_stop"): "break in the loop over trainer.epochs(n)",
-    ("ModelCheckpoint",): "trainer.save(folder, best=metric)",
-    ("lr", "learning_rate"): 'trainer.optimizer.param_groups[0]["lr"]',
-    ("adamw", "AdamW", "adam", "Adam", "sgd", "SGD", "lamb"): 'accel.optimizers.create("adamw", parameters, lr=...)',
-    ("save", "load", "resume", "evaluate", "batches", "epochs"): "trainer = accel.trainer(...), which has it",
-    ("reduce",): "job.mean(value) or job.all_reduce(tensor)",
-    ("device",): "accel.device, of accel = accelcore.select()",
-    ("to_device",): "accel.runtime.to_device(batch)",
-    ("compile",): "accel.trainer(..., compile=True)",
-    ("join", "distributed"): "accel = accelcore.select(), and job = accel.join()",
-    ("launch",): "accelcore run --nproc 2 train.py in a shell",
-}
-_INSTEAD = {name: write for names, write in _WRITE.items() for name in names}
-"""Names of accelerate, Fabric, Lightning and torch that accelcore lacks in some place, and what to write."""
-
-
-def no_attribute(owner: object, name: str) -> NoReturn:
-    """Raise AttributeError for `__getattr__`; it says what to write instead of a name that other libraries have."""
-    label = f"module {owner.__name__!r}" if isinstance(owner, ModuleType) else type(owner).__name__
-    if name in _INSTEAD:
-        # Without the owner: Python would add a similar name to this, also a private one.
-        raise AttributeError(f"{label} has no attribute {name!r}; write {_INSTEAD[name]}", name=name, obj=None)
-    raise AttributeError(f"{label} has no attribute {name!r}", name=name, obj=owner)  # Python adds a similar name
-
-
-class Suggests:
-    """Base of classes that say what to write instead of a name that other libraries have: see `no_attribute`."""
-
-    if not TYPE_CHECKING:  # a type checker would take every name for one that exists
-
-        def __getattr__(self, name: str) -> None:
-            if hasattr(type(self), name):  # a property raised AttributeError: raise that again
-                object.__getattribute__(self, name)
-            no_attribute(self, name)

@@ -101,10 +101,8 @@ def test_the_factory_of_scalers_says_how_one_is_made(accel):
 
 @pytest.mark.parametrize(
     ("precision", "remedy"),
-    [("auto", '"best"'), (True, '"bf16"'), ("tf32", 'fp32="fast"'), (None, "remove precision"),
-     ("BF16", "did you mean 'bf16'"), ("mixed_bfloat16", "did you mean 'bf16'"), ("float8", "8 bits"),
-     ("fp128", "did you mean 'fp32'"),
-     (torch.float8_e4m3fn, 'choose "bf16"'), (torch.float64, r"train model\.double")],
+    [("auto", "available: fp32, bf16"), (None, "available: fp32, bf16"), ("BF16", "did you mean 'bf16'"),
+     ("mixed_bfloat16", "did you mean 'bf16'"), ("fp128", "did you mean 'fp32'")],
 )  # fmt: skip
 def test_a_precision_that_is_none_says_what_to_write(accel, precision, remedy):
     model = torch.nn.Linear(2, 1)
@@ -137,34 +135,6 @@ def test_a_trainer_may_be_copied_and_a_subclass_may_take_other_arguments(accel):
 def test_a_name_that_is_close_to_several_suggests_them(accel):
     with pytest.raises(accelcore.UnsupportedError, match="did you mean 'adamax' or 'adam' or 'adamw'"):
         accel.optimizers.create("adamx", torch.nn.Linear(2, 1).parameters())
-
-
-def test_names_of_other_libraries_say_what_to_write(accel):
-    model = torch.nn.Linear(2, 1)
-    trainer, job = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1)), accel.join()
-    for owner, name, write in (
-        (accelcore, "Accelerator", "accelcore.select()"),
-        (accelcore, "EarlyStopping", "break"),
-        (accel.optimizers, "AdamW", 'accel.optimizers.create("adamw"'),
-        (accel, "save", "trainer"),
-        (accelcore, "join", "accel.join()"),
-        (accelcore, "device", "accel.device"),
-        (accel, "to_device", "accel.runtime.to_device(batch)"),
-        (accel, "compile", "compile=True"),
-        (trainer, "train", "trainer.batches(loader)"),
-        (trainer, "test", "trainer.evaluate(loader)"),
-        (trainer, "device", "accel.device"),
-        (accel, "prepare", "accel.trainer(model, optimizer"),
-        (accel, "backward", "trainer.backward(loss)"),
-        (accel, "gather", "accel.join()"),
-        (trainer, "fit", "trainer.batches(loader)"),
-        (trainer, "step", "trainer(batch)"),
-        (trainer, "state_dict", "trainer.save(folder)"),
-        (job, "is_main_process", "job.is_main"),
-    ):
-        with pytest.raises(AttributeError, match=rf"no attribute {name!r}; write .*{re.escape(write)}"):
-            getattr(owner, name)
-        assert not hasattr(owner, "nothing_of_that_name")
 
 
 def _loss(model, batch):

@@ -26,7 +26,6 @@ ROLES = (
 """Parts of the conformance suite: the backend as a whole, its operators, its six roles, training, jobs of ranks."""
 
 _INTERRUPTED = 130
-_COUNTS_OF_RANKS = ("--ranks", "--gpus", "--devices", "--num-gpus", "--num_gpus", "--world-size", "--world_size")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.debug:
             traceback.print_exc()
         elif isinstance(error, click.ClickException):
-            options = ctx.command.params if (ctx := getattr(error, "ctx", None)) else []
-            is_count = getattr(error, "option_name", None) in _COUNTS_OF_RANKS
-            if is_count and any("--nproc" in option.opts for option in options):
-                error.possibilities = ["--nproc"]  # type: ignore[attr-defined]  # click names --node-rank
             error.show()
         else:
             print(f"accelcore: {error}", file=sys.stderr)  # noqa: T201

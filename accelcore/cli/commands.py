@@ -37,9 +37,6 @@ _OF_LINT = {
 }
 """Commands of accelcore-lint: the module of each, and the line that `--help` shows."""
 
-_MEANT = dict.fromkeys(("launch", "train", "torchrun"), "run --nproc 2 train.py")
-_MEANT |= {**dict.fromkeys(("env", "info", "config"), "doctor"), "test": "verify backend NAME"}
-
 _UNKNOWN = "by torch"  # for an operator of a device that does not work here; only its backend knows more
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
@@ -60,8 +57,6 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _OF_LINT:
             return _OfLint(cmd_name, short_help=_OF_LINT[cmd_name][1])
-        if cmd_name in _MEANT:
-            ctx.fail(f"No such command {cmd_name!r}. Write: accelcore {_MEANT[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.errors import ConfigurationError, DistributedError, Suggests, logger
+from accelcore.errors import ConfigurationError, DistributedError, logger
 from accelcore.jobs.collectives import Collectives, Op
 from accelcore.jobs.exchange import exchange, gather, gather_objects, tensor_kind
 from accelcore.jobs.launchers import Launch, read_launch
@@ -30,7 +30,7 @@ _EXIT_TIMEOUT = timedelta(minutes=1)
 """Time that a rank waits for the others at exit: they may wait for it in a collective, or have left no trace."""
 
 
-class Job(Suggests):
+class Job:
     """Words for scripts about the ranks of a job. Without a job, this process is rank 0 of 1.
 
     After the block of `with accel.distributed() as job:` the job keeps its numbers: `job.is_main` is true on one rank

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelcore.errors import ConfigurationError, Suggests, UnsupportedError, did_you_mean, logger
+from accelcore.errors import ConfigurationError, UnsupportedError, did_you_mean, logger
 from accelcore.known_faults import KnownFault
 from accelcore.optim.binding import SWITCHES
 from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, check_members, made_by, name_of
@@ -49,7 +49,7 @@ class _Explanation(tuple[ExplainedRoute, ...]):
         return "\n".join(f"{', '.join(one.route for one in routes)}: {reason}" for reason, routes in grouped)
 
 
-class Optimizers(Suggests):
+class Optimizers:
     """Registry of one backend: the routes of each optimizer, best first.
 
     A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers

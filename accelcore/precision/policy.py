@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -145,14 +144,6 @@ _PRESETS = {
     "O2": Policy(model_dtype="float16", keep_batchnorm_fp32=True, cast_boundary=True, loss_scale="dynamic"),
     "O3": Policy(model_dtype="float16", masters=False, cast_boundary=True),
 }
-# Words that do not tell which precision is meant.
-_MEANT = {
-    **dict.fromkeys(("auto", "true"), 'write "bf16", or "best" for the fastest'),
-    **dict.fromkeys(("mixed", "amp"), 'write "bf16", or "fp16", which has a loss scale'),
-    "tf32": 'write fp32="fast", for fp32 products only',
-    "none": "remove precision for fp32",
-    **dict.fromkeys(("float64", "fp64", "64", "64-true", "double"), "remove precision, and train model.double()"),
-}
 
 
 Fastest = Callable[[], "torch.dtype | None"]
@@ -225,13 +216,13 @@ def create_scaler(scalers: Scalers, policy: Policy) -> LossScaler:
 
 def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
     word = str(precision).lower().removeprefix("torch.")
-    near = nearest(word, (*known, *_ALIASES))
-    is_8_bit = re.search(r"(?<!\d)8(?!\d)", word) is not None
-    meant = 'choose "bf16": there is no training in 8 bits here' if is_8_bit else _MEANT.get(word)
+    near = "bf16" if word in ("amp", "mixed") else nearest(word, (*known, *_ALIASES))
     return ConfigurationError(
         f"there is no precision {precision!r}",
         available=", ".join(known),
         remedy="name its parts: Policy(**options)"
         if isinstance(precision, Mapping)
-        else meant or (f"did you mean {_canonical(near)!r}?" if near else ""),
+        else f"did you mean {_canonical(near)!r}?"
+        if near
+        else "",
     )

@@ -163,36 +163,22 @@ _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 """Attributes of a trainer that cannot be set."""
 
 _WORDS = {
-    "mixed_precision": "precision", "autocast": "precision", "dtype": "precision", "use_amp": "precision",
-    "amp": "precision", "fp16": "precision", "bf16": "precision",
-    "accumulate_grad_batches": "accumulate", "gradient_accumulation_steps": "accumulate", "grad_clip": "clip_norm",
-    "gradient_clip_val": "clip_norm", "max_grad_norm": "clip_norm", "strategy": "parallel", "lr_scheduler": "scheduler",
-    "criterion": "loss", "loss_fn": "loss", "callbacks": "observers", "gradient_checkpointing": "checkpoint",
-    "activation_checkpointing": "checkpoint", "recompute": "checkpoint", "torch_compile": "compile",
-    "warmup_steps": "warmup", "num_warmup_steps": "warmup", "num_training_steps": "total_steps",
-    "max_steps": "total_steps", "gradient_accumulation": "accumulate", "max_norm": "clip_norm",
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs"), "write for epoch in trainer.epochs(n)"),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "give it to the optimizer"),
-    "device": "write accel = accelcore.select(device)", "devices": "write accelcore run --nproc N train.py in a shell",
-    "DistributedDataParallel": "ddp", "dp": "ddp", "FullyShardedDataParallel": "fsdp",
+    "mixed_precision": "precision", "amp": "precision", "max_grad_norm": "clip_norm", "gradient_clip_val": "clip_norm",
+    "gradient_accumulation_steps": "accumulate", "accumulate_grad_batches": "accumulate", "strategy": "parallel",
 }  # fmt: skip
-"""Other libraries' words for options of a trainer, or what to do instead, and for values of `parallel`."""
+"""Other libraries' words for options of a trainer that are not similar to ours."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
     """Return all options: those given, and the defaults of the others."""
     known = TrainerOptions.__annotations__
-    for name, value in given.items():
+    for name in given:
         if name not in known:
-            meant = _WORDS.get(name, name)
             raise ConfigurationError(
                 f"a trainer has no option {name!r}",
                 available=", ".join(known),
-                remedy=meant if " " in meant else did_you_mean(meant, known, "remove it, or use an available option"),
+                remedy=did_you_mean(_WORDS.get(name, name), known, "remove it, or use an available option"),
             )
-        word = value.__name__ if isinstance(value, type) else value
-        if name == "parallel" and isinstance(word, str) and _WORDS.get(word) in ("ddp", "fsdp"):
-            raise ConfigurationError(f"{name}={word!r} is unknown", remedy=f"did you mean {name}={_WORDS[word]!r}?")
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 

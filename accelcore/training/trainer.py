@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import Suggests, logger
+from accelcore.errors import logger
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
@@ -44,7 +44,7 @@ _numbers = count()
 _MISSING: Any = None  # a default, so that `check_arguments` names what is wrong
 
 
-class Trainer(Suggests, Resumable):
+class Trainer(Resumable):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop::

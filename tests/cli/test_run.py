@@ -191,12 +191,10 @@ def here(machine, monkeypatch):
         (["run", "--nnodes", "2", "--master-addr", "a", "script.py"], "without --node-rank"),
         (["run", "--devise", "cpu", "script.py"], "--device"),
         (["run"], "SCRIPT"),
-        (["run", "--ranks", "2", "script.py"], "Did you mean '--nproc'?"),
         (["doctor", "--devices", "2"], "Did you mean '--deep'?"),
         (["run", "-m", "nothing.main"], "there is no module 'nothing.main'"),
         (["run", "-m", ""], "there is no module ''"),
         (["sing"], "sing"),
-        (["launch", "script.py"], "accelcore run --nproc 2 train.py"),
         (["doctor", "--timeout", "0"], "--timeout"),
     ],
 )
