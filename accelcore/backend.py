@@ -117,6 +117,12 @@ class Backend:
     ) -> Autocast:
         """Return a context of mixed precision for a forward pass, or a decorator; see `Precision.autocast`.
 
+        Example:
+            >>> with accel.autocast("bf16"):
+            ...     output = model(batch)
+            >>> output.dtype
+            torch.bfloat16
+
         Args:
             dtype: a dtype or its name, such as `"bf16"`. `"best"` is the fastest that the backend declares. With fp32
                 the context switches autocast off.
@@ -141,6 +147,10 @@ class Backend:
 
         The options are `loss`, `scheduler`, `precision`, `accumulate`, `clip_norm`, `parallel`, `compile` and more:
         `print(accelcore.TrainerOptions.__doc__)` lists all with their defaults. The page "Training" introduces them.
+
+        Example:
+            >>> trainer = accel.trainer(model, optimizer, loss=loss, accumulate=2, clip_norm=1.0)
+            >>> value = trainer(batch)  # trains on a batch, and returns its loss
         """
         from accelcore.training.trainer import Trainer
 
@@ -177,6 +187,11 @@ class Backend:
         The job ends with the block; `join` is for a script without a block. Without arguments, the launcher's
         environment variables describe the job. A script that spawns its own ranks gives `rank` and `world_size`. A
         process group that the script has already formed is used, and is not closed.
+
+        Example:
+            >>> with accel.distributed() as job:
+            ...     job.print(f"rank {job.rank} of {job.world_size}")
+            rank 0 of 1
 
         Args:
             rank, world_size: this process's rank, and the number of ranks.

@@ -22,6 +22,11 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
     The names are the keys of the model's `state_dict`; tied weights are written once, under their first name. The host
     needs memory for the whole model; no device is used. The file appears when it is complete.
 
+    Example:
+        >>> path = trainer.save("outputs/run")
+        >>> accelcore.checkpoint.export.export("outputs/run", "model.safetensors") == path
+        True
+
     Args:
         checkpoint: a checkpoint, or a folder of checkpoints, of which the newest is exported.
         file: the file to write; an existing file is replaced.

@@ -60,12 +60,20 @@ def installed() -> dict[str, Probe]:
     """Return the probe of every installed backend by name; a broken plugin's probe has its error.
 
     This imports no torch and initialises no device.
+
+    Example:
+        >>> accelcore.installed()["cpu"].available
+        True
     """
     return {name: candidate.probe for name, candidate in plugins.probe_all().items()}
 
 
 def select(device: str | torch.device | None = None, *, local_rank: int | None = None) -> Backend:
     """Choose a device and create its backend.
+
+    Example:
+        >>> accel = accelcore.select("cpu")
+        >>> model = model.to(accel.device)
 
     Args:
         device: `"cpu"`, `"cuda:1"`, a preference list such as `"npu,cuda,cpu"`, or `"auto"`. None or "" means the

@@ -40,6 +40,13 @@ class Job:
     on every rank if these differ: torch would abort the process, or hang. This is one more exchange between the hosts
     in each call. `accel.collectives` has the same operations without it, for loops that communicate in each step.
 
+    Example:
+        >>> with accel.distributed() as job:
+        ...     mean = job.mean(torch.tensor([1.0, 3.0]))  # over the ranks
+        ...     rows = job.gather(torch.ones(2, 4))  # of all ranks
+        ...     job.print(mean.tolist(), tuple(rows.shape))
+        [1.0, 3.0] (2, 4)
+
     Args:
         collectives: the backend's role, which communicates.
         launch: this process's place in the job; None if no launcher started it.

@@ -141,6 +141,11 @@ class Optimizers:
         """Return every route to `name`, best first, and whether `create` takes it for these options, or why not.
 
         The tuple prints as a line for each route.
+
+        Example:
+            >>> routes = accel.optimizers.explain("sgd", momentum=0.9)
+            >>> sum(route.chosen for route in routes)
+            1
         """
         return self._explain(Request(self._known(name), options))
 
@@ -157,6 +162,11 @@ class Optimizers:
 
         The route is chosen for the parameters as they are now, so that an unsupported request is refused here. A
         trainer that casts or moves them, or makes masters, lets the optimizer choose again.
+
+        Example:
+            >>> optimizer = accel.optimizers.create("adamw", model.parameters(), lr=1e-3)
+            >>> groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters()}]
+            >>> optimizer = accel.optimizers.create("lamb", groups, weight_decay=0.01)
 
         Args:
             name: one of `names()`, in any letter case; or torch's class of that name.
@@ -196,6 +206,10 @@ class Optimizers:
 
         Make schedules for the returned one. An optimizer whose class is not torch's is returned unchanged, with a
         warning in the log.
+
+        Example:
+            >>> theirs = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            >>> optimizer = accel.optimizers.fastest(theirs)
         """
         if isinstance(optimizer, RoutedOptimizer):
             return optimizer

@@ -44,10 +44,10 @@ _LARGEST = 2e9  # bytes of a model's weights up to which they are kept; a replay
 class Record(Observer):
     """Record a training into a folder, to replay it elsewhere and name the first place where the two diverge.
 
-    A context around a training, whatever its loop is::
+    A context around a training, whatever its loop is:
 
-        with accelcore.Record("ref"):
-            train()
+    >>> with accelcore.Record("ref"):
+    ...     train()
 
     Or an observer of a trainer: `accel.trainer(..., observers=[accelcore.Record("ref")])`; call `close()` at the end.
 

@@ -33,11 +33,14 @@ _OTHER_BATCHES = (
 class Replay(Record):
     """Run a training again beside its recording, and name the first place where the two diverge.
 
-    It is used as `Record` is::
+    It is used as `Record` is:
 
-        with accelcore.Replay("ref") as replay:
-            train()
-        print(replay.result)
+    >>> with accelcore.Record("ref"):
+    ...     train()
+    >>> with accelcore.Replay("ref") as replay:
+    ...     train()
+    >>> replay.result.agrees
+    True
 
     The training may run on another device, in another precision, compiled or not, with another strategy or number of
     ranks. It begins with the recorded states of the host's random generators and with the recorded weights. If device,

@@ -39,6 +39,10 @@ def _canonical(word: object) -> str:
 class Policy(Settings):
     """Precision of a whole training run. Dtypes are torch's names, such as `"bfloat16"` or `"bf16"`.
 
+    Example:
+        >>> policy = accelcore.Policy(model_dtype="bfloat16", cast_boundary=True)
+        >>> trainer = accel.trainer(model, optimizer, loss=loss, precision=policy)
+
     Attributes:
         autocast: dtype of the forward pass under autocast; None means no autocast.
         loss_scale: None for no loss scale, a number for a static scale, `"dynamic"`, or a `LossScale` with settings for

@@ -69,6 +69,13 @@ class Runtime(ABC):
     def seed(self, n: int, *, deterministic: bool = False, same: Literal["everywhere"] | None = None) -> None:
         """Seed the random generators of Python, torch, the device, and NumPy if it is loaded.
 
+        Example:
+            >>> accel.runtime.seed(0)
+            >>> first = torch.rand(3)
+            >>> accel.runtime.seed(0)
+            >>> torch.equal(first, torch.rand(3))
+            True
+
         Args:
             n: the seed, a whole number of at most 64 bits.
             deterministic: if true, torch refuses operators without a deterministic implementation for the rest of the

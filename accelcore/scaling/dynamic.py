@@ -49,6 +49,10 @@ _LARGEST = 2**31 - 1  # largest count in a state: counts are int32 on the device
 class LossScale(Settings):
     """Settings of a dynamic loss scale. torch.amp.GradScaler has the same defaults, but no bounds.
 
+    Example:
+        >>> scale = accelcore.LossScale(init=1024.0, interval=500)
+        >>> trainer = accel.trainer(model, optimizer, precision="fp16", loss_scale=scale)
+
     Attributes:
         init: the scale of the first step.
         growth: factor of the scale after `interval` clean steps in a row.
@@ -313,6 +317,12 @@ class Scalers:
         **unknown: Any,
     ) -> LossScaler:
         """Return a scaler. A dynamic one starts at `init`; a static one (`dynamic=False`) keeps `init`.
+
+        Example:
+            >>> scaler = accel.scaler.create(init=1024.0)
+            >>> scaler.scale(model(batch).mean()).backward()
+            >>> scaler.step(optimizer)
+            >>> scaler.update()
 
         Raises:
             ConfigurationError: a setting is `unknown`, or a scale, factor or interval cannot work.

@@ -23,6 +23,14 @@ class Observer:
     trainer's call after the step is complete. After an update the order is loss, gradient norm, overflow, learning
     rate, step.
 
+    Example:
+        >>> class Losses(accelcore.Observer):
+        ...     def loss(self, loss):
+        ...         print("the loss is a", type(loss).__name__)
+        >>> trainer = accel.trainer(model, optimizer, loss=loss, observers=[Losses()])
+        >>> value = trainer(batch)
+        the loss is a Tensor
+
     Attributes:
         measures_norm: whether `gradient_norm` needs the norm without `clip_norm`, which computes it anyway.
     """

@@ -33,6 +33,10 @@ class FSDP(Settings):
     the model is one more. A module that shares a parameter with the rest of the model belongs to the rest. All ranks
     must run a group, or none; otherwise they deadlock.
 
+    Example:
+        >>> sharding = accelcore.FSDP(wrap=torch.nn.TransformerEncoderLayer)
+        >>> trainer = accel.trainer(model, optimizer, loss=loss, parallel=sharding)
+
     Attributes:
         wrap: the modules that are groups: a type of module, a tuple of types, or a function of a module that returns
             True. None: the items of each `nn.ModuleList`, such as the blocks of a transformer.
@@ -53,6 +57,10 @@ class FSDP(Settings):
 @dataclass(frozen=True)
 class Recompute(Settings):
     """Activation checkpointing that keeps the results of some operators.
+
+    Example:
+        >>> parts = accelcore.Recompute(torch.nn.Linear, save=[torch.ops.aten.mm.default])
+        >>> trainer = accel.trainer(model, optimizer, loss=loss, checkpoint=parts)
 
     Attributes:
         parts: the modules to recompute, as for `checkpoint=` of a trainer.

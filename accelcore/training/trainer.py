@@ -47,18 +47,19 @@ _MISSING: Any = None  # a default, so that `check_arguments` names what is wrong
 class Trainer(Resumable):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
-    The whole loop::
+    The whole loop:
 
-        for epoch in trainer.epochs(10):
-            for batch in trainer.batches(loader):
-                loss = trainer(batch)
+    >>> for epoch in trainer.epochs(2):
+    ...     for batch in trainer.batches(loader):
+    ...         value = trainer(batch)
 
-    `trainer(batch)` is short for these calls, which a loop of your own can make::
+    `trainer(batch)` is short for these calls, which a loop of your own can make:
 
-        with trainer.autocast():
-            loss = criterion(trainer.forward(inputs), targets)
-        trainer.backward(loss)
-        trainer.update()
+    >>> with trainer.autocast():
+    ...     value = trainer.forward(batch).square().mean()
+    >>> trainer.backward(value)
+    >>> trainer.update()  # True: this closed a window
+    True
 
     A *window* is the `accumulate` micro-batches between two updates. If a step raises, its window is dropped, and the
     next window starts clean. In a job of several ranks every later step raises, because the ranks may have diverged.
@@ -236,7 +237,9 @@ class Trainer(Resumable):
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:
         """Return the batches of `loader` to evaluate on: on the device, every row once over all ranks.
 
-        `trainer.evaluate(loader).mean(function)` is the mean of `function(batch)` over all rows of all ranks.
+        `trainer.evaluate(loader).mean(function)` is the mean of `function(batch)` over all rows of all ranks. A loop:
+
+        >>> outputs = job.gather([model(batch) for batch in trainer.evaluate(loader)])
 
         In the loop, and only there, the model is in evaluation mode, under `no_grad` and autocast. Ranks may differ in
         the number of rows: in a loop of your own, combine results by `job.gather`, or add up sums. If the loader does

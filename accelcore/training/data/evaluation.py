@@ -35,12 +35,8 @@ class Evaluation(Batches):
     def mean(self, function: Callable[[Any], Any]) -> Any:
         """Return the mean of `function(batch)` over all rows of all ranks, the same on every rank.
 
-        Example::
-
-            def is_right(batch):
-                return model(batch[0]).argmax(1) == batch[1]
-
-            accuracy = trainer.evaluate(loader).mean(is_right)
+        Example:
+            >>> error = trainer.evaluate(loader).mean(lambda batch: model(batch).square())
 
         Every rank must call this. The host waits for the device once, after the last batch. A warning is logged if
         all results have the shape (n, n) for n rows, as predictions of shape (n, 1) minus targets of shape (n,) have.

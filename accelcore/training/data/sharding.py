@@ -79,6 +79,11 @@ class ShardedStream(IterableDataset[Any]):
     `trainer.batches` and `trainer.evaluate` divide the rows among the ranks. In your own loop, give `rank` and
     `world_size`.
 
+    Example:
+        >>> stream = accelcore.ShardedStream(torch.arange(12.0).view(3, 4))
+        >>> for rows in trainer.batches(torch.utils.data.DataLoader(stream, 2)):
+        ...     value = trainer(rows)
+
     Args:
         dataset: anything that can be iterated over once an epoch.
         rank: the rank that gets these rows.

@@ -35,15 +35,19 @@ Sink = tuple[Callable[[dict[str, Any], int], object], Callable[[], object]]
 class Log(Meter):
     """Log of a training in a folder: `log.jsonl`, and plots of it, `plot.png` and `plot.html`.
 
-    Give it to a trainer: `accel.trainer(..., observers=[accelcore.Log("outputs/run")])`. The main rank writes a line
-    every few steps, a JSON object: `step`; `epoch`, counted from 0; `loss`, the mean over this rank's micro-batches
-    since the last line or a resume; `lr` of the first group in the step; `gradient_norm` of the step;
-    `rows_per_second` of all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A value that
-    is not finite is null. A step does not wait for the device: a line is written one step later.
+    The main rank writes a line every few steps, a JSON object: `step`; `epoch`, counted from 0; `loss`, the mean over
+    this rank's micro-batches since the last line or a resume; `lr` of the first group in the step; `gradient_norm` of
+    the step; `rows_per_second` of all ranks within epochs; `memory_peak` in bytes; `seconds` since the log was made. A
+    value that is not finite is null. A step does not wait for the device: a line is written one step later.
 
     After a resume, lines after the resumed step are dropped, and the log continues. A run from the start renames an
     older log to `log-before.jsonl`, or `log-before-2.jsonl` and so on. The log draws its plot at exit, except after
     Ctrl-C, and by `close()`; `accelcore plot FOLDER` draws it at any time.
+
+    Example:
+        >>> log = accelcore.Log("outputs/run", every=10)
+        >>> trainer = accel.trainer(model, optimizer, loss=loss, observers=[log])
+        >>> log.write(accuracy=0.9)  # a line of your own
 
     Args:
         folder: made if it does not exist; one for each run.

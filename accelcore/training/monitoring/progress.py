@@ -83,11 +83,13 @@ class Meter(Settings, Observer):
 class Progress(Meter):
     """Progress bar on stderr: epoch, counted from 0, step, loss, learning rate, rows per second and time left.
 
-    Give it to a trainer: `accel.trainer(..., observers=[accelcore.Progress()])`. Only the main rank shows it. The loss
-    is the last one of this rank; rows per second count all ranks. The time left needs `trainer.total_steps`. A step
-    does not wait for the device: the loss is read one step later.
+    Only the main rank shows it. The loss is the last one of this rank; rows per second count all ranks. The time left
+    needs `trainer.total_steps`. A step does not wait for the device: the loss is read one step later.
 
     What the script prints meanwhile appears above the bar. The bar ends with the last step, or with the process.
+
+    Example:
+        >>> trainer = accel.trainer(model, optimizer, observers=[accelcore.Progress()])
 
     Args:
         seconds: time between two lines, if stderr is not a terminal.

@@ -74,6 +74,11 @@ class Resumable(ABC):
         the gradients of an open window. It is written completely or not at all. In a job every rank must call this,
         with a folder that all ranks share.
 
+        Example:
+            >>> path = trainer.save("outputs/run", keep=2, best=0.25, mode="min")
+            >>> path.name
+            'step-00000000'
+
         Args:
             folder: the folder of the run's checkpoints, the same on all ranks.
             keep: delete all but the newest `keep` checkpoints of this run afterwards; None deletes nothing. The best
@@ -162,6 +167,13 @@ class Resumable(ABC):
     def resume(self, folder: str | Path, *, best: bool = False, must_exist: bool = False) -> Path | None:
         """Resume from the newest checkpoint in `folder`, or from `folder` if it is a checkpoint.
 
+        Example:
+            >>> trainer.resume("outputs/run")  # None: there is no checkpoint yet
+            >>> for epoch in trainer.epochs(5):  # after a resume, those that are left
+            ...     for batch in trainer.batches(loader):
+            ...         value = trainer(batch)
+            ...     path = trainer.save("outputs/run", keep=2)
+
         Args:
             folder: the folder that `save` was given, or one of its checkpoints.
             best: take the checkpoint with the best metric: `save(folder, best=metric)` saves a metric.
@@ -219,12 +231,10 @@ class Resumable(ABC):
 class Together(Resumable):
     """Save and resume several trainers as one, such as the two of a GAN.
 
-    Example::
-
-        both = accelcore.Together(generator=train_g, discriminator=train_d)
-        both.resume("outputs/gan")
-        ...
-        both.save("outputs/gan", keep=2)
+    Example:
+        >>> both = accelcore.Together(generator=trainer, critic=other)
+        >>> both.resume("outputs/gan")  # None: there is no checkpoint yet
+        >>> path = both.save("outputs/gan", keep=2)
 
     A checkpoint holds all of the trainers, each with its own `extra`, and the `extra` of this object.
 
