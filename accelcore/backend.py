@@ -88,10 +88,16 @@ class Backend:
     A copy of a backend is the backend itself. It is pickled as its name and index, and unpickling selects that device.
 
     Attributes:
-        name, index: the selected device, `"cuda"` and `1` for `cuda:1`.
+        name: the kind of device, such as `"cuda"`.
+        index: its number, such as 1 for `cuda:1`.
         emulated: whether the host imitates the device. Results are then correct, but times mean nothing.
         capabilities: what the backend declares. Everything else raises `UnsupportedError`.
-        precision, scaler, optimizers, collectives, compiler, runtime: the six roles.
+        precision: autocast, and how exact fp32 is.
+        scaler: loss scaling.
+        optimizers: optimizers by name.
+        collectives: exchange between ranks.
+        compiler: compilation of modules.
+        runtime: random numbers, transfers and memory of the device.
         passed_over: what `auto` or a preference list could not use before this device, and why.
     """
 
@@ -194,7 +200,8 @@ class Backend:
             rank 0 of 1
 
         Args:
-            rank, world_size: this process's rank, and the number of ranks.
+            rank: this process's rank, counted from 0.
+            world_size: the number of ranks.
             local_rank: this rank's number on its host; `rank` unless given.
             init_method: address at which ranks meet: `"env://"` (MASTER_ADDR, MASTER_PORT), `"tcp://host:port"`, `"file://..."`.
             timeout: how long a collective waits for other ranks, in seconds or as a timedelta; None is torch's default.

@@ -38,14 +38,16 @@ class LogprobComparison:
     Attributes:
         agrees: whether all log-probabilities are the same, or, if the two ways compute in different dtypes, whether no
             module parts by more than rounding.
-        maximum, mean: of the absolute difference of the log-probabilities of the tokens, in nats.
+        maximum: largest absolute difference of the log-probabilities of the tokens, in nats.
+        mean: mean of these differences.
         ratio: `maximum` in units of rounding: the epsilon of the coarsest dtype times the root mean square of the
             finite logits, but at least of 1.
         kl: estimate of the Kullback-Leibler divergence of the second way from the first: mean of `exp(d) - 1 - d` for
             the difference d, as in http://joschu.net/blog/kl-approx.html.
         token: row and position of the token with the largest difference.
-        module, item: the first module whose output parts; None if none does, or if no module was seen. For an input,
+        module: the first module whose output differs; None if there is none, or if no module was seen. For an input,
             the module whose own code computed it.
+        item: the output or input of this module.
         layers: each module in the order of the first way, up to the one that diverges.
         notes: what limits the comparison.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ def signature_of(app: Sphinx, what: str, name: str, value: Any, options: Any, sh
     if what == "class" and "__init__" in vars(value) and value.__new__ is not object.__new__:
         own = signature(value.__init__, bound_method=True)
         shown, returns = stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), None
+    # Defaults that only show that an argument was not given.
+    shown = re.sub(r" = _[A-Z_]+", lambda found: "" if found[0] == " = _MISSING" else " = ...", shown or "")
     return shown or None, returns
 
 

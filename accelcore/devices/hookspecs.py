@@ -68,9 +68,9 @@ class Probe:
             `accelcore run` keeps torch from loading the runtime of an unusable backend.
         visible_devices: name of the environment variable that limits which devices a process sees
             (`"CUDA_VISIBLE_DEVICES"`); empty if there is none.
-        slurm, kubernetes, ray: the names by which these schedulers grant one device: a generic resource of SLURM
-            (`"gpu"`), a resource of a container's limits (`"nvidia.com/gpu"`), a resource of Ray (`"GPU"`). Empty if
-            the device needs no grant.
+        slurm: the name by which SLURM grants one device, such as `"gpu"`. Empty if the device needs no grant.
+        kubernetes: the same in a container's limits, such as `"nvidia.com/gpu"`.
+        ray: the same in Ray, such as `"GPU"`.
 
     Raises:
         ValueError: a field has the wrong type, or the fields contradict each other.

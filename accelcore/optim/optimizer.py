@@ -41,9 +41,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
         binding: what it updates. Each `bind` makes another one, so that a trainer detects that another has bound it.
         needs_closure: whether `step` must be given a closure.
         implementation: the `torch.optim.Optimizer` that computes the updates; its groups hold what is updated.
-        grad_scale, found_inf: float32 scalars on the device, or None: the divisor of the gradients in the next step,
-            and 1.0 if it is to be skipped. torch's scalers set them if the route's kernel supports both
-            (`_step_supports_amp_scaling`).
+        grad_scale: divisor of the gradients in the next step, a float32 scalar on the device; or None. torch's scalers
+            set it and `found_inf` if the route's kernel supports both (`_step_supports_amp_scaling`).
+        found_inf: 1.0 if the next step is to be skipped, a float32 scalar on the device; or None.
     """
 
     grad_scale: Tensor | None  # no value here: torch's GradScaler reads it with a default of 1

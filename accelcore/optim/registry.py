@@ -141,11 +141,6 @@ class Optimizers:
         """Return every route to `name`, best first, and whether `create` takes it for these options, or why not.
 
         The tuple prints as a line for each route.
-
-        Example:
-            >>> routes = accel.optimizers.explain("sgd", momentum=0.9)
-            >>> sum(route.chosen for route in routes)
-            1
         """
         return self._explain(Request(self._known(name), options))
 

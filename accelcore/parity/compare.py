@@ -56,7 +56,8 @@ class Result:
         steps: how many steps were compared.
         exact: whether equal bits were asked for: both runs had the same device, versions and settings of arithmetic,
             and the replay took no other batches.
-        step, rank: the first that differs, counted from 1 and from 0; None if they agree.
+        step: the first that differs, counted from 1; None if they agree.
+        rank: the first that differs in this step, counted from 0; None if they agree.
         phase: `"batch"`, `"weights"`, `"random"`, `"forward"`, `"backward"`, `"collective"` or `"update"`;
             `"settings"` if all events agree, and a setting of what is trained differs; `"batch size"` of
             `Replay(..., batch=)`; None if they agree.
@@ -125,7 +126,8 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
     """Compare two recordings, and return where they diverge first.
 
     Args:
-        reference, other: the folders of the recordings.
+        reference: the folder of the recording.
+        other: the folder of the other one.
         rank: the rank to compare; None for all that both have.
 
     Raises:

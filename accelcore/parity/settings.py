@@ -46,7 +46,8 @@ class Difference:
 
     Attributes:
         name: of the setting, such as `"torch"` or `"module blocks.0.norm"`.
-        recorded, replayed: its values.
+        recorded: its recorded value.
+        replayed: its value in the replay.
     """
 
     name: str

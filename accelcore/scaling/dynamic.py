@@ -58,7 +58,8 @@ class LossScale(Settings):
         growth: factor of the scale after `interval` clean steps in a row.
         backoff: factor of the scale after an overflow.
         interval: number of clean steps until the scale grows.
-        min, max: bounds of the scale. As in Ascend's apex, max is 2**24.
+        min: lower bound of the scale.
+        max: upper bound of the scale, as in Ascend's apex.
 
     Raises:
         ConfigurationError: no dynamic scale can work with these settings.

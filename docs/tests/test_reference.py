@@ -182,5 +182,7 @@ def test_there_is_no_noise(entries):
         assert "Alias for field number" not in text, address
         assert "Mock" not in signature, signature
         assert "given: object" not in signature, signature
+        assert not re.search(r"= _[A-Z]", signature), f"{address}: a default that is no value"
+        assert not re.search(r", ?\) \u2013", text), f"{address}: an attribute needs a line of its own"
         assert not re.search(r"\*\w+: (typing\.)?NoReturn", signature), signature
         assert not re.search(r"\b(Return type|Type)\s*:", text), f"{address}: a colon in the first line tears the text"
