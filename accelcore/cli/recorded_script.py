@@ -59,7 +59,7 @@ class _Shown(Record):
 
     def begin(self, trainer: Trainer) -> None:
         super().begin(trainer)
-        trainer.saver.writes &= self.saves
+        trainer.state.writes &= self.saves
 
     def _step_ended(self, step: int, *, is_last: bool) -> None:
         self.done = step

@@ -140,7 +140,7 @@ class Record(Observer):
             )
         self._start()
         self._trainers.append(trainer)
-        trainer.saver.spares_start = True
+        trainer.state.spares_start = True
         if trainer.model not in self._collector.known:
             compiled = None if trainer.compiled is None else trainer.compiled.module
             self._collector.watch(compiled if isinstance(compiled, nn.Module) else trainer.model, trainer.model)

@@ -132,7 +132,7 @@ class Replay(Record):
         if trainer.backend.collectives.rank == 0 and len(self._trainers) == 1:
             resumes = f"resumes at step {began}, where the recorded run began" if began else "does not resume"
             notice("a replay saves no checkpoint, and %s", resumes)
-        trainer.saver.writes, trainer.saver.starts_at = False, began
+        trainer.state.writes, trainer.state.starts_at = False, began
 
     def _begin_step(self, watched: Watched, first: bool) -> None:
         if self._takes_batches and not self._taken:

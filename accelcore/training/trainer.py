@@ -28,9 +28,12 @@ from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_set, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
-from accelcore.training.saving.parts import warn_if_others_trained
 from accelcore.training.saving.resumable import Resumable
-from accelcore.training.saving.saver import Saver, Trainings
+<<<<<<< Updated upstream
+=======
+from accelcore.training.saving.trained_parts import warn_if_others_trained
+>>>>>>> Stashed changes
+from accelcore.training.saving.trainer_state import TrainerState, Trainings
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages import Preparation
 from accelcore.training.step import Step
@@ -74,7 +77,7 @@ class Trainer(Resumable):
 
     Attributes:
         backend: as given.
-        saver: the state of this trainer; `Together` uses it.
+        state: the state of this trainer; `Together` uses it.
         aux: what the last `loss` returned beside the scalar.
 
     Raises:
@@ -103,7 +106,13 @@ class Trainer(Resumable):
         self._scaler = create_scaler(backend.scaler, plan.policy)
         self._window = Window(given["accumulate"], backend, divisor=plan.strategy.divisor, tensors_only=given["graph"])
         self._stream = DataStream(backend.runtime, backend.collectives)
-        self.saver = Saver(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
+<<<<<<< Updated upstream
+        self.state = TrainerState(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
+=======
+        self.state = TrainerState(
+            plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window
+        )
+>>>>>>> Stashed changes
         self._number = next(_numbers)
         self.aux: Any = None
         self._lacks_autocast = plan.policy.autocast is not None  # until a step of the script's own enters it
@@ -361,13 +370,17 @@ class Trainer(Resumable):
         Raises:
             CheckpointError: the file cannot be read or does not fit. The trainer is unchanged.
         """
-        return self.saver.load(path, optimizer)
+        return self.state.load(path, optimizer)
 
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
-        return {"": self.saver.state(self.extra if extra is None else extra, writes=extra is not None)}
+<<<<<<< Updated upstream
+        return {"": self.state.state(self.extra if extra is None else extra, writes=extra is not None)}
+=======
+        return {"": self.state.parts(self.extra if extra is None else extra, writes=extra is not None)}
+>>>>>>> Stashed changes
 
     def _make_step(self) -> None:
-        self._step = self.saver.step = Step(self._plan, self._scaler, self._window, self._schedule)
+        self._step = self.state.step = Step(self._plan, self._scaler, self._window, self._schedule)
         self._step.begin()
 
     def _check_step(self, *, begins: bool) -> None:

@@ -71,7 +71,7 @@ class _Recorder(Observer):
 
     def begin(self, trainer: Trainer) -> None:
         self._trainer, self._runtime = trainer, trainer.backend.runtime
-        trainer.saver.writes, trainer.saver.starts_at = False, 0
+        trainer.state.writes, trainer.state.starts_at = False, 0
         self._writes = trainer.backend.collectives.rank == 0
         backend, compiled = trainer.backend, trainer.compiled
         self._write(

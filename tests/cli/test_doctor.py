@@ -226,7 +226,7 @@ def test_a_trial_multiplies_and_updates_on_its_backend(machine, fork):
     script = machine.write("trial.py", "import sys\nfrom accelcore.cli.doctor import deep\nsys.exit(deep.main())\n")
     done = fork(script, "cpu").finish()
     assert done.returncode == 0, done.stderr
-    assert "accelcore trial: works" in done.stderr.splitlines()
+    assert "accelcore attempt: works" in done.stderr.splitlines()
     (notes,) = (line for line in done.stderr.splitlines() if line.startswith("accelcore notes: "))
     assert "kernels" in notes, "what the backend has logged"
 

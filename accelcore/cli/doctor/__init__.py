@@ -20,7 +20,7 @@ from accelcore.util.text import shown
 
 if TYPE_CHECKING:
     from accelcore.cli.doctor.ask_plugins import Selection
-    from accelcore.cli.doctor.deep import Trial
+    from accelcore.cli.doctor.deep import Attempt
     from accelcore.cli.doctor.diagnosis import Diagnosis, Plugin
 
 _GOOD, _MEDIUM, _BAD, _HEAD = "green", "yellow", "bold red", "bold underline"
@@ -32,7 +32,7 @@ _Line = tuple[int, str, str]  # a line: its indentation, its text, and the name 
 @click.command()
 @json_option
 @click.option("--deep", is_flag=True, help="Also import torch and try each usable backend, in processes of their own.")
-@number("--timeout", "SECONDS", 60, "How long one trial of --deep may take.", most=86400)
+@number("--timeout", "SECONDS", 60, "How long one attempt of --deep may take.", most=86400)
 @common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """Report which backends work here, and what the others lack.
@@ -44,7 +44,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     \b
     Exit code:
       0   every plugin answered, and at least one backend is usable
-      1   something is broken: torch, a plugin, a trial of --deep, versions; or select() raises
+      1   something is broken: torch, a plugin, an attempt of --deep, versions; or select() raises
       2   no backend is usable, broken or not, and import torch was not seen to fail
       64  the request is invalid
 
@@ -92,7 +92,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     yield 0, f"{diagnosis.platform}, {diagnosis.executable}", ""
     if diagnosis.import_torch is not None:
         yield 0, "", ""
-        yield from _trial("import torch", diagnosis.import_torch)
+        yield from _attempt("import torch", diagnosis.import_torch)
     yield from _misfits(diagnosis.misfits)
     yield from _headed("backends")
     if not diagnosis.backends:
@@ -106,8 +106,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
             yield from _plugin(extension)
     if diagnosis.deep is not None:
         yield from _headed("deep: each in a child process")
-        for trial in diagnosis.deep:
-            yield from _trial(f"backend {trial.name}", trial)
+        for attempt in diagnosis.deep:
+            yield from _attempt(f"backend {attempt.name}", attempt)
     if diagnosis.import_torch is not None and diagnosis.import_torch.notes:
         yield from _headed("torch")
         for note in diagnosis.import_torch.notes:
@@ -169,12 +169,12 @@ def _selection(selection: Selection) -> Iterator[_Line]:
         yield 6, f"{passed['name']} does not work: {passed['reason']}", ""
 
 
-def _trial(label: str, trial: Trial) -> Iterator[_Line]:
-    seconds = "" if trial.outcome == "not tried" else f"  {trial.seconds:.1f} s"
-    yield 2, f"{label}  {trial.outcome}{seconds}", _STYLES.get(trial.outcome, _BAD)
-    yield from _explained(trial.reason, trial.remedy)
-    if trial.name != "torch":  # a heading of its own has torch's
-        yield from ((6, note, "") for note in trial.notes)
+def _attempt(label: str, attempt: Attempt) -> Iterator[_Line]:
+    seconds = "" if attempt.outcome == "not tried" else f"  {attempt.seconds:.1f} s"
+    yield 2, f"{label}  {attempt.outcome}{seconds}", _STYLES.get(attempt.outcome, _BAD)
+    yield from _explained(attempt.reason, attempt.remedy)
+    if attempt.name != "torch":  # a heading of its own has torch's
+        yield from ((6, note, "") for note in attempt.notes)
 
 
 def _explained(reason: str, remedy: str) -> Iterator[_Line]:

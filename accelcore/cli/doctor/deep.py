@@ -27,7 +27,7 @@ from accelcore.jobs.launchers import outside_any_job
 from accelcore.torch_features import TORCH_FEATURES
 from accelcore.util import child_process
 
-SAYS = "accelcore trial: "  # begins the line in which the child reports its result
+SAYS = "accelcore attempt: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
 _NOTES = "accelcore notes: "  # begins the line with a JSON list of remarks
 _KEPT = 30  # lines of a child's stderr
@@ -40,7 +40,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Trial:
+class Attempt:
     """Result of one child process."""
 
     name: str  # `"torch"` or a backend
@@ -54,9 +54,9 @@ class Trial:
     notes: tuple[str, ...] = ()
 
 
-def try_torch(candidates: Sequence[Candidate], found: Sequence[Declared], timeout: float) -> tuple[Trial, bool]:
+def try_torch(candidates: Sequence[Candidate], found: Sequence[Declared], timeout: float) -> tuple[Attempt, bool]:
     """Try `import torch`. Also return whether it works with torch's autoload off, and not without."""
-    environ = outside_any_job(os.environ)  # the trial is not a rank
+    environ = outside_any_job(os.environ)  # the attempt is not a rank
     torch = _try("torch", environ, timeout)
     if torch.outcome == "works" or not found or not autoload_enabled(environ):
         return torch, False
@@ -65,7 +65,9 @@ def try_torch(candidates: Sequence[Candidate], found: Sequence[Declared], timeou
     return _blamed_on_autoload(torch, found, candidates), True
 
 
-def examine(candidates: Sequence[Candidate], torch: Trial, autoload_broken: bool, timeout: float) -> tuple[Trial, ...]:
+def examine(
+    candidates: Sequence[Candidate], torch: Attempt, autoload_broken: bool, timeout: float
+) -> tuple[Attempt, ...]:
     """Try each usable backend for `timeout` seconds, after `try_torch`; the others are listed as not tried."""
     environ = outside_any_job(os.environ)
     if autoload_broken:
@@ -73,47 +75,47 @@ def examine(candidates: Sequence[Candidate], torch: Trial, autoload_broken: bool
     backends = []
     for candidate in candidates:
         if not candidate.probe.available:
-            backends.append(Trial(candidate.name, "not tried", "it is not usable here"))
+            backends.append(Attempt(candidate.name, "not tried", "it is not usable here"))
         elif torch.outcome != "works" and not autoload_broken:
-            backends.append(Trial(candidate.name, "not tried", "torch cannot be imported"))
+            backends.append(Attempt(candidate.name, "not tried", "torch cannot be imported"))
         else:
             backends.append(_try(candidate.name, environ, timeout, candidate.name))
     return tuple(backends)
 
 
-def _blamed_on_autoload(trial: Trial, found: Sequence[Declared], candidates: Sequence[Candidate]) -> Trial:
+def _blamed_on_autoload(attempt: Attempt, found: Sequence[Declared], candidates: Sequence[Candidate]) -> Attempt:
     points = "; ".join(map(str, found))
     # `run` sets the variable only for entry points of backends that are installed and cannot work here.
     run = ", start scripts with accelcore run" if autoloads_of_unusable_backends(found, candidates) else ""
     owners = ", ".join(sorted({autoload.distribution for autoload in found}))
     return replace(
-        trial,
+        attempt,
         reason=f"import torch works with {AUTOLOAD}=0, and not without it, because torch's "
-        f"backend autoload calls {points} ({trial.reason})",
+        f"backend autoload calls {points} ({attempt.reason})",
         remedy=f"set {AUTOLOAD}=0{run}, or repair or uninstall {owners}",
     )
 
 
-def _try(name: str, environ: Mapping[str, str], timeout: float, *arguments: str) -> Trial:
+def _try(name: str, environ: Mapping[str, str], timeout: float, *arguments: str) -> Attempt:
     ended = child_process.call(__name__, *arguments, environ=environ, limit=timeout)
     written = ended.stderr.splitlines()
     said = [line.removeprefix(SAYS) for line in written if line.startswith(SAYS)]
     seconds, stderr = round(ended.seconds, 3), tuple(written[-_KEPT:])
     if ended.status == 0 and said[-1:] == [WORKS]:
         notes = [json.loads(line.removeprefix(_NOTES)) for line in written if line.startswith(_NOTES)]
-        return Trial(name, "works", seconds=seconds, notes=tuple(notes[-1]) if notes else ())
+        return Attempt(name, "works", seconds=seconds, notes=tuple(notes[-1]) if notes else ())
     if ended.status is None:
         remedy = "give it longer with --timeout, or see what its driver says"
-        return Trial(name, "hung", f"it {ended.fate}", remedy, seconds, stderr)
+        return Attempt(name, "hung", f"it {ended.fate}", remedy, seconds, stderr)
     if ended.signal:
         remedy = "install versions that fit together; the last lines it wrote are in --json"
         if ended.signal == "SIGKILL":
             remedy = "see whether the machine ran out of memory"
-        return Trial(name, "crashed", f"it {ended.fate}", remedy, seconds, stderr)
+        return Attempt(name, "crashed", f"it {ended.fate}", remedy, seconds, stderr)
     last = (said or [line for line in written if line.strip()])[-1:]
     reason = last[0].strip()[:_LONGEST] if last else f"it exited with {ended.status} and wrote nothing"
     remedies = (remedy for part, remedy in _REMEDIES.items() if part in reason)
-    return Trial(name, "failed", reason, next(remedies, "the traceback is in the stderr of --json"), seconds, stderr)
+    return Attempt(name, "failed", reason, next(remedies, "the traceback is in the stderr of --json"), seconds, stderr)
 
 
 def _remarks() -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelcore.cli.doctor.ask_plugins import Selection, ask_plugins
-from accelcore.cli.doctor.deep import Trial, examine, try_torch
+from accelcore.cli.doctor.deep import Attempt, examine, try_torch
 from accelcore.devices.plugins import (
     AUTOLOAD,
     EXTENSIONS,
@@ -73,11 +73,11 @@ class Diagnosis:
     # set variables that begin with ACCEL_ and that nothing installed reads; with the most similar one, or None
     unknown_variables: dict[str, str | None]
     autoload: tuple[Declared, ...]  # the entry points that `import torch` calls
-    import_torch: Trial | None  # the trial of `import torch`, if it calls any, or with `--deep`; otherwise None
+    import_torch: Attempt | None  # the attempt of `import torch`, if it calls any, or with `--deep`; otherwise None
     # known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and the
     # `backend`, which is empty for a bug on every backend
     faults: tuple[dict[str, str | None], ...]
-    deep: tuple[Trial, ...] | None  # the backends' trials of `--deep`, or None
+    deep: tuple[Attempt, ...] | None  # the backends' attempts of `--deep`, or None
 
     @property
     def broken(self) -> list[str]:
@@ -89,8 +89,8 @@ class Diagnosis:
         names += [f"versions for {label}" for label, one in plugins if one.misfits]
         names += ["import torch"] if self.torch_fails else []
         if self.deep is not None:
-            trials = (trial for trial in self.deep if trial.outcome not in ("works", "not tried"))
-            names += [f"backend {trial.name} (--deep)" for trial in trials]
+            attempts = (attempt for attempt in self.deep if attempt.outcome not in ("works", "not tried"))
+            names += [f"backend {attempt.name} (--deep)" for attempt in attempts]
         if not names and self.selection["error"] is not None:
             names = ["select()"]
         return names
@@ -102,10 +102,10 @@ class Diagnosis:
 
     @property
     def usable(self) -> list[str]:
-        """The names of the usable backends; with `--deep` of those whose trial works."""
+        """The names of the usable backends; with `--deep` of those whose attempt works."""
         names = [backend.name for backend in self.backends if backend.state == "usable"]
         if self.deep is not None:
-            works = {trial.name for trial in self.deep if trial.outcome == "works"}
+            works = {attempt.name for attempt in self.deep if attempt.outcome == "works"}
             names = [name for name in names if name in works]
         return names
 
@@ -123,7 +123,7 @@ class Diagnosis:
 
 
 def diagnose(deep_timeout: float | None = None) -> Diagnosis:
-    """Ask every plugin and read the metadata; with a timeout in seconds, also run the trials of `--deep`."""
+    """Ask every plugin and read the metadata; with a timeout in seconds, also run the attempts of `--deep`."""
     answers = ask_plugins()
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates

@@ -1,4 +1,4 @@
 """Saving and restoring a training in two phases: one part for each kind of state, all checked before any is restored.
 
-`Saver` lists the parts. Files and their format are in `checkpoint`.
+`TrainerState` lists the parts. Files and their format are in `checkpoint`.
 """

@@ -1,7 +1,12 @@
-"""Contract of a part of a checkpoint; schedule, loss scale, open window, data position, random states, extra."""
+"""Contract of a part of a checkpoint, checks of saved values, and the parts that tell where a training is.
+
+These are schedule, loss scale, open window, position in the data, random states and extra. What is trained is in
+`trained_parts`.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import CheckpointError, logger
+from accelcore.optim.binding import COUNTERS
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.gradients import Gradients
-from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
@@ -75,59 +80,6 @@ class Part(ABC):
         Raises:
             CheckpointError: the saved state is malformed, or does not fit.
         """
-
-
-@dataclass(frozen=True)
-class TrainedPart(Part):
-    """Names of the trained parameters. The first step after a resume compares them: see `warn_if_others_trained`."""
-
-    plan: Plan
-    name = "trained"
-
-    def shared_state(self) -> Any:
-        return [slot.name for slot in self.plan.gradients.slots]
-
-    def prepare(self, saved: Saved) -> Callable[[], object]:
-        names = saved.shared.get(self.name)
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
-        differing = {name: name in names for name in {slot.name for slot in self.plan.gradients.slots} ^ set(names)}
-        what = _other_trained(self.plan, differing)
-        if what and saved.micro:
-            raise CheckpointError(
-                what,
-                why="the checkpoint was saved within a window, whose gradients belong to the parameters trained then",
-                remedy=f"{saved.between_windows()}. Or freeze or unfreeze as that run had, and call trainer.refresh() "
-                "before the resume. To avoid this, save where trainer.window_closed is True",
-            )
-        return lambda: setattr(self.plan, "otherwise_trained", differing or None)
-
-
-def warn_if_others_trained(plan: Plan) -> None:
-    """Log that the first step after a resume trains other parameters than the run that saved the checkpoint.
-
-    A parameter that was the same at the resume was changed since: the script may unfreeze it for an epoch that begins.
-    """
-    what = _other_trained(plan, plan.otherwise_trained or {})
-    plan.otherwise_trained = None
-    if what and plan.backend.collectives.rank == 0:
-        logger.warning(
-            "%s: the results differ from those of the run that saved it. If that is not meant, freeze or unfreeze as "
-            "that run had, by requires_grad_, and call trainer.refresh(). In a loop over epochs write `if epoch >= 1`, "
-            "not `if epoch == 1`",
-            what,
-        )
-
-
-def _other_trained(plan: Plan, saved: Mapping[str, bool]) -> str:
-    """Return a text on the parameters that are trained and were not, or the reverse; `saved`: whether they were."""
-    now = {slot.name for slot in plan.gradients.slots}
-    differing = [name for name, was in saved.items() if was != (name in now)]
-    if not differing:
-        return ""
-    name = min(differing)
-    what = f"{name!r} is " + ("frozen now, and was trained" if saved[name] else "trained now, and was not")
-    return f"{what} when the checkpoint was saved (parameters that differ: {len(differing)})"
 
 
 @dataclass(frozen=True)
@@ -355,3 +307,45 @@ def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str
     for name, value in saved.items():
         if not isinstance(value, Tensor) or name not in own or own[name].shape != value.shape:
             raise malformed(f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model")
+
+
+def alike(own: Any, saved: Any) -> bool:
+    """Check if a saved option has a type that can replace this value."""
+    if own is None or saved is None or isinstance(own, Tensor):
+        return True
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return isinstance(own, bool) and isinstance(saved, bool)
+    if isinstance(own, int | float):
+        return isinstance(saved, int | float) and not math.isnan(saved)
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(own) == len(saved) and all(map(alike, own, saved))
+    return isinstance(saved, type(own))
+
+
+def check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise CheckpointError for a number of updates that is not a count, or, if `strict`, not a scalar."""
+    value = entry.get("step", 0)
+    if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
+        value = value.item()
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise malformed(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
+
+
+def check_tensors(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
+    """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
+
+    If `strict`, each key must be a tensor of the parameter's shape, and the `COUNTERS` must be scalars.
+    """
+    for key, value in entry.items():
+        if not isinstance(value, Tensor):
+            fits = not strict or (key in COUNTERS and isinstance(value, int | float))
+        elif key in COUNTERS or (not strict and value.dim() == 0):
+            fits = value.dim() == 0 or (not strict and value.shape == (1,))
+        else:
+            numbers = value.is_complex() if parameter.is_complex() else value.is_floating_point()
+            fits = numbers and value.shape == parameter.shape
+        if not fits:
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise malformed(
+                f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
+            )

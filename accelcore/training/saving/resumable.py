@@ -21,10 +21,15 @@ from accelcore.errors import ConfigurationError, logger, notice
 from accelcore.jobs.exchange import gather_objects
 from accelcore.training.agreement import all_equal, all_or_none, wait_for_all
 from accelcore.training.saving.parts import SHARED, ExtraPart, Part, SchedulePart
-from accelcore.training.saving.saver import (
-    Saver,
+from accelcore.training.saving.trainer_state import (
+    TrainerState,
+<<<<<<< Updated upstream
     Trainings,
-    TrainingState,
+    TrainingParts,
+=======
+    TrainingParts,
+    Trainings,
+>>>>>>> Stashed changes
     as_checkpoint_error,
     check_position,
     check_same,
@@ -98,10 +103,10 @@ class Resumable(ABC):
         metric, folder = _metric(best, mode), store.as_path(folder)
         trainings = self._trainings(new)
         # Neither a trial nor a replay may replace what the user has trained.
-        if not all(each.saver.writes for each in trainings.values()):
+        if not all(each.state.writes for each in trainings.values()):
             self.extra = new
             return folder
-        backend = next(iter(trainings.values())).saver.backend
+        backend = next(iter(trainings.values())).state.backend
         wait_for_all(backend, "trainer.save()")
         if not all_equal(backend, repr((str(folder), metric))):
             raise ConfigurationError(
@@ -111,11 +116,11 @@ class Resumable(ABC):
                 "trainer.evaluate(loader).mean(...), or job.mean(...)",
             )
         for training in trainings.values():
-            training.saver.step.check_replicas()
+            training.state.step.check_replicas()
         rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
         if rank == 0:
             _warn_of_unknown_schedules([part for training in trainings.values() for part in training.parts])
-        trainers = {name: training.saver.steps for name, training in trainings.items()}
+        trainers = {name: training.state.steps for name, training in trainings.items()}
         steps = max(trainers.values())
         facts = {
             "run": self._run,
@@ -188,7 +193,7 @@ class Resumable(ABC):
                 state is restored, nothing can train any more, on any rank.
         """
         trainings, folder = self._trainings(None), store.as_path(folder)
-        first = next(iter(trainings.values())).saver
+        first = next(iter(trainings.values())).state
         backend, starts_at = first.backend, first.starts_at
         if starts_at == 0 and not must_exist:
             return None
@@ -202,7 +207,7 @@ class Resumable(ABC):
             if checkpoint is not None:
                 check_trainers(checkpoint, trainings)
                 for name, training in trainings.items():
-                    saved = read_saved(checkpoint, name, rank, world_size, training.saver.sharded)
+                    saved = read_saved(checkpoint, name, rank, world_size, training.state.sharded)
                     check_position(saved, checkpoint.manifest["world_size"], world_size)
                     commits[name] = [part.prepare(saved) for part in training.parts]
         check_same(backend, folder, checkpoint)
@@ -212,11 +217,16 @@ class Resumable(ABC):
                 if (saved_by := checkpoint.manifest["world_size"]) != world_size:
                     text = "random states are not restored: a job of size %d saved the checkpoint, and this has size %d"
                     logger.warning(text, saved_by, world_size)
-                savers = [(name, training.saver) for name, training in trainings.items()]
+<<<<<<< Updated upstream
+                savers = [(name, training.state) for name, training in trainings.items()]
                 at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
+=======
+                states = [(name, training.state) for name, training in trainings.items()]
+                at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in states)
+>>>>>>> Stashed changes
                 notice("resumed from %s: %s", checkpoint.path, at)
             self._run = checkpoint.manifest["run"]
-            if any(training.saver.spares_start for training in trainings.values()):
+            if any(training.state.spares_start for training in trainings.values()):
                 self._spared = checkpoint.path
             return checkpoint.path
         if must_exist:
@@ -257,7 +267,11 @@ class Together(Resumable):
         if not trainers:
             raise ConfigurationError("there are no trainers to save together", remedy=remedy)
         for name, trainer in trainers.items():
-            if not isinstance(getattr(trainer, "saver", None), Saver):
+<<<<<<< Updated upstream
+            if not isinstance(getattr(trainer, "saver", None), TrainerState):
+=======
+            if not isinstance(getattr(trainer, "state", None), TrainerState):
+>>>>>>> Stashed changes
                 raise ConfigurationError(f"{name} is {kind_of(trainer)}, not a trainer", remedy=remedy)
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(
@@ -281,7 +295,11 @@ class Together(Resumable):
 
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
         writes = extra is not None
-        states = {name: one.saver.state(one.extra, writes=writes) for name, one in self._trainers.items()}
+<<<<<<< Updated upstream
+        states = {name: one.state.state(one.extra, writes=writes) for name, one in self._trainers.items()}
+=======
+        states = {name: one.state.parts(one.extra, writes=writes) for name, one in self._trainers.items()}
+>>>>>>> Stashed changes
         keeper = min(states)  # the same in whichever order the trainers are given
         parts = [*states[keeper].parts, ExtraPart(self.extra if extra is None else extra, "together")]
         return {**states, keeper: states[keeper]._replace(parts=parts)}
@@ -311,11 +329,11 @@ def _warn_of_unknown_schedules(parts: Sequence[Part]) -> None:
             part.schedule.warn_if_unknown()
 
 
-def _write(training: TrainingState, folder: Path, name: str, rank: int) -> None:
+def _write(training: TrainingParts, folder: Path, name: str, rank: int) -> None:
     """Write this rank's files of one trainer: its own state, and the shared state if it is rank 0 or has shards."""
-    training.saver.step.shared.acquire()
-    training.saver.step.finite.check(training.saver.steps, agree=False)
-    if rank == 0 or training.saver.sharded:
+    training.state.step.shared.acquire()
+    training.state.step.finite.check(training.state.steps, agree=False)
+    if rank == 0 or training.state.sharded:
         shared = {part.name: state for part in training.parts if (state := part.shared_state()) is not None}
         store.write_file(folder, file_of(name, MODEL), shared.pop(MODEL), rank=rank)
         store.write_file(folder, file_of(name, SHARED), shared, rank=rank)

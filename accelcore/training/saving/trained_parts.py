@@ -1,12 +1,12 @@
-"""Model, fp32 masters and optimizer in a checkpoint, under the names of the parameters.
+"""Parts of what is trained, under the names of the parameters: model, fp32 masters, optimizer, and which are trained.
 
 They do not depend on the precision, the route that computes the updates, or the device.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from accelcore.errors import CheckpointError, logger
-from accelcore.optim.binding import COUNTERS, SWITCHES
+from accelcore.optim.binding import SWITCHES
 from accelcore.optim.engine import name_of
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -24,12 +24,66 @@ from accelcore.optim.shards import to_local
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
-from accelcore.training.saving.parts import Part, Saved, as_dict, kind, malformed
+from accelcore.training.plan import Plan
+from accelcore.training.saving.parts import Part, Saved, alike, as_dict, check_count, check_tensors, kind, malformed
 
 _CONVERTIBLE = {torch.float32, *LOW_PRECISION}  # dtypes between which a restored model is converted
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Entries that torch's schedulers write into the groups of their optimizer."""
 _OTHER_SHAPES = (Adafactor, LBFGS)  # classes of torch whose state has other shapes than the parameters
+
+
+@dataclass(frozen=True)
+class TrainedPart(Part):
+    """Names of the trained parameters. The first step after a resume compares them: see `warn_if_others_trained`."""
+
+    plan: Plan
+    name = "trained"
+
+    def shared_state(self) -> Any:
+        return [slot.name for slot in self.plan.gradients.slots]
+
+    def prepare(self, saved: Saved) -> Callable[[], object]:
+        names = saved.shared.get(self.name)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise malformed(f"the checkpoint's list of trained parameters is {names!r}")
+        differing = {name: name in names for name in {slot.name for slot in self.plan.gradients.slots} ^ set(names)}
+        what = _other_trained(self.plan, differing)
+        if what and saved.micro:
+            raise CheckpointError(
+                what,
+                why="the checkpoint was saved within a window, whose gradients belong to the parameters trained then",
+                remedy=f"{saved.between_windows()}. Or freeze or unfreeze as that run had, and call trainer.refresh() "
+                "before the resume. To avoid this, save where trainer.window_closed is True",
+            )
+        return lambda: setattr(self.plan, "otherwise_trained", differing or None)
+
+
+def warn_if_others_trained(plan: Plan) -> None:
+    """Log that the first step after a resume trains other parameters than the run that saved the checkpoint.
+
+    A parameter that was the same at the resume was changed since: the script may unfreeze it for an epoch that begins.
+    """
+    what = _other_trained(plan, plan.otherwise_trained or {})
+    plan.otherwise_trained = None
+    if what and plan.backend.collectives.rank == 0:
+        logger.warning(
+            "%s: the results differ from those of the run that saved it. If that is not meant, freeze or unfreeze as "
+            "that run had, by requires_grad_, and call trainer.refresh(). In a loop over epochs write `if epoch >= 1`, "
+            "not `if epoch == 1`",
+            what,
+        )
+
+
+def _other_trained(plan: Plan, saved: Mapping[str, bool]) -> str:
+    """Return a text on the parameters that are trained and were not, or the reverse; `saved`: whether they were."""
+    now = {slot.name for slot in plan.gradients.slots}
+    differing = [name for name, was in saved.items() if was != (name in now)]
+    if not differing:
+        return ""
+    name = min(differing)
+    what = f"{name!r} is " + ("frozen now, and was trained" if saved[name] else "trained now, and was not")
+    return f"{what} when the checkpoint was saved (parameters that differ: {len(differing)})"
 
 
 class ModelPart(Part):
@@ -184,8 +238,8 @@ class OptimizerPart(Part):
             # With the strides of its parameter: files hold it contiguous, and a fused kernel walks both alike.
             for parameter, entry in self._optimizer.state.items():
                 for key, value in entry.items():
-                    alike = isinstance(value, Tensor) and value.shape == parameter.shape
-                    if alike and value.stride() != parameter.stride():
+                    is_full = isinstance(value, Tensor) and value.shape == parameter.shape
+                    if is_full and value.stride() != parameter.stride():
                         entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
         return commit
@@ -200,9 +254,9 @@ class OptimizerPart(Part):
         keys = {key for entry in entries.values() if isinstance(entry, dict) for key in entry}
         for name, saved in entries.items():
             entry = as_dict(saved, f"state of {name}", *(keys if shaped else ()))
-            _check_count(name, entry, strict=fused)
+            check_count(name, entry, strict=fused)
             if shaped:
-                _check_tensors(name, entry, parameters[name], strict=fused)
+                check_tensors(name, entry, parameters[name], strict=fused)
 
     def _kind(self) -> str:
         optimizer = self._optimizer
@@ -241,7 +295,7 @@ class OptimizerPart(Part):
                     f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint",
                 )
             for key in set(own) & set(saved_group):
-                if not _alike(own[key], saved_group[key]):
+                if not alike(own[key], saved_group[key]):
                     raise malformed(
                         f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
                     )
@@ -327,45 +381,3 @@ def _another(saved: Saved, why: str) -> CheckpointError:
         if saved.path
         else "create the optimizer that it belongs to, or save a file without the optimizer's state",
     )
-
-
-def _alike(own: Any, saved: Any) -> bool:
-    """Check if a saved option has a type that can replace this value."""
-    if own is None or saved is None or isinstance(own, Tensor):
-        return True
-    if isinstance(own, bool) or isinstance(saved, bool):
-        return isinstance(own, bool) and isinstance(saved, bool)
-    if isinstance(own, int | float):
-        return isinstance(saved, int | float) and not math.isnan(saved)
-    if isinstance(own, list | tuple):
-        return isinstance(saved, list | tuple) and len(own) == len(saved) and all(map(_alike, own, saved))
-    return isinstance(saved, type(own))
-
-
-def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise CheckpointError for a number of updates that is not a count, or, if `strict`, not a scalar."""
-    value = entry.get("step", 0)
-    if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
-        value = value.item()
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise malformed(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
-
-
-def _check_tensors(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
-    """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
-
-    If `strict`, each key must be a tensor of the parameter's shape, and the `COUNTERS` must be scalars.
-    """
-    for key, value in entry.items():
-        if not isinstance(value, Tensor):
-            fits = not strict or (key in COUNTERS and isinstance(value, int | float))
-        elif key in COUNTERS or (not strict and value.dim() == 0):
-            fits = value.dim() == 0 or (not strict and value.shape == (1,))
-        else:
-            numbers = value.is_complex() if parameter.is_complex() else value.is_floating_point()
-            fits = numbers and value.shape == parameter.shape
-        if not fits:
-            found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise malformed(
-                f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
-            )

@@ -1,6 +1,6 @@
 """The state of one trainer as parts of a checkpoint, and the reading of these parts.
 
-`Saver.state` lists the parts, each of which has a class in this folder.
+`TrainerState.parts` lists the parts, each of which has a class in this folder.
 
 To restore, every rank first reads, checks and converts everything and changes nothing. If all ranks succeed, all
 commit. A commit only fails in the user's own code, such as a hook. The trainers then refuse to train, on every rank.
@@ -37,11 +37,10 @@ from accelcore.training.saving.parts import (
     Saved,
     ScalerPart,
     SchedulePart,
-    TrainedPart,
     WindowPart,
     as_dict,
 )
-from accelcore.training.saving.trained_parts import MastersPart, ModelPart, OptimizerPart
+from accelcore.training.saving.trained_parts import MastersPart, ModelPart, OptimizerPart, TrainedPart
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window
@@ -50,7 +49,7 @@ _NEEDS_STATE = ("amsgrad", "centered", "momentum")
 """Options with which an optimizer has state that it does not have without them."""
 
 
-class Saver:
+class TrainerState:
     """The state of one trainer, as parts of a checkpoint."""
 
     writes = True  # whether `save` writes checkpoints. Neither a replay nor a trial writes any.
@@ -71,7 +70,7 @@ class Saver:
                 why="its gradients belong to the present weights",
                 remedy="load before the loop over the batches, or call trainer.flush() before",
             )
-        training, file, backend = self.state({}, writes=False), store.as_path(path), self.backend
+        training, file, backend = self.parts({}, writes=False), store.as_path(path), self.backend
         wait_for_all(backend, "trainer.load()")
         with all_or_none(backend, "load"), as_checkpoint_error(file):
             commits, rest, checkpoint = self._prepare_load(training.parts, file, optimizer)
@@ -115,7 +114,11 @@ class Saver:
         plan = self._plan
         return dict(plan.model.named_parameters(remove_duplicate=False)) if plan.strategy.layout == "shards" else {}
 
-    def state(self, extra: dict[str, Any], *, writes: bool) -> TrainingState:
+<<<<<<< Updated upstream
+    def state(self, extra: dict[str, Any], *, writes: bool) -> TrainingParts:
+=======
+    def parts(self, extra: dict[str, Any], *, writes: bool) -> TrainingParts:
+>>>>>>> Stashed changes
         """Return the parts of this trainer's state, in the order in which they are restored; `writes`: to save them.
 
         A new kind of state is one more part.
@@ -144,7 +147,7 @@ class Saver:
             ExtraPart(extra),
             RandomPart(runtime),
         ]
-        return TrainingState(self, parts)
+        return TrainingParts(self, parts)
 
     def restored(self, steps: int) -> None:
         """Continue after `steps` windows, when all parts are restored."""
@@ -156,14 +159,20 @@ class Saver:
         self.step.finite.begin(steps)
 
 
-class TrainingState(NamedTuple):
+class TrainingParts(NamedTuple):
+<<<<<<< Updated upstream
     """One trainer's share of a checkpoint: its saver, and its parts in the order in which they are restored."""
 
-    saver: Saver
+    saver: TrainerState
+=======
+    """One trainer's share of a checkpoint: its state, and its parts in the order in which they are restored."""
+
+    state: TrainerState
+>>>>>>> Stashed changes
     parts: Sequence[Part]
 
 
-Trainings = Mapping[str, TrainingState]
+Trainings = Mapping[str, TrainingParts]
 """Trainings of one checkpoint by the trainers' names; a trainer that is saved alone has the name ""."""
 
 
@@ -177,15 +186,15 @@ def commit(
     try:
         with all_or_none(backend, "restore its state"):
             for name, training in trainings.items():
-                training.saver.step.shared.acquire()
+                training.state.step.shared.acquire()
                 for restore in commits[name]:
                     restore()
-                training.saver.restored(steps[name])
+                training.state.restored(steps[name])
     except BaseException as error:
         what = "a checkpoint was restored in part"
         remedy = "make model, optimizer and trainer again, and resume; in a job, on all ranks"
         for training in trainings.values():
-            training.saver.step.give_up(what, remedy, error)
+            training.state.step.give_up(what, remedy, error)
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(what, why=repr(error), remedy=remedy) from error
