@@ -13,13 +13,8 @@
 
 If several trainers are saved together, each has a folder: generator/model.safetensors.
 
-<<<<<<< Updated upstream
-A file holds one state tree: its tensors, and the rest as JSON in the safetensors header. `TrainerState` lists the parts that
-make up the trees.
-=======
 A file holds one state tree: its tensors, and the rest as JSON in the safetensors header. `TrainerState.parts` lists
 the parts that make up the trees.
->>>>>>> Stashed changes
 """
 
 from __future__ import annotations

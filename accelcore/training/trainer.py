@@ -29,10 +29,7 @@ from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_set, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
 from accelcore.training.saving.resumable import Resumable
-<<<<<<< Updated upstream
-=======
 from accelcore.training.saving.trained_parts import warn_if_others_trained
->>>>>>> Stashed changes
 from accelcore.training.saving.trainer_state import TrainerState, Trainings
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages import Preparation
@@ -106,13 +103,9 @@ class Trainer(Resumable):
         self._scaler = create_scaler(backend.scaler, plan.policy)
         self._window = Window(given["accumulate"], backend, divisor=plan.strategy.divisor, tensors_only=given["graph"])
         self._stream = DataStream(backend.runtime, backend.collectives)
-<<<<<<< Updated upstream
-        self.state = TrainerState(plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window)
-=======
         self.state = TrainerState(
             plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window
         )
->>>>>>> Stashed changes
         self._number = next(_numbers)
         self.aux: Any = None
         self._lacks_autocast = plan.policy.autocast is not None  # until a step of the script's own enters it
@@ -373,11 +366,7 @@ class Trainer(Resumable):
         return self.state.load(path, optimizer)
 
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
-<<<<<<< Updated upstream
-        return {"": self.state.state(self.extra if extra is None else extra, writes=extra is not None)}
-=======
         return {"": self.state.parts(self.extra if extra is None else extra, writes=extra is not None)}
->>>>>>> Stashed changes
 
     def _make_step(self) -> None:
         self._step = self.state.step = Step(self._plan, self._scaler, self._window, self._schedule)

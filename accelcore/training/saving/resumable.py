@@ -23,13 +23,8 @@ from accelcore.training.agreement import all_equal, all_or_none, wait_for_all
 from accelcore.training.saving.parts import SHARED, ExtraPart, Part, SchedulePart
 from accelcore.training.saving.trainer_state import (
     TrainerState,
-<<<<<<< Updated upstream
-    Trainings,
-    TrainingParts,
-=======
     TrainingParts,
     Trainings,
->>>>>>> Stashed changes
     as_checkpoint_error,
     check_position,
     check_same,
@@ -217,13 +212,8 @@ class Resumable(ABC):
                 if (saved_by := checkpoint.manifest["world_size"]) != world_size:
                     text = "random states are not restored: a job of size %d saved the checkpoint, and this has size %d"
                     logger.warning(text, saved_by, world_size)
-<<<<<<< Updated upstream
-                savers = [(name, training.state) for name, training in trainings.items()]
-                at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in savers)
-=======
                 states = [(name, training.state) for name, training in trainings.items()]
                 at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in states)
->>>>>>> Stashed changes
                 notice("resumed from %s: %s", checkpoint.path, at)
             self._run = checkpoint.manifest["run"]
             if any(training.state.spares_start for training in trainings.values()):
@@ -267,11 +257,7 @@ class Together(Resumable):
         if not trainers:
             raise ConfigurationError("there are no trainers to save together", remedy=remedy)
         for name, trainer in trainers.items():
-<<<<<<< Updated upstream
-            if not isinstance(getattr(trainer, "saver", None), TrainerState):
-=======
             if not isinstance(getattr(trainer, "state", None), TrainerState):
->>>>>>> Stashed changes
                 raise ConfigurationError(f"{name} is {kind_of(trainer)}, not a trainer", remedy=remedy)
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(
@@ -295,11 +281,7 @@ class Together(Resumable):
 
     def _trainings(self, extra: dict[str, Any] | None) -> Trainings:
         writes = extra is not None
-<<<<<<< Updated upstream
-        states = {name: one.state.state(one.extra, writes=writes) for name, one in self._trainers.items()}
-=======
         states = {name: one.state.parts(one.extra, writes=writes) for name, one in self._trainers.items()}
->>>>>>> Stashed changes
         keeper = min(states)  # the same in whichever order the trainers are given
         parts = [*states[keeper].parts, ExtraPart(self.extra if extra is None else extra, "together")]
         return {**states, keeper: states[keeper]._replace(parts=parts)}

@@ -114,11 +114,7 @@ class TrainerState:
         plan = self._plan
         return dict(plan.model.named_parameters(remove_duplicate=False)) if plan.strategy.layout == "shards" else {}
 
-<<<<<<< Updated upstream
-    def state(self, extra: dict[str, Any], *, writes: bool) -> TrainingParts:
-=======
     def parts(self, extra: dict[str, Any], *, writes: bool) -> TrainingParts:
->>>>>>> Stashed changes
         """Return the parts of this trainer's state, in the order in which they are restored; `writes`: to save them.
 
         A new kind of state is one more part.
@@ -160,15 +156,9 @@ class TrainerState:
 
 
 class TrainingParts(NamedTuple):
-<<<<<<< Updated upstream
-    """One trainer's share of a checkpoint: its saver, and its parts in the order in which they are restored."""
-
-    saver: TrainerState
-=======
     """One trainer's share of a checkpoint: its state, and its parts in the order in which they are restored."""
 
     state: TrainerState
->>>>>>> Stashed changes
     parts: Sequence[Part]
 
 
