@@ -45,7 +45,7 @@ class LogprobComparison:
         kl: estimate of the Kullback-Leibler divergence of the second way from the first: mean of `exp(d) - 1 - d` for
             the difference d, as in http://joschu.net/blog/kl-approx.html.
         token: row and position of the token with the largest difference.
-        module: the first module whose output differs; None if there is none, or if no module was seen. For an input,
+        module: the first module whose output differs; None if all agree, or if no module was seen. For an input,
             the module whose own code computed it.
         item: the output or input of this module.
         layers: each module in the order of the first way, up to the one that diverges.

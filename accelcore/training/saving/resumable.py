@@ -169,7 +169,7 @@ class Resumable(ABC):
 
         Example:
             >>> trainer.resume("outputs/run")  # None: there is no checkpoint yet
-            >>> for epoch in trainer.epochs(5):  # after a resume, those that are left
+            >>> for epoch in trainer.epochs(5):  # the epochs that are left
             ...     for batch in trainer.batches(loader):
             ...         value = trainer(batch)
             ...     path = trainer.save("outputs/run", keep=2)
