@@ -16,7 +16,8 @@ import accelcore
 from accelcore.roles.compiler import Compiled, Compiler
 
 
-def test_compiled_training_equals_eager_training(accel):
+def test_compiled_training_equals_eager_training(accel, caplog):
+    caplog.set_level("INFO")
     eager, compiled = net(), net()
     for model, compile_ in ((eager, False), (compiled, {"backend": "eager", "dynamic": False})):
         trainer = accel.trainer(
@@ -26,6 +27,7 @@ def test_compiled_training_equals_eager_training(accel):
             trainer(batch)
     assert trainer.compiled is not None
     assert trainer.compiled.compiled, trainer.compiled.reason
+    assert ["take longer" in line for line in caplog.messages] == [True]
     for one, other in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelcore.errors import ConfigurationError, UnsupportedError
+from accelcore.errors import ConfigurationError, UnsupportedError, notice
 from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
@@ -102,6 +102,8 @@ class Compile(Stage):
             assert isinstance(plan.forward, nn.Module), "no earlier stage makes anything else"
             plan.compiled = plan.backend.compiler.compile(plan.forward, self._options)
             plan.forward = plan.compiled.module
+            if plan.compiled.compiled and plan.backend.collectives.rank == 0:
+                notice("the model will be compiled in its first steps, which take longer")
 
 
 class Capture(Stage):
