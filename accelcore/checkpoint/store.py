@@ -4,7 +4,7 @@
       step-00001200/              appears by one rename, after everything in it is written and flushed
         manifest.json             sizes and SHA-256 of the files, world size, versions; by rank 0, last
         model.safetensors         the model's state_dict, by rank 0; any safetensors tool reads it
-        shared.safetensors        masters, schedule, optimizer, trained names, scaler, extra; by rank 0
+        shared.safetensors        masters, schedule, optimizer, trained names, options, scaler, extra; by rank 0
         rank-00000.safetensors    by each rank: open window, positions in the data, random states; under zero1 also
                                   the optimizer state of the parameters that it updates
         model-00000.safetensors   by each rank, under fsdp only: its rows of the model, which the manifest lists

@@ -1,6 +1,6 @@
 """Contract of a part of a checkpoint, checks of saved values, and the parts that tell where a training is.
 
-These are schedule, loss scale, open window, position in the data, random states and extra. What is trained is in
+These are options, schedule, loss scale, open window, position in the data, random states and extra. What is trained is in
 `trained_parts`.
 """
 
@@ -23,6 +23,7 @@ from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.gradients import Gradients
+from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.window import Window
 from accelcore.util.text import is_whole
@@ -80,6 +81,25 @@ class Part(ABC):
         Raises:
             CheckpointError: the saved state is malformed, or does not fit.
         """
+
+
+@dataclass(frozen=True)
+class OptionsPart(Part):
+    """Options that change the results. The training keeps its own, and the log names those that differ."""
+
+    plan: Plan
+    name = "options"
+
+    def shared_state(self) -> Any:
+        return {"accumulate": self.plan.options["accumulate"], "clip_norm": self.plan.options["clip_norm"]}
+
+    def prepare(self, saved: Saved) -> Callable[[], object]:
+        theirs = as_dict(saved.shared.get(self.name, {}), "options")
+        for name, own in self.shared_state().items() if self.plan.backend.collectives.rank == 0 else ():
+            if theirs.get(name, own) != own:
+                text = "the checkpoint was saved with %s=%s, and this training has %s: the results differ"
+                logger.warning(text, name, theirs[name], own)
+        return lambda: None
 
 
 @dataclass(frozen=True)

@@ -207,14 +207,16 @@ class Resumable(ABC):
                     commits[name] = [part.prepare(saved) for part in training.parts]
         check_same(backend, folder, checkpoint)
         if checkpoint is not None:
+            left = {name: training.state.place for name, training in trainings.items() if training.state.steps}
             commit(backend, trainings, commits, checkpoint.manifest["trainers"])
             if rank == 0:
                 if (saved_by := checkpoint.manifest["world_size"]) != world_size:
                     text = "random states are not restored: a job of size %d saved the checkpoint, and this has size %d"
                     logger.warning(text, saved_by, world_size)
-                states = [(name, training.state) for name, training in trainings.items()]
-                at = "; ".join(f"{name} step {one.steps}, epoch {one.epoch}".lstrip() for name, one in states)
+                at = "; ".join(f"{name} {training.state.place}".lstrip() for name, training in trainings.items())
                 notice("resumed from %s: %s", checkpoint.path, at)
+                for name, place in left.items():
+                    notice("what %s has trained in this process until %s is lost", name or "the trainer", place)
             self._run = checkpoint.manifest["run"]
             if any(training.state.spares_start for training in trainings.values()):
                 self._spared = checkpoint.path

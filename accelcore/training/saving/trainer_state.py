@@ -32,6 +32,7 @@ from accelcore.training.saving.parts import (
     SHARED,
     DataStreamPart,
     ExtraPart,
+    OptionsPart,
     Part,
     RandomPart,
     Saved,
@@ -105,8 +106,10 @@ class TrainerState:
         return self._window.steps
 
     @property
-    def epoch(self) -> int:
-        return self._stream.epoch
+    def place(self) -> str:
+        """The steps done; and the epoch, if this trainer reads batches."""
+        stream = self._stream
+        return f"step {self.steps}" + (f", epoch {stream.epoch}" if stream.epoch or stream.taken else "")
 
     @property
     def sharded(self) -> Mapping[str, Tensor]:
@@ -137,6 +140,7 @@ class TrainerState:
                 model, plan.optimizer, gradients, plan.strategy, is_scheduled=self._schedule.scheduler is not None
             ),
             TrainedPart(plan),
+            OptionsPart(plan),
             ScalerPart(self._scaler),
             WindowPart(model, self._window, gradients),
             DataStreamPart(self._stream, runtime),

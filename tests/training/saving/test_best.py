@@ -96,7 +96,7 @@ def test_trainers_that_are_saved_together_have_a_best_checkpoint(accel, tmp_path
     assert steps(tmp_path) == [2, 4]
     assert both.resume(tmp_path, best=True).name == "step-00000002"
     assert (one.steps, two.steps) == (2, 0)
-    assert f"resumed from {tmp_path / 'step-00000002'}: one step 2, epoch 0; two step 0, epoch 0" in caplog.text
+    assert f"resumed from {tmp_path / 'step-00000002'}: one step 2; two step 0" in caplog.text
     assert {record.levelname for record in caplog.records if "resumed from" in record.message} == {"INFO"}
 
 

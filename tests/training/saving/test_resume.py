@@ -153,6 +153,37 @@ def test_killed_in_mid_epoch_and_resumed_with_workers_and_shuffling(fork, tmp_pa
     assert losses("killed") == quiet  # what was done twice after a kill overwrites, and so must agree too
 
 
+@pytest.mark.parametrize("now", [{"accumulate": 2, "clip_norm": 1.0}, {"accumulate": 4}])
+def test_options_that_change_the_results_are_reported(accel, tmp_path, caplog, now):
+    def make(**options):
+        model = nn.Linear(3, 1)
+        return accel.trainer(model, torch.optim.SGD(model.parameters()), loss=lambda m, b: m(b).mean(), **options)
+
+    trainer = make(accumulate=2, clip_norm=1.0)
+    for _ in range(2):
+        trainer(torch.ones(2, 3))
+    path, other = trainer.save(tmp_path), make(**now)
+    caplog.clear()
+    other.resume(path)
+    said = [line for line in caplog.messages if "resumed from" not in line]
+    expected = [] if "clip_norm" in now else [("accumulate=2", "has 4"), ("clip_norm=1.0", "has None")]
+    assert len(said) == len(expected)
+    assert all(word in line for line, words in zip(said, expected, strict=True) for word in words)
+
+
+def test_a_resume_reports_what_was_trained_before_it_and_is_lost(accel, tmp_path, caplog, build, run):
+    caplog.set_level("INFO")
+    trainer, loader = build(accel)
+    trainer.save(tmp_path)
+    run(trainer, loader)
+    caplog.clear()
+    trainer.resume(tmp_path)
+    assert "until step 18, epoch 3 is lost" in caplog.text
+    caplog.clear()
+    trainer.resume(tmp_path)
+    assert "lost" not in caplog.text
+
+
 def test_nothing_to_resume_is_none(accel, tmp_path, build):
     trainer, _ = build(accel)
     assert trainer.resume(tmp_path / "nowhere") is None
