@@ -153,6 +153,7 @@ def _loss(model, batch):
         (lambda accel, trainer: trainer.resume("no/step-00000042"), r"step-00000042(?!(.|\n)*replay)"),
         (lambda accel, trainer: accel.trainer(trainer.model), r"optimizer is None(.|\n)*optimizers\.create\("),
         (lambda accel, trainer: accelcore.Trainer(trainer.model, trainer.optimizer), r"accel\.trainer\(model, "),
+        (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, clip_norm="1"), "'1'(.|\n)*not text"),
         (lambda accel, trainer: accel.join().mean([1, 2, 3]), r"a list(.|\n)*torch\.tensor\("),
         (lambda accel, trainer: accel.optimizers.fastest("adamw"), r"'adamw'(.|\n)*create\("),
         (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, total_steps=5), "total_steps=5.*sched"),

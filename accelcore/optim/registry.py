@@ -306,8 +306,8 @@ def _check_numbers(*groups: Mapping[str, Any]) -> None:
             if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
                 raise ConfigurationError(
                     f"{key}={value!r} is text, not a number",
-                    why="YAML reads 1e-3 as text",
-                    remedy=f"give float({number!r}), or write 1.0e-3 in the file",
+                    why="a command line gives text, and YAML reads 1e-3 as text",
+                    remedy=f"give float({number!r})",
                 )
         if key == "lr" and (value is None or isinstance(value, bool)):
             raise ConfigurationError(

@@ -123,6 +123,11 @@ def unusable_loss(loss: object) -> TrainingError:
             why="the trainer scales the loss and unscales the gradients itself, and would not unscale these",
             remedy='give it the loss without scaler.scale(); precision="fp16" or loss_scale= sets a loss scale',
         )
+    if not (loss.is_floating_point() or loss.is_complex()):
+        return TrainingError(
+            f"the loss is {loss.dtype}, and whole numbers have no gradient",
+            remedy="return a loss such as a cross-entropy; a number of errors cannot be trained",
+        )
     off = "" if torch.is_grad_enabled() else ", because gradients are off where the trainer is called"
     return TrainingError(
         f"the loss depends on no trained parameter{off}",

@@ -231,7 +231,7 @@ def check_values(options: TrainerOptions) -> None:
             f"accumulate={accumulate!r} is not a number of micro-batches",
             "give an int, 1 or more",
         ),
-        (norm_fits, f"clip_norm={clip_norm!r} is not a norm", "give a number > 0, or None"),
+        (norm_fits, f"clip_norm={clip_norm!r} is not a norm", "give a number > 0 that is not text, or None"),
         (clip_fits, f"clip={clip!r} is not a function of the parameters", f"pass a norm as clip_norm=, or {by_value}"),
         (weight_fits, f"weight={weight!r} is not a function of the batch", "pass lambda batch: len(batch[0])"),
         (flat is None or isinstance(flat, bool), f"flat={flat!r} is unknown", "give True, False, or None to choose"),

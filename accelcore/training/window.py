@@ -90,7 +90,7 @@ class Window:
         if add_note is not None and isinstance(error, Exception):
             number = f", micro-batch {self.micro + 1} of {self.accumulate}" if self.accumulate > 1 else ""
             add_note(f"in step {self.steps + 1}{number} of the trainer, whose batch is {described(batch)}")
-            if hint := _dtype_hint(error, batch, model):
+            if hint := _hint(error, batch, model):
                 add_note(hint)
 
     def forget_weights(self) -> None:
@@ -212,8 +212,10 @@ class ScriptCalls:
             )
 
 
-def _dtype_hint(error: Exception, batch: Any, model: nn.Module) -> str:
-    """Return what to do if `error` is torch's, on dtypes, and those of batch and parameters differ; else nothing."""
+def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
+    """Return what to do about a batch without tensors, or about dtypes of batch and model that differ in an error."""
+    if not any(True for _ in tensors(batch)):
+        return "the batch has no tensor: make tensors of its values, as by torch.as_tensor(array) in a collate_fn"
     given = {tensor.dtype for tensor in tensors(batch) if tensor.is_floating_point()}
     held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     is_theirs = type(error) is RuntimeError and re.search(r"\bd?type", str(error)) is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -342,10 +344,27 @@ def test_a_type_error_within_a_model_stays_what_it_is(accel):
 
 @pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"weight_decay": "0.1"}, {"betas": [0.9, "0.95"]}])
 def test_a_number_that_yaml_reads_as_text(accel, options):
-    with pytest.raises(ConfigurationError, match=r"is text, not a number(.|\n)*float\("):
+    with pytest.raises(ConfigurationError, match=r"is text, not a number(.|\n)*command line(.|\n)*float\("):
         accel.optimizers.create("adamw", net().parameters(), **options)
     with pytest.raises(ConfigurationError, match="is text"):
         accel.optimizers.create("adamw", [{"params": net().parameters(), **options}])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error has no notes")
+@pytest.mark.parametrize("batch", [["text"], [np.ones((2, 4), "float32")]])
+def test_a_batch_without_a_tensor_has_a_note_on_how_to_make_one(accel, batch):
+    model = net()
+    trainer = accel.trainer(model, sgd(model), loss=lambda model, batch: model(batch[0]).mean())
+    with pytest.raises(TypeError) as raised:
+        trainer(batch)
+    assert any("torch.as_tensor(" in note for note in raised.value.__notes__)
+
+
+def test_a_job_of_several_ranks_without_a_strategy_says_which_to_take(accel, monkeypatch):
+    monkeypatch.setattr(type(accel.collectives), "world_size", 2)
+    model = net()
+    with pytest.raises(ConfigurationError, match=r'parallel=None(.|\n)*give "ddp" if (.|\n)*"fsdp" if not'):
+        accel.trainer(model, sgd(model))
 
 
 @pytest.mark.parametrize("lr", [None, True])

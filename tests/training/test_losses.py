@@ -130,7 +130,8 @@ def test_an_error_within_a_loss_keeps_its_class_and_notes_step_and_batch(accel, 
         trainer(good)
     with pytest.raises(kind) as caught:
         trainer(batch)
-    (note,) = caught.value.__notes__
+    note, *hints = caught.value.__notes__
+    assert len(hints) == (kind is TypeError), "of a batch without tensors"
     assert all(word in note for word in ["step 2, micro-batch 2 of 2", *words]), note
     trainer(good)
     trainer(good)

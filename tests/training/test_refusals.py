@@ -19,6 +19,7 @@ import accelcore
         (lambda m, b: 3.0, "float"),
         (lambda m, b: loss_of(m, b).detach(), "depends on no trained parameter"),
         (lambda m, b: None, "the loss is None"),
+        (lambda m, b: (m(b[0]) > 0).sum(), "int64.*no gradient"),
     ],
 )
 def test_what_is_no_loss_is_refused_and_nothing_changes(accel, loss, says):

@@ -21,7 +21,7 @@ from accelcore.errors import CheckpointError, ConfigurationError, DistributedErr
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
-from accelcore.util.text import is_whole
+from accelcore.util.text import is_whole, kind_of
 
 _BEGINNING: dict[str, Any] = {
     "epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "form": {}, "loader": None,
@@ -130,7 +130,10 @@ class DataStream:
     def epochs(self, total: int) -> Iterator[int]:
         """Return the epochs that are left of `total`; see `Trainer.epochs`."""
         if not is_whole(total):
-            raise ConfigurationError(f"{total!r} is not a number of epochs", remedy="give a whole number >= 0")
+            given, remedy = repr(total), "give a whole number >= 0"
+            if isinstance(total, Iterable) and not isinstance(total, str):
+                given, remedy = kind_of(total), f"{remedy}, and the data to trainer.batches(loader)"
+            raise ConfigurationError(f"{given} is not a number of epochs", remedy=remedy)
         self.total_epochs = total
         if 0 < total <= self.epoch and self._collectives.rank == 0:
             notice(

@@ -27,7 +27,7 @@ def read_records(folder: Path) -> list[Line]:
     try:
         *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
-        logs = sorted(str(found.parent) for found in folder.glob(f"*/{FILE}"))
+        logs = sorted(str(found.parent) for below in ("*", "*/*") for found in folder.glob(f"{below}/{FILE}"))
         raise ConfigurationError(
             f"there is no log in {folder}",
             why="it is a file, and no log" if folder.is_file() else f"{path}: {error.strerror}",

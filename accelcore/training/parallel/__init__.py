@@ -57,6 +57,7 @@ def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
         raise ConfigurationError(
             f"parallel={name!r} is not possible in a job of {world_size} ranks",
             available=", ".join(f'parallel="{strategy}"' for strategy in offered if strategy != _NONE),
-            remedy="choose one, or remove accel.join() or accel.distributed() to run independent processes",
+            remedy='give "ddp" if the model fits on one device, and "fsdp" if not; or remove accel.join() or '
+            "accel.distributed() to run independent processes",
         )
     return _STRATEGIES[name](backend, options)

@@ -69,6 +69,11 @@ def test_what_is_no_number_of_epochs_is_refused(accel, total):
         make(accel).epochs(total)
 
 
+def test_a_loader_in_place_of_a_number_of_epochs_is_named_by_its_class(accel):
+    with pytest.raises(accelcore.ConfigurationError, match=r"^a DataLoader is(.|\n)*trainer\.batches\(loader\)"):
+        make(accel).epochs(torch.utils.data.DataLoader([1.0]))
+
+
 def test_a_loop_that_resumes_and_saves_in_each_epoch_ends(accel, tmp_path):
     trainer, seen = make(accel), []
     for _ in trainer.epochs(3):

@@ -196,7 +196,7 @@ def test_a_log_whose_folder_was_deleted_ends_with_a_warning(accel, tmp_path, cap
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, r"no log in(.|\n)*available: .*real"),
+        (None, r"no log in(.|\n)*available: .*real, .*seeds/1\n"),
         ("", "log of .*empty"),
         ('{"step": 1, "loss": 2}\nnonsense\n{"step": 3}\n', "line 2 of .* damaged"),
         ('{"loss": 2}\n', "line 1 of .* damaged"),
@@ -206,6 +206,7 @@ def test_a_log_whose_folder_was_deleted_ends_with_a_warning(accel, tmp_path, cap
 def test_a_log_that_cannot_be_plotted_is_an_error_that_says_why(tmp_path, capsys, text, message):
     (tmp_path / "real").mkdir()
     (tmp_path / "real/log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    shutil.copytree(tmp_path / "real", tmp_path / "seeds" / "1")
     if text is not None:
         (tmp_path / "log.jsonl").write_text(text)
     assert main(["plot", str(tmp_path), "-o", str(tmp_path / "plot.png")]) == 64
