@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,7 +10,7 @@ from torch import Tensor
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MODEL, file_of
 from accelcore.errors import CheckpointError, ConfigurationError
-from accelcore.util.files import remedy_of_writing
+from accelcore.util.files import remedy_of_writing, replacing
 
 __all__ = ["export"]
 
@@ -65,16 +64,12 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
     tree = found.read(file_of(trainer or "", MODEL))
     tensors = {name: value for name, value in tree.items() if isinstance(value, Tensor)}
     distinct = {id(value): (name, value) for name, value in reversed(tensors.items())}
-    beside = target.with_name(f".{target.name}.incomplete")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        store.write_tensors({name: value.contiguous() for name, value in distinct.values()}, beside, {"format": "pt"})
-        beside.replace(target)
+        with replacing(target) as new:
+            store.write_tensors({name: value.contiguous() for name, value in distinct.values()}, new, {"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the model could not be written to {target}", why=str(error), remedy=remedy_of_writing(error)
         ) from error
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
     return found.path

@@ -30,7 +30,7 @@ from torch import Tensor
 from accelcore.errors import RecordingError
 from accelcore.parity.events import Event, Row, SeenStep
 from accelcore.util.containers import bytes_of
-from accelcore.util.files import remedy_of_writing, replace_file
+from accelcore.util.files import remedy_of_writing, replace_file, replacing
 
 _FORMAT = 1
 _FILE = "recording.json"
@@ -80,9 +80,8 @@ class Writer:
         """Write whole tensors; `Reader.kept` returns them by the same name."""
         values: dict[str, Tensor | str] = {**tensors, **texts}
         sums = {each: _sum(self._facts["run"], name, each, value) for each, value in values.items()}
-        with _writing(self._folder):
-            save_file(tensors, self._folder / f".{name}", {**texts, "sums": json.dumps(sums)})
-            os.replace(self._folder / f".{name}", self._folder / f"{name}.safetensors")
+        with _writing(self._folder), replacing(self._folder / f"{name}.safetensors") as new:
+            save_file(tensors, new, {**texts, "sums": json.dumps(sums)})
 
     def add(self, step: SeenStep) -> None:
         """Add a step. It is written together with others."""

@@ -6,7 +6,8 @@ import errno
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
 
@@ -107,11 +108,22 @@ def beside(folder: Path, ending: str) -> Path:
     return named.with_name(f"{named.name}{ending}")
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `path` at the end: a kill leaves an older one or the new one."""
+    new = path.with_name(f".{path.name}.incomplete")
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file at once: a kill leaves an older one or the new one."""
-    beside = path.with_name(f".{path.name}.incomplete")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+    """Write a file at once, see `replacing`."""
+    with replacing(path) as new:
+        new.write_bytes(content)
 
 
 def write_output(path: Path, content: bytes) -> None:
