@@ -257,11 +257,13 @@ class Step:
         The loss scaler looks for inf and NaN here, or in `unscale_` before, and skips: by the optimizer's kernel if it
         takes `found_inf`, else by not calling the optimizer. `Strategy.agree` makes one rank's overflow every rank's.
         """
-        optimize = self._fused_step or partial(self._scaler.step, self._optimizer, buffers, self._strategy.agree)
         self.calls.expect_step(True)
         try:
-            with self._arithmetic:  # some optimizers multiply matrices
-                self._strategy.update(self._gradients, optimize)
+            with self._arithmetic, self._strategy.updating(self._gradients):  # some optimizers multiply matrices
+                if self._fused_step is None:
+                    self._scaler.step(self._optimizer, buffers, self._strategy.agree)
+                else:
+                    self._fused_step()
         except BaseException as error:
             self.give_up(
                 "its optimizer raised within a step, and may have updated a part of the parameters",

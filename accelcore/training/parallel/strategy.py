@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from accelcore.training.gradients import Gradients
 from accelcore.training.options import TrainerOptions
 from accelcore.util.containers import bytes_of
 
+_OWNS_ALL = nullcontext()  # made once: each step enters it
 _COMM_DTYPES = ("float32", "bfloat16", "float16")
 
 _GLOBAL_NORMS = {"use_global_grad_norm": "use_global_grad_norm=False", "max_grad_norm": "max_grad_norm=-1"}
@@ -85,9 +86,9 @@ class Strategy(ABC):
         """Return the 2-norm of all gradients, given the norm of the gradients on this rank."""
         return local
 
-    def update(self, gradients: Gradients, optimize: Callable[[], None]) -> None:
-        """Update all parameters on all ranks; `optimize` updates the parameters that this rank owns."""
-        optimize()
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        """Return a context in which this rank updates the parameters that it owns; at its end it has those of all."""
+        return _OWNS_ALL
 
     def reset(self) -> None:
         """Return to the state between two steps, also after a step that failed; free gathered parameters."""
@@ -153,10 +154,11 @@ class Zero1(CombineDDP):
             self.owners.update(_divided(new, self.collectives.world_size))
         return super().replicate(model, gradients)
 
-    def update(self, gradients: Gradients, optimize: Callable[[], None]) -> None:
+    @contextmanager
+    def updating(self, gradients: Gradients) -> Iterator[None]:
         received = [slot for slot, has_one in zip(gradients.slots, gradients.received, strict=True) if has_one]
         with _hidden(gradients, [slot for slot in gradients.slots if not owns(self, slot.name)]):
-            optimize()
+            yield
         for rank in range(self.collectives.world_size):
             updated: list[Tensor] = [slot.trained for slot in received if self.owners[slot.name] == rank]
             broadcast_tensors(self.collectives, updated, src=rank)
