@@ -269,7 +269,9 @@ class Collector:
         self._saw_all("reduced", gradients)
         number = self.optimizers.index(optimizer)
         groups = [(f"of optimizer {number} group {n}", group) for n, group in enumerate(optimizer.param_groups)]
-        self._saw_all("learning rate", [("", name, _rate(group)) for name, group in groups if "lr" in group])
+        self._saw_all(
+            "learning rate", [("", name, _rate(group)) for name, group in groups if group.get("lr") is not None]
+        )
         if self.step > 1:  # in the first step, an optimizer of ours would make its state when it is asked for
             state = _state_of(optimizer, held)
             self._saw_all("old state", [each for each in state if not self._is_as_before(each[2])])

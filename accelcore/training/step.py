@@ -189,7 +189,7 @@ class Step:
             self.drop(error)
             raise
         self._window.steps += 1
-        lr = self._optimizer.param_groups[0]["lr"] if self._listeners.learning_rate else None
+        lr = self._optimizer.param_groups[0].get("lr") if self._listeners.learning_rate else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # the schedule writes to it
         self._schedule.window_ended(warns=self._warns)
         if self._window.steps % _WALKED == 0 or self._window.steps.bit_count() == 1:  # the same windows on all ranks

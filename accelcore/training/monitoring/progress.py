@@ -137,7 +137,7 @@ class Progress(Meter):
             None if self._epoch is None else f"epoch {self._epoch}",
             f"step {steps}" + ("" if total is None else f"/{total}"),
             f"loss {read['loss']:.4g}" if "loss" in read else None,
-            f"lr {read['lr']:.3g}",
+            f"lr {read['lr']:.3g}" if "lr" in read else None,  # an optimizer may choose it itself, as Adafactor does
             None if pace is None else f"{pace:,.0f} rows/s",
             None if left is None else f"{left} left",
         )

@@ -1,7 +1,7 @@
 """Contract of a part of a checkpoint, checks of saved values, and the parts that tell where a training is.
 
 These are options, schedule, loss scale, open window, position in the data, random states and extra. What is trained is
-in `trained_parts`.
+in `trained_parts`, and the optimizer's state in `optimizer_part`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,78 @@
+"""Optimizers of other packages, which keep more in their groups than options, and may choose the learning rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import accelcore
+
+
+class SelfTuning(torch.optim.Optimizer):
+    """Counts steps in the group and once for all parameters, and writes a factor that does not exist at first."""
+
+    def __init__(self, params, lr=None, decay=0.5):
+        super().__init__(params, {"lr": lr, "decay": decay, "steps": 0, "history": [None]})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            self.state["k"] = self.state.get("k", torch.zeros(())) + 1
+            group["factor"] = group.get("factor", 1.0) * group["decay"] / self.state["k"].item()
+            group["history"].append(group["steps"])
+            for parameter in group["params"]:
+                parameter -= parameter.grad * (group["lr"] or 0.1) * group["factor"]
+
+
+def made(accel, observers=(), **options):
+    accel.runtime.seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = SelfTuning(model.parameters(), **options)
+    trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().mean(), observers=list(observers))
+    return model, optimizer, trainer
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, generator=generator) for _ in range(4)]
+
+
+def test_it_resumes_with_what_its_steps_wrote_into_the_groups(accel, tmp_path, caplog):
+    model, optimizer, trainer = made(accel)
+    for batch in trainer.batches(batches()[:3]):
+        trainer(batch)
+    trainer.save(tmp_path)
+    trainer(batches()[3])
+
+    other, its, resumed = made(accel)
+    resumed.resume(tmp_path)
+    assert "the script's" not in caplog.text  # what steps write is no option of the script
+    resumed(batches()[3])
+    assert its.param_groups[0]["factor"] == optimizer.param_groups[0]["factor"] == 0.5**4 / 24
+    assert its.state["k"] == optimizer.state["k"] == 4
+    assert its.param_groups[0]["steps"] == 4
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_an_option_of_the_script_that_differs_is_reported(accel, tmp_path, caplog):
+    _, _, trainer = made(accel)
+    for batch in trainer.batches(batches()):
+        trainer(batch)
+    trainer.save(tmp_path)
+    made(accel, decay=0.25)[2].resume(tmp_path)
+    assert "decay is 0.25, and the checkpoint's is 0.5" in caplog.text
+
+
+@pytest.mark.parametrize("lr", [None, 0.1])
+def test_an_optimizer_may_choose_its_learning_rate(accel, tmp_path, capsys, lr):
+    observers = [accelcore.Progress(seconds=1e-9), accelcore.Log(tmp_path / "log", every=1)]
+    with accelcore.Record(tmp_path / "recorded"):
+        _, _, trainer = made(accel, observers, lr=lr)
+        for batch in trainer.batches(batches()):
+            trainer(batch)
+    lines = (tmp_path / "log" / "log.jsonl").read_text().splitlines()
+    assert lines
+    assert all(('"lr"' in line) is (lr is not None) for line in lines)
+    assert ("lr 0.1" in capsys.readouterr().err) is (lr is not None)
