@@ -14,13 +14,14 @@ class SelfTuning(torch.optim.Optimizer):
 
     def __init__(self, params, lr=None, decay=0.5):
         super().__init__(params, {"lr": lr, "decay": decay, "steps": 0, "history": [None]})
+        self.state["k"] = 0
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             group["steps"] += 1
-            self.state["k"] = self.state.get("k", torch.zeros(())) + 1
-            group["factor"] = group.get("factor", 1.0) * group["decay"] / self.state["k"].item()
+            self.state["k"] += 1
+            group["factor"] = group.get("factor", 1.0) * group["decay"] / self.state["k"]
             group["history"].append(group["steps"])
             for parameter in group["params"]:
                 parameter -= parameter.grad * (group["lr"] or 0.1) * group["factor"]

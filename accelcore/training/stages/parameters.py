@@ -94,7 +94,7 @@ class Place(Stage):
         finally:
             swap_parameters(before)
         if not isinstance(optimizer, RoutedOptimizer):
-            state = [value for entry in optimizer.state.values() for value in entry.values()]
+            state = [value for entry in optimizer.state.values() if isinstance(entry, dict) for value in entry.values()]
             # Step counts may be on the host.
             if any(isinstance(value, Tensor) and value.dim() > 0 and value.device != device for value in state):
                 optimizer.load_state_dict(optimizer.state_dict())
