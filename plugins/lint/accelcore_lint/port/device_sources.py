@@ -50,8 +50,11 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
     if facts.is_own(index) and is_own and not named:
         device = facts.device(site) if index is None else facts.place.device(site)
-        if index is None or device.endswith(".device") or not facts.compares(site):
+        keeps = index is not None and (facts.compares(site) or (facts.is_current(index) and not _is_moved(facts, site)))
+        if index is None or device.endswith(".device") or not keeps:
             return device
+        if facts.guards(site) and not facts.compares(site):
+            return f"{facts.torch}.device({device}.type, {index_source(index)})"
         return with_index(facts.torch, device, index_source(index))
     assert index is not None, "the device without an index is the process's own"
     if not has_indexes(facts, site, index):
@@ -98,10 +101,15 @@ def _is_located(facts: Facts, site: cst.CSTNode) -> bool:
     is_read = "located" in facts.uses_of or facts.compares(site)
     if not is_read or facts.guards(site) or facts.in_default(site) is not None:
         return False
+    return not _is_moved(facts, site)
+
+
+def _is_moved(facts: Facts, site: cst.CSTNode) -> bool:
+    """Return whether a function of torch, or a move such as `x.to(device)`, gets a device: it needs no index."""
     calls = [outer for outer in (site, *facts.parents(site)) if isinstance(outer, cst.Call)]
     outer = next((call for call in calls if facts.name(call.func) != "torch.device"), None)
     is_move = outer is not None and isinstance(outer.func, cst.Attribute) and outer.func.attr.value in ("to", *DEVICES)
-    return outer is None or not (is_move or (facts.name(outer.func) or "").startswith("torch."))
+    return outer is not None and (is_move or (facts.name(outer.func) or "").startswith("torch."))
 
 
 def _or_cpu(facts: Facts, site: cst.CSTNode, made: str) -> str:
