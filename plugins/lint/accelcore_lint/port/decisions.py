@@ -28,7 +28,7 @@ from accelcore_lint.port.guards import (
     turned_off,
 )
 from accelcore_lint.port.imports import imports_torch
-from accelcore_lint.port.place import UnplacedError
+from accelcore_lint.port.place import LATE, UnplacedError
 from accelcore_lint.port.questions import (
     PARTS,
     asserts,
@@ -264,6 +264,11 @@ class Decisions(cst.CSTVisitor):
         self.imports.update(set(decision.imports) - late)
         self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
 
+    def _would_import(self, node: cst.CSTNode, decision: Rewrite) -> bool:
+        """Return whether a rewrite needs torch by a line at the top of a file that imports it in functions only."""
+        needs = self._facts.torch_import in decision.imports and not imports_torch(self._facts, node)
+        return needs and self._facts.imports_late
+
     def _leave(self, rule: Rule, node: cst.CSTNode, decision: Left) -> None:
         self._facts.place.forget(node)
         if rule.name == "device check":
@@ -299,6 +304,9 @@ class Decisions(cst.CSTVisitor):
             return None if rule.optional else Left(str(unplaced))
         if isinstance(decision, Rewrite) and is_tried(node, self._facts.parents):
             return Left(_TRIED, node.children)
+        made = decision.retry if isinstance(decision, Left) else decision
+        if made is not None and self._would_import(node, made):
+            return None if rule.optional else Left(LATE, node.children)
         if decision is not None and forks_cudas(node, self._facts.parents):
             return Left(_FORKS, node.children)
         if isinstance(decision, Rewrite) and loses_comment(node, decision):

@@ -47,6 +47,7 @@ _NUMBERED = re.compile(r"(\.to\(|\bdevice *= *)(?![\w.]*dev)[\w.]+ *[,)]")
 """A device that may be given as this rank's number."""
 
 _OPTIONAL = "the file goes on where torch is missing: choose the device where it is there"
+LATE = "the file imports torch in functions only: choose the device there"
 
 
 class UnplacedError(Exception):
@@ -113,7 +114,7 @@ class Place:
         if self._may_lack_torch:
             raise UnplacedError(_OPTIONAL)
         if self._tree.is_library and not self._tree.imports_torch:
-            raise UnplacedError("the file imports torch in functions only: choose the device there")
+            raise UnplacedError(LATE)
         is_default = (self._tree.is_library or self._tree.has_guard) and self._tree.is_default(site)
         if is_default and self._tree.submits:
             raise UnplacedError(DEFAULT)
@@ -219,6 +220,8 @@ class Place:
             return _OPTIONAL
         function = scope_of(self._tree, site)
         is_apart = not self._torch_level and self.is_apart(site)
+        if self._tree.imports_late and function is not None and not self._is_program(function):
+            return LATE
         if not self._hiding.is_placed(site) or (
             not is_apart and self._is_repeated(function) and self._hiding.hides(site)
         ):
@@ -316,25 +319,23 @@ class Place:
         scopes = {scope_of(self._tree, site) for site in self._sites}
         if not self._torch_level and tree.spawns:
             return {
-                first_of(
-                    self._tree, scope.body, self._sites
-                ): f"{self.name} = accelcore.select(local_rank={self._rank(scope)})"
+                first_of(self._tree, scope.body, self._sites): f"{self.name} = accelcore.select({self._rank(scope)})"
                 for scope in scopes
                 if scope is not None
             }
         line = f"{self.name} = {self._value}"
         (scope, *others) = scopes
-        if (
-            scope is not None
-            and not others
-            and (self._tree.is_called_once(scope) or scope is tree.functions.get("main"))
-        ):
+        if scope is not None and not others and self._is_program(scope):
             return {first_of(self._tree, scope.body, self._sites): line}
         if scopes == {None} and (guard := common_guard(self._sites, self._tree.parents)) is not None:
             return {first_of(self._tree, guard.body, self._sites): line}
         if not self._torch_level and self._is_for_functions():
             line = f'if __name__ != "__mp_main__":\n    {line}'
         return {first_of(self._tree, tree.module, self._sites): line}
+
+    def _is_program(self, function: cst.FunctionDef) -> bool:
+        """Return whether a function runs once, so that it is the place to choose a device."""
+        return self._tree.is_called_once(function) or function is self._tree.functions.get("main")
 
     def _is_for_functions(self) -> bool:
         """Return whether a module with a guard needs the backend in functions only, and not to import the module.
@@ -351,11 +352,16 @@ class Place:
         return bool(guards) and inside and not names & self._tree.in_workers
 
     def _rank(self, function: cst.FunctionDef) -> str:
-        """Return the source of the rank of a function that the script starts; -1 means a single process there."""
+        """Return the rank of a function that the script starts, as an argument; -1 means a single process there.
+
+        It is no device's number if the function does not use it as one.
+        """
+        if not self._tree.chooses_by_rank(function):
+            return ""
         name = self._tree.spawned[function.name.value]
         asks = re.search(rf"\b{name} *((==|!=|>|<) *-1|(>=|<) *0)\b", text_of(function))
         passes = f"{function.name.value}(-1" in self._tree.code
-        return f"max({name}, 0)" if asks or passes else name
+        return f"local_rank=max({name}, 0)" if asks or passes else f"local_rank={name}"
 
     def imports(self) -> set[str]:
         """Return the import statements that those lines need."""

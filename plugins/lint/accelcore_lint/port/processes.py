@@ -11,6 +11,7 @@ from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import argument, is_kept, text_of
 from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.uses import FORKS
+from accelcore_lint.port.walk import find
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
 _SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
@@ -27,6 +28,8 @@ _USES_DEVICE = re.compile(r"cuda|npu|device|\bmodel|\bnet\b")
 _ASKS_OR_USES = re.compile(
     r"is_available\(|device_count\(|current_device\(|\.(cuda|npu|to)\(|set_device|init_process_group"
 )
+_USERS = (cst.Call, cst.Comparison, cst.BaseStatement)
+_SHOWS_RANK = re.compile(r"(\w+\.)*(print|debug|info|warning|(manual_)?seed(_all)?)")
 _RANK = re.compile(
     r"None|-?\d+|int\(.*\)|([\w]+\.)*_?(local_?)?(rank|gpu|gpu_?id|device_?id|index|idx|i)", re.IGNORECASE
 )
@@ -49,6 +52,19 @@ class Processes(Tree):
             and function.params.params
             and all(_RANK.fullmatch(text_of(value)) for value in self._given_first(name))
         }
+
+    def chooses_by_rank(self, function: cst.FunctionDef) -> bool:
+        """Return whether a spawned function may choose its device by its rank, which it does not only show or compare.
+
+        All processes share the current device otherwise.
+        """
+        rank = self.spawned[function.name.value]
+        return any(self._may_choose(name) for name in find(function.body, cst.Name) if name.value == rank)
+
+    def _may_choose(self, rank: cst.CSTNode) -> bool:
+        inner = next(outer for outer in self.parents(rank) if isinstance(outer, _USERS))
+        shows = isinstance(inner, cst.Call) and _SHOWS_RANK.fullmatch(text_of(inner.func)) is not None
+        return not (shows or isinstance(inner, cst.Comparison))
 
     def _given_first(self, name: str) -> list[cst.BaseExpression]:
         calls = (call for call in self.calls if isinstance(call.func, cst.Name) and call.func.value == name)

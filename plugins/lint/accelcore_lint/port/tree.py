@@ -34,6 +34,7 @@ class Tree(Survey):
     Attributes:
         level, known: as given; TRAINER has rules of its own, and otherwise those of ROLES.
         module, code: the file, and its source.
+        imports_late: whether it imports torch in functions only, so that it may be run for something else without.
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
     """
 
@@ -50,9 +51,9 @@ class Tree(Survey):
         self._has_star = STAR_IMPORT.search(self.code) is not None
         walk(self.module, self)
         self.indexes = set(self.numbered.values())
-        self.imports_torch = self.imports_torch or (
-            (self._has_star or known.meets_torch) and not any(_OF_TORCH.match(text_of(node)) for node in self.imports)
-        )
+        is_named = any(_OF_TORCH.match(text_of(node)) for node in self.imports)
+        self.imports_torch = self.imports_torch or ((self._has_star or known.meets_torch) and not is_named)
+        self.imports_late = is_named and not self.imports_torch
         self.hidden_by += self.others(known.hiders)
 
     @property

@@ -133,3 +133,26 @@ def test_a_method_that_only_names_devices_may_run_before_a_fork(line, asks):
     )
     chosen, _, rest = port_source(source, Level.ROLES).source.partition("def test(")
     assert ("check_available=True" in chosen, "check_available=True" in rest) == (asks, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_rank"),
+    [
+        ("print('rank', {})", False),
+        ("torch.manual_seed({})", False),
+        ("if {} == 0:\n        print('first')", False),
+        ("torch.cuda.set_device({})", True),
+        ("model = model.cuda({})", True),
+        ("setup({}, 2)", True),
+        ("gpu = {}", True),
+    ],
+)
+@pytest.mark.parametrize("name", ["rank", "_"])
+def test_processes_share_a_device_unless_their_function_may_choose_it_by_their_number(line, is_rank, name):
+    source = (
+        "import torch\nimport torch.multiprocessing as mp\nfrom jobs import setup\n\n\n"
+        f"def work({name}, model):\n    {line.format(name)}\n    return model.cuda()\n\n\n"
+        "if __name__ == '__main__':\n    mp.spawn(work, args=(torch.nn.Linear(2, 2),), nprocs=2)\n"
+    )
+    chosen = f"accelcore.select(local_rank={name})" if is_rank else "accelcore.select()"
+    assert chosen in port_source(source, Level.ROLES).source

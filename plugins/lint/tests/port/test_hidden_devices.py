@@ -15,8 +15,8 @@ def main():
 
 
 def work(gpu):
-    model = torch.nn.Linear(2, 2).cuda()
-    step(model)
+    torch.cuda.set_device(gpu)
+    step(torch.nn.Linear(2, 2).cuda())
 
 
 def step(model):

@@ -182,3 +182,39 @@ def test_a_move_that_no_other_line_reads_keeps_its_number(line):
         f"    x = torch.load(path, map_location=device)\n    return {line}\n"
     )
     assert "return x.to(torch.device(current_device.type, n))\n" in port_source(source, Level.ROLES).source
+
+
+CHECKS = """import importlib.util
+
+
+def check():
+    if importlib.util.find_spec("torch") is None:
+        return False
+    {}
+
+
+{}
+"""
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch import cuda\n    return cuda.is_available() and cuda.device_count() > 0",
+        "import torch\n    return torch.cuda.is_available()",
+        "import torch as t\n    return t.ones(1).cuda()",
+    ],
+)
+def test_a_file_that_imports_torch_in_functions_only_also_runs_without(level, line):
+    ported = port_source(CHECKS.format(line, "check()\nprint(check())"), level).source
+    lines = ported.split("\ndef check")[0] + ported.split("\n\n\n")[-1]
+    assert "import torch" not in lines
+    assert "select()" not in lines
+
+
+def test_a_program_that_imports_torch_in_its_function_chooses_the_device_there():
+    source = (
+        "def main():\n    import torch\n\n    model = torch.nn.Linear(2, 2).cuda()\n    model.train()\n\n\nmain()\n"
+    )
+    assert "import torch\n\n    accel = accelcore.select()\n" in port_source(source, Level.ROLES).source
