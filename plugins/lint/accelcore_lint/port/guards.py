@@ -52,6 +52,10 @@ _NONE = re.compile(r"(?m)(=|\breturn) *(False|None|0|[\"']cpu[\"']|torch\.device
 """A line for a script that found no device."""
 
 
+_EMPTY = ("None", "{}", "[]", "()", "dict()", "list()")
+"""Answers of a function that have nothing in them."""
+
+
 def body_of(guard: Guard) -> cst.CSTNode:
     """Return what runs if the guard allows it."""
     if isinstance(guard, cst.BooleanOperation):
@@ -103,12 +107,16 @@ def end_of(guard: Guard, parent: Callable[[cst.CSTNode], cst.CSTNode | None]) ->
 
 
 def lacks_answer(guard: Guard | None, function: cst.FunctionDef | None, calls: Iterable[cst.Call]) -> bool:
-    """Return whether a function returns nothing where a condition holds, and the file uses what it returns."""
+    """Return whether a function returns nothing, or nothing in it, where a condition holds, and the file uses that."""
     last = last_of(guard)
-    if function is None or not isinstance(last, cst.Return) or (last.value and text_of(last.value) != "None"):
+    if function is None or not isinstance(last, cst.Return) or not _is_empty(last):
         return False
-    answers = any(each.value is not None and text_of(each.value) != "None" for each in find(function, cst.Return))
+    answers = not all(map(_is_empty, find(function, cst.Return)))
     return answers and any(text_of(call.func) == function.name.value for call in calls)
+
+
+def _is_empty(answer: cst.Return) -> bool:
+    return answer.value is None or text_of(answer.value) in _EMPTY
 
 
 def set_in(guard: Guard) -> set[str]:

@@ -45,6 +45,7 @@ _SETS_DEVICE = re.compile(
 )
 _REPLACES = re.compile(
     rf"\b(?:patch|setattr)\(\s*[\"'](torch\.(?:{'|'.join(DEVICES)})\.[\w.]+)[\"']"
+    rf"|(?m:^)[ \t]*(torch\.(?:{'|'.join(DEVICES)}))\.(\w+) *=(?!=)"
     rf"|\b(?:patch\.object|setattr)\(\s*(torch\.(?:{'|'.join(DEVICES)})(?:\.\w+)*),\s*[\"'](\w+)[\"']"
 )
 _SETTING = re.compile(
@@ -89,7 +90,7 @@ class Known:
         settings: settings of cuDNN in the project, such as `("benchmark", "True")`.
         taken: names that other files may take from it, as by `from module import name`.
         modules: the project's own modules and packages, by the first part of their names.
-        replaced: a vendor's functions of torch that a test of the project, which may run it, replaces by their names.
+        replaced: a vendor's functions of torch that a test of the project, which may run it, or a script replaces.
         hiders: functions and methods of the project that hide devices by an environment variable.
         hiding: attributes under which a file hides devices; the device that it then names stays.
         steered: whether a file that this one imports, also through others, may make a device current or hide some.
@@ -170,6 +171,9 @@ def read_project(paths: Iterable[Path]) -> Project:
     texts = {path: _text(path) for path in files}
     stems = {path.stem for path in given}
     imports = {path: list(_imported(path, text, None if path in given else stems)) for path, text in texts.items()}
+    for path in given:  # pytest runs it for the tests in its folder
+        tests = (each for each in given - {path} if path.name == "conftest.py" and path.parent in each.parents)
+        imports[path] += [(each, "") for each in tests if _TEST.fullmatch(each.name)]
     new = reached = set(given)
     while new := {found for path in new for found, _ in imports[path]} - reached:
         reached = reached | new
@@ -386,5 +390,5 @@ def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[P
 
 def _replaced(text: str) -> Iterator[str]:
     """Yield the vendor's functions that a test replaces, as `mock.patch("torch.cuda.synchronize")` does."""
-    for name, module, attribute in _REPLACES.findall(text):
-        yield (name or f"{module}.{attribute}").replace("torch.npu", "torch.cuda")
+    for name, owner, assigned, module, attribute in _REPLACES.findall(text):
+        yield (name or f"{owner or module}.{assigned or attribute}").replace("torch.npu", "torch.cuda")

@@ -172,6 +172,12 @@ _GROUPS = re.compile(
 )
 
 
+_LOOKED_UP = re.compile(
+    rf"\{{(?=[^{{}}]*[\"']({_DEVICES})[\"'] *:)[^{{}}]*[\"']cpu[\"'] *:|(?m:^)[ \t]*case [\"']({_DEVICES})[\"']"
+)
+"""A dict with values for one vendor's device and for the CPU, and a `match` of the device's type."""
+
+
 def copies(calls: Collection[str], text: str, names: str = REFERS) -> bool:
     """Return whether calls that pickle or copy objects may get an optimizer itself, perhaps in a dict of their file.
 
@@ -218,6 +224,8 @@ def kept_questions(text: str) -> str:
         )
     if BY_PLACE.search(text):
         return "this program reads a number from a device's name by its place behind 'cuda:': split it at the colon"
+    if _LOOKED_UP.search(text):
+        return "a dict or a `match` of this program has a value for CUDA and none for other devices: give it one"
     if _GROUPS.search(text):
         return "the process group is chosen for CUDA, another accelerator or the CPU: choose one for each device there"
     engine = engine_in(text)

@@ -44,6 +44,7 @@ _REASONS = {
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _MEMORY = re.compile(r"(CUDA|NPU) out of memory\b")
+_SPACED = re.compile(rf"\s*({'|'.join(DEVICES)})\s*:\s*\d+\s*")
 _MODULE = "the module of one vendor's devices: torch.get_device_module() is that of any device"
 _SUMMARY = 'torchsummary knows CUDA and the CPU only: give it a model on the CPU, and device="cpu"'
 _DEFAULT = "one vendor's function, without a generic one"
@@ -146,8 +147,10 @@ def _decide_string(node: cst.SimpleString, facts: Facts) -> Left | None:
 
 
 def _begins_device(node: cst.SimpleString) -> bool:
-    """Return whether a string is the beginning of a device's name, as in `"cuda:" + number`."""
-    return str(node.evaluated_value) in {f"{device}:{form}" for device in DEVICES for form in ("", "{}", "%s", "%d")}
+    """Return whether a string is the beginning of a device's name, as in `"cuda:" + number`, or one with spaces."""
+    text = str(node.evaluated_value)
+    forms = {f"{device}:{form}" for device in DEVICES for form in ("", "{}", "%s", "%d")}
+    return text in forms or _SPACED.fullmatch(text) is not None
 
 
 SUMMARY = Rule("other package", "summaries of a model by torchsummary", (cst.Call,), _decide_summary)

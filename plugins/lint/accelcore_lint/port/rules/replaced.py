@@ -11,7 +11,7 @@ from accelcore_lint.port.rule import Left, Rewrite, Rule
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.walk import find
 
-REPLACED_BY_TEST = "a test of the project replaces this function by its name: change both"
+REPLACED_BY_TEST = "a file of the project, such as a test, replaces this function: change both"
 
 
 def _decide(node: cst.SimpleStatementLine | cst.Call | cst.IfExp, facts: Facts) -> Left | None:
