@@ -21,7 +21,7 @@ from accelcore.training.observers import tell
 from accelcore.training.parallel.strategy import broadcast_buffers
 from accelcore.training.plan import ModelSnapshot, Plan
 from accelcore.training.schedule import Schedule
-from accelcore.training.shared_parameters import UNTREATED, SharedParameters
+from accelcore.training.script_checks import UNTREATED, SharedParameters
 from accelcore.training.window import ScriptCalls, Window, no_update
 from accelcore.util.containers import detached, is_on
 
