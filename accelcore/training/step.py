@@ -19,10 +19,10 @@ from accelcore.training.loss import LossOfModel, split_loss, unusable_loss
 from accelcore.training.nonfinite import FiniteCheck, first_not_finite
 from accelcore.training.observers import tell
 from accelcore.training.parallel.strategy import broadcast_buffers
-from accelcore.training.plan import ModelSnapshot, Plan
+from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
-from accelcore.training.script_checks import UNTREATED, SharedParameters
-from accelcore.training.window import ScriptCalls, Window, no_update
+from accelcore.training.script_checks import UNTREATED, ModelSnapshot, ScriptCalls, SharedParameters, no_update
+from accelcore.training.window import Window
 from accelcore.util.containers import detached, is_on
 
 _WALKED = 64  # windows between two walks of the model; the first walks follow windows 1, 2, 4, 8, 16 and 32
@@ -163,6 +163,8 @@ class Step:
 
     def end_micro_batch(self, loss: Tensor | None = None, *, updated: bool = False) -> bool:
         """Count a micro-batch; close the window after its last one, and return whether it did. Observers get `loss`."""
+        if loss is not None:
+            self.finite.losses.append((self._window.steps + 1, loss))
         self._window.micro += 1
         if self._window.micro < self._window.accumulate:
             self._strategy.before_forward(self._window.is_last)

@@ -267,7 +267,6 @@ class Trainer(Resumable):
         captured, step = self._plan.captured, self._step
         step.calls.note_update("trainer(batch)")
         loss, self.aux = step.forward_backward(batch) if captured is None else step.run_captured(captured, batch)
-        step.finite.losses.append((self._window.steps + 1, loss))
         step.end_micro_batch(loss, updated=captured is not None)
         return without_backward(loss)
 

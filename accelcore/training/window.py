@@ -1,4 +1,4 @@
-"""Windows: the micro-batches between two updates, their weights, and the script's calls for them."""
+"""Windows: the micro-batches between two updates, and their weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from accelcore.backend import Backend
-from accelcore.errors import TrainingError, logger
-from accelcore.jobs.collectives import Collectives
+from accelcore.errors import TrainingError
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.util.containers import described, tensors
 from accelcore.util.text import is_number
@@ -138,80 +136,6 @@ class Window:
         return torch.full((), float(weight), device=self._device)
 
 
-class ScriptCalls:
-    """Calls of the script for each batch, to detect calls that miss, and epochs that train nothing.
-
-    It also sets whether an optimizer by name accepts a call of `step`, which is right only while the trainer updates.
-
-    Attributes:
-        added: whether a backward pass was added that no micro-batch has counted.
-    """
-
-    def __init__(self, optimizer: Optimizer, job: Collectives, accumulate: int) -> None:
-        self._optimizer, self._job, self._accumulate = optimizer, job, accumulate
-        self._binding = getattr(optimizer, "binding", None)
-        self._warned = False
-        self.begin(opened=False)
-        self.expect_step(False)
-
-    def check_bound(self) -> None:
-        """Raise TrainingError if another trainer has bound the optimizer."""
-        if getattr(self._optimizer, "binding", None) is not self._binding:
-            raise TrainingError(
-                "another trainer has bound this optimizer", remedy="give each trainer an optimizer of its own"
-            )
-
-    def expect_step(self, is_due: bool) -> None:
-        """Let an optimizer by name refuse `step`, but while the trainer updates."""
-        if self._binding is not None:
-            self._binding.is_due = is_due
-
-    def begin(self, *, opened: bool) -> None:
-        """Begin a window, or, if `opened`, continue one."""
-        self.added = opened
-        self._place: object = None  # in the data, of the first loss of a micro-batch
-        # The steps of all trainers of the job when the epoch began; None after an update, and outside of an epoch.
-        self._steps_at_epoch: dict[int, tuple[int, int]] | None = None
-
-    def note_update(self, call: str) -> None:
-        """Note the call that counts a micro-batch."""
-        self.added = False
-        if self._binding is not None:
-            self._binding.updated_by = call
-
-    def note_backward(self, place: object) -> None:
-        """Note a backward pass; raise TrainingError if the micro-batch has gradients from another place in the data.
-
-        With micro-batches of one, a script may add up the gradients of several batches.
-        """
-        if self.added and self._place not in (None, place) and self._accumulate > 1:
-            raise TrainingError(
-                "trainer.backward(loss) was called for a second batch, and trainer.update() was not called after the "
-                "first",
-                why="trainer.update() counts micro-batches, and updates the parameters after the last of accumulate=. "
-                "Without it, both batches count as one",
-                remedy="call trainer.update() after each batch, not only after the last of a window",
-            )
-        self._place, self.added = place, True
-        if self._binding is not None:
-            self._binding.updated_by = ""
-
-    def epoch_begins(self) -> None:
-        self._steps_at_epoch = dict(self._job.steps)
-
-    def warn_if_idle(self) -> None:
-        """Log once that no trainer of the job made a step since the epoch began."""
-        if self._steps_at_epoch is None or self._steps_at_epoch != self._job.steps or self._warned:
-            return
-        self._warned = True
-        if self._job.rank == 0:
-            logger.warning(
-                "an epoch of trainer.batches(...) has ended without a step of a trainer, and counts as one of "
-                "trainer.epochs(n): to train, call trainer(batch), or trainer.backward(loss) and trainer.update(), "
-                "instead of loss.backward() and optimizer.step(); to evaluate, loop over trainer.evaluate(loader)"
-            )
-
-
 def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
     """Return what to do about a batch without tensors, or about dtypes of batch and model that differ in an error."""
     if not any(True for _ in tensors(batch)):
@@ -229,14 +153,4 @@ def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
     return (
         f"the batch has {floats} tensors, and the model's parameters are {name}: cast the batch, as by "
         f"tensor.to({dtype}) in the loss function{another if dtype in LOW_PRECISION else ''}"
-    )
-
-
-def no_update(when: str) -> TrainingError:
-    """Return the error for gradients that no update has used until `when`."""
-    return TrainingError(
-        f"{when}, and trainer.update() was not called before: the trainer has changed no weight",
-        why="trainer.backward(loss) only adds gradients up",
-        remedy="call trainer.update() after each trainer.backward(loss), and not optimizer.step(); to update once an "
-        "epoch, make the trainer with accumulate=len(loader) as well",
     )
