@@ -125,28 +125,39 @@ def differences(descriptions: Sequence[Mapping[str, str]]) -> tuple[str, str]:
 
 @torch.no_grad()
 def check_replicas(plan: Plan) -> None:
-    """Raise DistributedError on all ranks if a learning rate differs, or the norm of a parameter that each rank has."""
-    job, groups = plan.backend.collectives, plan.optimizer.param_groups
+    """Raise DistributedError on all ranks if a number in a group differs, or the norm of a parameter that all have."""
+    job = plan.backend.collectives
     if job.world_size == 1:
         return
     slots = [] if plan.strategy.layout == "shards" else plan.gradients.slots
     norms = torch._foreach_norm([slot.parameter for slot in slots]) if slots else []
-    rates = torch.tensor([float(group.get("lr", 0.0)) for group in groups], device=plan.backend.device)
-    own = torch.stack([*rates, *(norm.float() for norm in norms)])
+    # Also what some optimizers measure over all parameters, such as Prodigy's distance.
+    options = {
+        f"{name} in group {number} of the optimizer": group.get(name)
+        for number, group in enumerate(plan.optimizer.param_groups)
+        for name in sorted({"lr", *plan.optimizer.defaults})
+    }
+    numbers = list(map(_number, options.values()))
+    own = torch.stack([*torch.tensor(numbers, device=plan.backend.device), *(norm.float() for norm in norms)])
     high, negated = job.all_reduce(torch.stack([own, -own]), "max")
     rounded = max(torch.finfo(each.dtype).eps for each in (own, *norms)) ** 0.5  # devices may round differently
     if not (high + negated > rounded * high.abs()).any():
         return
-    names = [f"lr in group {number} of the optimizer" for number in range(len(groups))]
-    names += [f"the norm of the parameter {slot.name}" for slot in slots]
+    names = [*options, *(f"the norm of the parameter {slot.name}" for slot in slots)]
     texts = {name: f"{value:.5g}" for name, value in zip(names, own.tolist(), strict=True)}
     odd, why = differences(gather_objects(job, texts))
     raise DistributedError(
         f"the training on {odd} of this job differs from that on the other ranks",
         why=why,
         remedy="change learning rates and weights on all ranks alike: step ReduceLROnPlateau by "
-        "trainer.evaluate(loader).mean(...) or job.mean(loss), and load weights before accel.trainer(...), or on all",
+        "trainer.evaluate(loader).mean(...) or job.mean(loss), and load weights before accel.trainer(...), "
+        'or on all. An optimizer that measures over all parameters needs parallel="ddp"',
     )
+
+
+def _number(value: object) -> float:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else 0.0  # type: ignore[arg-type]  # `is_number` narrows it
 
 
 def _tensor(tensor: Tensor) -> str:

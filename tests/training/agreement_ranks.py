@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,20 @@ import accelcore
 class Steps(accelcore.Observer):
     def step(self, steps):
         pass
+
+
+class Measuring(torch.optim.SGD):
+    """Measures over all parameters that have a gradient, as Prodigy does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["distance"] = self.defaults.setdefault("distance", 1.0)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["distance"] += sum(p.grad.norm().item() for p in group["params"] if p.grad is not None)
+        super().step(closure)
 
 
 def main() -> None:
@@ -38,7 +53,8 @@ def main() -> None:
         def drift(what, *, saves=False, **options):
             """Change rate or weights on rank 1 after a step, and take more steps or save."""
             model = nn.Linear(2, 3)
-            optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+            kind = Measuring if what == "measures" else partial(accel.optimizers.create, "sgd")
+            optimizer = kind(model.parameters(), lr=0.1)
             trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).square().mean(), **options)
             rows = torch.ones(1, 2) * (1 + rank)
             try:
@@ -72,6 +88,8 @@ def main() -> None:
             "combine_ddp": drift("rate", parallel="combine_ddp"),
             "fsdp": drift("rate", parallel="fsdp"),
             "save": drift("weights", parallel="ddp", saves=True, on_nonfinite=None),
+            "zero1": drift("measures", parallel="zero1"),
+            "measures": drift("measures", parallel="ddp"),
             "nothing": attempt(loss=lambda model, batch: model(batch).sum()),
             "observers": attempt(observers=[Steps()] if rank == 0 else []),
             "shape": attempt(width=4 if rank == 1 else 3),

@@ -22,7 +22,7 @@ def found(fork_ranks, tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
-@pytest.mark.parametrize("case", ["nothing", "observers", "no drift"])
+@pytest.mark.parametrize("case", ["nothing", "observers", "no drift", "measures"])
 def test_ranks_that_train_the_same_are_left_alone(found, case):
     assert [rank[case] for rank in found] == [[], [], []]
 
@@ -66,6 +66,14 @@ def test_ranks_that_drift_apart_are_told_within_some_steps_and_in_save(found, ca
         assert what == "the training on rank 1 of this job differs from that on the other ranks"
         assert says in why
         assert done <= steps
+
+
+def test_an_optimizer_that_measures_over_all_parameters_is_refused_under_zero1(found):
+    for rank in found:
+        what, why, done = rank["zero1"]
+        assert "differs" in what
+        assert "distance in group 0 of the optimizer is " in why
+        assert done == 1
 
 
 def test_gradients_of_two_forward_passes_add_up_under_ddp(found):
