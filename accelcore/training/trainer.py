@@ -28,8 +28,8 @@ from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
 from accelcore.training.options import TrainerOptions, check_arguments, check_set, check_values, complete, unwrapped
 from accelcore.training.plan import Plan
+from accelcore.training.saving.model_parts import warn_if_others_trained
 from accelcore.training.saving.resumable import Resumable
-from accelcore.training.saving.trained_parts import warn_if_others_trained
 from accelcore.training.saving.trainer_state import TrainerState, Trainings
 from accelcore.training.schedule import Schedule
 from accelcore.training.stages import Preparation

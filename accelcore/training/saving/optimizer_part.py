@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from inspect import signature
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from accelcore.errors import CheckpointError, logger
-from accelcore.optim.binding import SWITCHES
+from accelcore.optim.binding import COUNTERS, SWITCHES
 from accelcore.optim.engine import name_of
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
-from accelcore.training.saving.parts import Part, Saved, alike, as_dict, check_count, check_tensors, malformed
+from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Entries that torch's schedulers write into the groups of their optimizer."""
@@ -118,9 +119,9 @@ class OptimizerPart(Part):
         keys = {key for entry in entries.values() if isinstance(entry, dict) for key in entry}
         for name, saved in entries.items():
             entry = as_dict(saved, f"state of {name}", *(keys if shaped else ()))
-            check_count(name, entry, strict=fused)
+            _check_count(name, entry, strict=fused)
             if shaped:
-                check_tensors(name, entry, parameters[name], strict=fused)
+                _check_tensors(name, entry, parameters[name], strict=fused)
 
     def _kind(self) -> str:
         optimizer = self._optimizer
@@ -159,7 +160,7 @@ class OptimizerPart(Part):
                     f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint",
                 )
             for key in _options(self._optimizer, own) & set(saved_group):
-                if not alike(own[key], saved_group[key]):
+                if not _alike(own[key], saved_group[key]):
                     raise malformed(
                         f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
                     )
@@ -208,3 +209,45 @@ def _another(saved: Saved, why: str) -> CheckpointError:
         if saved.path
         else "create the optimizer that it belongs to, or save a file without the optimizer's state",
     )
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    """Check if a saved option has a type that can replace this value."""
+    if own is None or saved is None or isinstance(own, Tensor):
+        return True
+    if isinstance(own, bool) or isinstance(saved, bool):
+        return isinstance(own, bool) and isinstance(saved, bool)
+    if isinstance(own, int | float):
+        return isinstance(saved, int | float) and not math.isnan(saved)
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list | tuple) and len(own) == len(saved) and all(map(_alike, own, saved))
+    return isinstance(saved, type(own))
+
+
+def _check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise CheckpointError for a number of updates that is not a count, or, if `strict`, not a scalar."""
+    value = entry.get("step", 0)
+    if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
+        value = value.item()
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise malformed(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
+
+
+def _check_tensors(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
+    """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
+
+    If `strict`, each key must be a tensor of the parameter's shape, and the `COUNTERS` must be scalars.
+    """
+    for key, value in entry.items():
+        if not isinstance(value, Tensor):
+            fits = not strict or (key in COUNTERS and isinstance(value, int | float))
+        elif key in COUNTERS or (not strict and value.dim() == 0):
+            fits = value.dim() == 0 or (not strict and value.shape == (1,))
+        else:
+            numbers = value.is_complex() if parameter.is_complex() else value.is_floating_point()
+            fits = numbers and value.shape == parameter.shape
+        if not fits:
+            found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise malformed(
+                f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
+            )

@@ -1,12 +1,11 @@
 """Contract of a part of a checkpoint, checks of saved values, and the parts that tell where a training is.
 
-These are options, schedule, loss scale, open window, position in the data, random states and extra. What is trained is
-in `trained_parts`, and the optimizer's state in `optimizer_part`.
+These are options, schedule, loss scale, open window, position in the data, random states and extra. The model is
+in `model_parts`, and the optimizer's state in `optimizer_part`.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from accelcore.errors import CheckpointError, logger
-from accelcore.optim.binding import COUNTERS
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.roles.runtime import Runtime
 from accelcore.scaling.contract import LossScaler, described
@@ -327,45 +325,3 @@ def _check_shapes(saved: Mapping[str, Any], own: Mapping[str, Tensor], what: str
     for name, value in saved.items():
         if not isinstance(value, Tensor) or name not in own or own[name].shape != value.shape:
             raise malformed(f"the checkpoint has a {what} of {name!r}, {kind(value)}, which does not fit this model")
-
-
-def alike(own: Any, saved: Any) -> bool:
-    """Check if a saved option has a type that can replace this value."""
-    if own is None or saved is None or isinstance(own, Tensor):
-        return True
-    if isinstance(own, bool) or isinstance(saved, bool):
-        return isinstance(own, bool) and isinstance(saved, bool)
-    if isinstance(own, int | float):
-        return isinstance(saved, int | float) and not math.isnan(saved)
-    if isinstance(own, list | tuple):
-        return isinstance(saved, list | tuple) and len(own) == len(saved) and all(map(alike, own, saved))
-    return isinstance(saved, type(own))
-
-
-def check_count(name: str, entry: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise CheckpointError for a number of updates that is not a count, or, if `strict`, not a scalar."""
-    value = entry.get("step", 0)
-    if isinstance(value, Tensor) and value.numel() == 1 and not (strict and value.dim()):
-        value = value.item()
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise malformed(f"the checkpoint has {value!r} as the number of times {name!r} was updated")
-
-
-def check_tensors(name: str, entry: Mapping[str, Any], parameter: Tensor, *, strict: bool) -> None:
-    """Raise CheckpointError for a tensor that is neither a scalar nor shaped as its parameter, or of another type.
-
-    If `strict`, each key must be a tensor of the parameter's shape, and the `COUNTERS` must be scalars.
-    """
-    for key, value in entry.items():
-        if not isinstance(value, Tensor):
-            fits = not strict or (key in COUNTERS and isinstance(value, int | float))
-        elif key in COUNTERS or (not strict and value.dim() == 0):
-            fits = value.dim() == 0 or (not strict and value.shape == (1,))
-        else:
-            numbers = value.is_complex() if parameter.is_complex() else value.is_floating_point()
-            fits = numbers and value.shape == parameter.shape
-        if not fits:
-            found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise malformed(
-                f"the checkpoint's {key} of {name!r} is {found}, and its parameter has shape {tuple(parameter.shape)}"
-            )

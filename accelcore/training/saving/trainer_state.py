@@ -28,6 +28,7 @@ from accelcore.training.agreement import all_equal, all_or_none, wait_for_all
 from accelcore.training.data.data_stream import DataStream
 from accelcore.training.plan import Plan
 from accelcore.training.saving.foreign import read_foreign
+from accelcore.training.saving.model_parts import MastersPart, ModelPart, TrainedPart
 from accelcore.training.saving.optimizer_part import OptimizerPart
 from accelcore.training.saving.parts import (
     SHARED,
@@ -42,7 +43,6 @@ from accelcore.training.saving.parts import (
     WindowPart,
     as_dict,
 )
-from accelcore.training.saving.trained_parts import MastersPart, ModelPart, TrainedPart
 from accelcore.training.schedule import Schedule
 from accelcore.training.step import Step
 from accelcore.training.window import Window

@@ -1,4 +1,4 @@
-"""Parts of what is trained, under the names of the parameters: model, fp32 masters, and which parameters are trained.
+"""Parts of what the model is, under the names of its parameters: weights, fp32 masters, and which are trained.
 
 They do not depend on the precision, the route that computes the updates, or the device.
 """
