@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch.optim.lr_scheduler import (
     LRScheduler,
     OneCycleLR,
     PolynomialLR,
-    ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
@@ -67,10 +67,10 @@ class Schedule:
             raise ConfigurationError(
                 "the scheduler belongs to another optimizer", remedy="make it from the optimizer given here"
             )
-        if isinstance(scheduler, ReduceLROnPlateau) and by != "script":
+        if self._make is None and by != "script" and (needed := _needed(scheduler)):
             raise ConfigurationError(
-                "ReduceLROnPlateau needs a metric, which the trainer does not have",
-                remedy='set schedule_by="script", and call scheduler.step(metric) yourself',
+                f"{type(scheduler).__name__}.step needs {needed!r}, which the trainer does not have",
+                remedy=f'set schedule_by="script", and call scheduler.step({needed}) yourself',
             )
         self.scheduler, self.by, self._optimizer = None if self._make else scheduler, by, optimizer
         self._steps_by_window = scheduler is not None and by == "window"
@@ -223,6 +223,13 @@ class Schedule:
 def _is_scheduler(value: object) -> bool:
     """Return whether a value is used as torch's schedulers are."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in _METHODS)
+
+
+def _needed(scheduler: Any) -> str | None:
+    """Return the name of the argument without a default that a scheduler's `step` has, as ReduceLROnPlateau's has."""
+    arguments = signature(scheduler.step).parameters.values() if scheduler is not None else ()
+    needed = [each.name for each in arguments if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return needed[0] if needed else None
 
 
 def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:

@@ -27,7 +27,7 @@ def test_what_is_no_scheduler_is_refused_when_the_trainer_is_made(accel, schedul
         ({"schedule_by": "batch"}, "schedule_by='batch' is unknown"),
         ({"scheduler": "plateau", "schedule_by": "epoch"}, '"script": you step it, such as after each epoch'),
         ({"schedule_by": "script"}, "schedule_by='script' .*without a scheduler"),
-        ({"scheduler": "plateau"}, 'needs a metric.*\\n.*schedule_by="script"'),
+        ({"scheduler": "plateau"}, "ReduceLROnPlateau.step needs 'metrics'.*\\n.*schedule_by=\"script\""),
     ],
 )
 def test_when_a_scheduler_is_stepped_has_to_be_one_of_two(accel, options, says):
