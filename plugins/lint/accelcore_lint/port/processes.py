@@ -14,6 +14,9 @@ from accelcore_lint.port.uses import FORKS
 from accelcore_lint.port.walk import find
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "torch.multiprocessing.spawn.spawn")
+_LAUNCHES = re.compile(r"(?i)launch|spawn|distribut|parallel|call_main")
+"""Words in the names of functions that start ranks."""
+
 _SUBMITS = re.compile(r"\b(submitit|simple_slurm|ray|dask|parsl)\b")
 """Packages that run functions of the script on other hosts, or in processes that they start."""
 
@@ -78,7 +81,7 @@ class Processes(Tree):
                 (self.name(call.func) or "").startswith(
                     ("torch.multiprocessing.spawn", "torch.multiprocessing.start_proc")
                 )
-                or ((self.name(call.func) or "").endswith(".launch") and self._passes_function(call))
+                or self._launches(call)
                 for call in self.calls
             )
             or self.forks
@@ -147,6 +150,8 @@ class Processes(Tree):
         data = [name for name, made in self.defined.items() if _IN_LOADER.search(text_of(made))]
         return self.reached([*self.started, *given, *data])[0]
 
-    def _passes_function(self, call: cst.Call) -> bool:
-        first = call.args[0].value if call.args else None
-        return argument(call, "num_machines") is not None or (first is not None and text_of(first) in self.functions)
+    def _launches(self, call: cst.Call) -> bool:
+        """Return whether a launcher, such as detectron2's `launch`, runs a function of the file in other processes."""
+        passes = any(text_of(arg.value) in self.functions for arg in call.args)
+        is_launcher = _LAUNCHES.search(text_of(call.func).split(".")[-1]) is not None
+        return is_launcher and (passes or argument(call, "num_machines") is not None)

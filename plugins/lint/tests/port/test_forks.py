@@ -156,3 +156,19 @@ def test_processes_share_a_device_unless_their_function_may_choose_it_by_their_n
     )
     chosen = f"accelcore.select(local_rank={name})" if is_rank else "accelcore.select()"
     assert chosen in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(
+    ("lines", "start", "chosen"),
+    [
+        ("from tensorfn import distributed as dist\nimport torch.distributed as dist", "dist.launch(main, 2)", False),
+        ("from tools.ranks import run_distributed", "run_distributed(main, 2)", False),
+        ("from fairseq import distributed_utils", "distributed_utils.call_main(config, main)", False),
+        ("import fire", "fire.Fire(main)", True),
+        ("import fire", "main(2)", True),
+    ],
+)
+def test_a_function_that_a_launcher_runs_takes_the_current_device(lines, start, chosen):
+    body = "    net = torch.nn.Linear(2, 2).cuda()\n    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    source = f'import torch\n{lines}\n\n\ndef main(n):\n{body}\n\nif __name__ == "__main__":\n    {start}\n'
+    assert ("accelcore.select()" in port_source(source, Level.ROLES).source) is chosen
