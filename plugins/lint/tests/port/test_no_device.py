@@ -1,5 +1,7 @@
 """Ports on the CPU of lines that did not run there: no number of devices is 0 in them, and no device is a number."""
 
+import types
+
 import pytest
 import torch
 from accelcore_lint.port import Level, port_source
@@ -218,3 +220,16 @@ def test_a_program_that_imports_torch_in_its_function_chooses_the_device_there()
         "def main():\n    import torch\n\n    model = torch.nn.Linear(2, 2).cuda()\n    model.train()\n\n\nmain()\n"
     )
     assert "import torch\n\n    accel = accelcore.select()\n" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize("default", ["", "=None"])
+def test_figures_of_a_device_that_may_be_none_are_those_of_the_current_one(default, monkeypatch):
+    source = f"import torch\ndef used(device{default}):\n    return torch.cuda.memory_allocated(device)\n"
+    ported, made = port_source(source, Level.ROLES), {}
+    assert ported.after == 0
+    exec(ported.source, made)
+    assert made["used"](None) == 0
+    module = types.SimpleNamespace(memory_allocated=lambda device: [device])
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    device = torch.device("meta", 1)
+    assert (made["used"](None), made["used"](device)) == ([None], [device])

@@ -34,10 +34,10 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
     if own and facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
-    of = f"{facts.torch}.device({named})" if named not in ("", "0", index) else ""
-    module = f"{facts.torch}.get_device_module({of})"
     none = "lambda _: 0" if named else "lambda: 0"  # the CPU's module has no figures, nor has that of MPS
-    return whole(node, f'getattr({module}, "{name}", {none})({named})', facts.needs_torch)
+    # The module is the accelerator's own: a device that is None stands for its current one.
+    source = f'getattr({facts.torch}.get_device_module(), "{name}", {none})({named})'
+    return whole(node, source, facts.needs_torch)
 
 
 MEMORY = Rule(
