@@ -26,9 +26,10 @@ _USES = {
     ),
     "optimizer": re.compile(
         r"\bsparse\s*=\s*(?!False\b|=)|\bSparseAdam\b|\bFullyShardedDataParallel\b|\bfully_shard\b"
-        r"|\bFP16_Optimizer\b|\bLARC\b|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
+        r"|\bFP16_Optimizer\b|\bLARC\b|\bLookahead\b|\bSWA\(|\bisinstance\([^()]*\bopt|\btype\([\w.]*opt|\bopt\w*\.__class__"
         r"|\bopt\w*\.(?:state|_\w+|defaults)\b(?!_dict)|(?:\bis(?: not)?|[!=]=) (?:torch\.)?optim\.\w"
         r"|\b(?:deepspeed|horovod|byteps|colossalai|fairscale)\b"
+        r"|(?m:^)[ \t]*(?:import|from)[ \t]+[^\n#]*\b(?:higher|torchopt|opacus|torchcontrib)\b"
         r"|= *list\([\w.]+\.state_dict\(\)\.(?:values|items)\(\)\)|= *\[(\w+)\.(?:data|detach\(\)) for \1 in\b"
         r"|= *\{[^{}\n]*: *\w+\.(?:data|detach\(\)) for\b|self\.\w+ *= *[\w.]+\.(?:weight|bias)\.data *(?:#|\n)"
     ),

@@ -178,16 +178,25 @@ def test_a_name_of_a_device_keeps_its_number():
     assert 'f"{current_device.type}:0"' in ported
 
 
-def test_figures_of_a_device_that_has_a_name_are_those_of_that_device():
-    source = "import torch\ndevice = torch.device(f'cuda:{n}')\nprint(torch.cuda.memory_allocated(device))\n"
-    figure = 'getattr(torch.get_device_module(torch.device(device)), "memory_allocated", lambda _: 0)(device)'
-    assert figure in port_source(source, Level.ROLES).source
-
-
 @pytest.mark.parametrize("line", ["isinstance(optimizer, torch.optim.Adam)", "type(optimizer)", "optimizer.__class__"])
 def test_an_optimizer_whose_class_is_asked_for_stays_torchs(line):
     source = f"import torch\noptimizer = torch.optim.Adam(net.parameters())\nprint({line})\nx = x.cuda()\n"
     assert "torch.optim.Adam(net.parameters())" in port_source(source, Level.ROLES).source
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        ("import higher", True),
+        ("import os, higher", True),
+        ("from opacus import PrivacyEngine", True),
+        ("from torch_optimizer import Lookahead", True),
+        ("from tools import lower", False),
+    ],
+)
+def test_an_optimizer_stays_torchs_for_a_library_that_knows_torchs_classes(lines, kept):
+    source = f"import torch\n{lines}\noptimizer = torch.optim.Adam(net.parameters())\nx = x.cuda()\n"
+    assert ("torch.optim.Adam(net.parameters())" in port_source(source, Level.ROLES).source) is kept
 
 
 APEX = """import apex
