@@ -160,7 +160,7 @@ class Decisions(cst.CSTVisitor):
             if decision.some and fails:
                 opens = False
             if original_node is not guard or isinstance(guard, Test):
-                opens = whole  # what follows an early return, or a test
+                opens = whole and (some or decision.some)  # what follows an early return, or a test
             foreign = any(is_foreign(test, guard, self._facts.extensions) for test in tests_of(guard))
             foreign = foreign or (original_node is self._facts.module and bool(self._facts.extensions))
             if self._unset & names_in(body_of(guard)) or foreign:

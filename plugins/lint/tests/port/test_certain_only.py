@@ -372,3 +372,13 @@ def test_a_question_for_a_precision_and_one_by_a_try_keep_the_others(level, line
     head = "import torch\nfrom data import net, x, device\n\nwide = torch.cuda.is_available()\n"
     source = f"{head}{lines}\nif wide:\n    x = x.cuda()\n"
     assert ("wide = torch.cuda.is_available()" in port_source(source, level).source) is kept
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("rest", "kept"),
+    [("return Norm.apply(x)", True), ("return norm_cuda.forward(x)", True), ("return norm(x.cuda())", False)],
+)
+def test_a_return_for_the_cpu_stays_above_lines_of_which_none_is_rewritten(level, rest, kept):
+    source = f"import torch\nimport norm_cuda\n\n\ndef f(x):\n    if not x.is_cuda:\n        return x\n    {rest}\n"
+    assert ("if not x.is_cuda:" in port_source(source, level).source) is kept
