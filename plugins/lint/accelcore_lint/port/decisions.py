@@ -34,6 +34,7 @@ from accelcore_lint.port.questions import (
     asserts,
     corrects,
     divides,
+    flag_of,
     guard_of,
     is_only_asked,
     members_in,
@@ -58,6 +59,9 @@ _QUESTIONS = ("condition", "is_cuda", "device check")
 
 _TRIED = "a use of one vendor's device by which the script asks whether there is one: ask for accel.device.type instead"
 _FORKS = "devices of torch.random.fork_rng: give it their type, too, by device_type="
+_ASKED = re.compile(r"(?<![\w\"'])([^\W\d]\w*)(?:\(\))?(?![\w.(\"'])|[\[(][\"'](\w+)[\"'][\])]")
+"""A flag in a condition: a name, an attribute, a key, or a function without arguments."""
+
 _COMPOUND = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -96,6 +100,13 @@ class Decisions(cst.CSTVisitor):
         self.harmless: list[Note] = []
         self._split = False
         self._flags: set[str] = set()
+        self.answers: set[str] = set()
+
+    @property
+    def closed(self) -> set[str]:
+        """Return the flags in conditions above lines that are all left, or above a vendor's tools."""
+        tests = [test for _, test, closed, _ in self._guarded if closed] + [test for _, test in self._foreign]
+        return {name or key for test in tests for name, key in _ASKED.findall(test)}
 
     @property
     def splits(self) -> bool:
@@ -263,6 +274,7 @@ class Decisions(cst.CSTVisitor):
         late = {self._facts.torch_import} if imports_torch(self._facts, node) else set()
         self.imports.update(set(decision.imports) - late)
         self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
+        self.answers |= {flag_of(node, self._facts)} - {""} if rule.name == "device check" else set()
 
     def _would_import(self, node: cst.CSTNode, decision: Rewrite) -> bool:
         """Return whether a rewrite needs torch by a line at the top of a file that imports it in functions only."""

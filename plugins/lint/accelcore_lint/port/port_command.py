@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -17,7 +17,7 @@ from accelcore_lint.port.check import compare
 from accelcore_lint.port.files import FileError, find_scripts, read_script, write_script
 from accelcore_lint.port.project import Known, Project, read_project
 from accelcore_lint.port.report import Ported, as_json, diff, show
-from accelcore_lint.port.rewrite import UnfaithfulError, parsed, port_source
+from accelcore_lint.port.rewrite import Outcome, UnfaithfulError, parsed, port_source
 from accelcore_lint.port.rule import Level
 
 _ASYNC = re.compile(r"[(,]\s*async *=")
@@ -135,7 +135,19 @@ def ported_together(paths: Sequence[Path], level: Level, project: Project, named
             files[path] = _ported(path, level, used[path], named=path in named)
             if (outcome := files[path].outcome) and outcome.splits:
                 project = project.keeping([path])  # so that those that follow are ported once
+        project = _agreeing(project, {path.resolve(): each.outcome for path, each in files.items() if each.outcome})
     return [files[path] for path in paths]
+
+
+def _agreeing(project: Project, outcomes: Mapping[Path, Outcome]) -> Project:
+    """Return a project after questions stay whose answer is a flag above lines that are left in another file."""
+    for path in sorted(project.programs):
+        program = sorted({path, *project.programs[path]} & {*outcomes})
+        closing = [each for each in program if outcomes[each].closed]
+        for one in (each for each in program if outcomes[each].answers):
+            for other in (each for each in closing if each != one and outcomes[one].answers & outcomes[each].closed):
+                project = project.keeping([other]).keeping([one]).keeping([path])
+    return project
 
 
 def _ported(path: Path, level: Level, known: Known, *, named: bool) -> Ported:

@@ -60,6 +60,20 @@ def name_of(node: cst.CSTNode, facts: Facts) -> str:
     return ""
 
 
+def flag_of(node: cst.CSTNode, facts: Facts) -> str:
+    """Return the last part of the name that gets an answer, or its option, key or function; "" if there is none."""
+    around = list(facts.parents(node))
+    holder = next((each for each in around if isinstance(each, (cst.Assign, cst.Return, cst.BaseStatement))), None)
+    flag = ""
+    if isinstance(holder, cst.Assign):
+        flag = re.findall(r"\w+", text_of(holder.targets[0].target))[-1]
+    elif isinstance(holder, cst.Return):
+        flag = next(each.name.value for each in around if isinstance(each, cst.FunctionDef))
+    found = [name for name, call in facts.options.items() if call in around] + list(filter(None, map(key_of, around)))
+    found += [each.keyword.value for each in around if isinstance(each, cst.Arg) and each.keyword]
+    return next(iter(found), flag)
+
+
 def passed_as(name: str, facts: Facts) -> set[str]:
     """Return the parameters by which the file's functions get a name, as in `run(model, on_gpu=use_cuda)`."""
     own = (call for call in facts.calls if facts.name(call.func) is None)

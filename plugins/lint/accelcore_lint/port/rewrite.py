@@ -56,6 +56,8 @@ class Outcome:
         harmless: what was left without a comment, because other devices ignore it.
         before, after: number of lines that work on one vendor's devices only.
         splits: whether a question that is left decides where something is, so that the program's others have to stay.
+        answers: flags that now say whether there is any device.
+        closed: flags above lines that are all left, which fail if such a flag is true on other devices.
         ignored: how many of those `after` set something that other devices ignore, such as `cudnn.benchmark`.
         loops: training loops at level TRAINER, and whether each was replaced, or why not.
     """
@@ -69,6 +71,8 @@ class Outcome:
     after: int = 0
     ignored: int = 0
     splits: bool = False
+    answers: set[str] = field(default_factory=set)
+    closed: set[str] = field(default_factory=set)
 
 
 def parsed(source: str) -> cst.Module:
@@ -121,7 +125,7 @@ def _port(source: str, level: Level, known: Known) -> Outcome:
     decisions = Decisions(facts)
     walk(module, decisions)
     outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=before)
-    outcome.splits = decisions.splits
+    outcome.splits, outcome.answers, outcome.closed = decisions.splits, decisions.answers, decisions.closed
     if engine := facts.engine or engine_in(module.code):
         outcome.harmless.append(engine_note(*engine))
     rewritten = module.visit(_Apply(facts, decisions))

@@ -314,3 +314,30 @@ def test_the_device_of_a_module_stays_beside_a_flag_under_which_another_file_hid
         "nets.py": f"import torch\n\n{choice}\n\n\nclass Net(torch.nn.Module):\n    pass\n",
     }
     assert (choice in program(tmp_path, files)["nets.py"].source) is kept
+
+
+STREAM = "stream = torch.cuda.Stream()"
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("asked", "line", "kept"),
+    [
+        ("args.use_gpu = args.use_gpu and torch.cuda.is_available()", f"if args.use_gpu:\n        {STREAM}", True),
+        ("args.use_gpu = torch.cuda.is_available()", "d = torch.device('cuda:' + args.n) if args.use_gpu else 0", True),
+        ("args['gpu'] = torch.cuda.is_available()", f"if args['gpu']:\n        {STREAM}", True),
+        ("args['gpu'] = torch.cuda.is_available()", f"if args['cpu']:\n        {STREAM}", False),
+        ("args = dict(gpu=torch.cuda.is_available())", f"if args.get('gpu'):\n        {STREAM}", True),
+        ("args.use_gpu = torch.cuda.is_available()", f"if args.use_gpu:\n        x.cuda()\n        {STREAM}", False),
+        ("args.use_gpu = torch.cuda.is_available()", f"if args.debug:\n        {STREAM}", False),
+    ],
+)
+def test_a_flag_stays_if_a_file_of_the_program_asks_it_above_lines_that_are_left(tmp_path, level, asked, line, kept):
+    files = {
+        "start.py": f"import torch\n\n\ndef start(args, x):\n    {line}\n",
+        "train.py": f"import torch\nfrom start import start\n{asked}\nstart(args, torch.ones(2))\n",
+    }
+    made = program(tmp_path, files, level)
+    assert ("torch.cuda.is_available()" in made["train.py"].source) is kept
+    again = program(tmp_path / "again", {name: outcome.source for name, outcome in made.items()}, level)
+    assert [each.source for each in again.values()] == [each.source for each in made.values()]
