@@ -291,7 +291,6 @@ class Step:
 
         `began`: the number of steps when the epoch began; None if a window was open then.
         """
-        self.calls.warn_if_idle()
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")

@@ -234,6 +234,8 @@ class Trainer(Resumable):
         self._step.calls.epoch_begins()
         yield from self._stream.batches(loader, shard=shard)
         self.flush()
+        if self._stream.gave_batches:
+            self._step.calls.warn_if_idle()
         self._step.end_epoch(began)
 
     def evaluate(self, loader: Iterable[Any]) -> Evaluation:

@@ -185,6 +185,20 @@ def test_epochs_without_a_step_are_reported_once_and_others_not_at_all(accel, ca
     assert "without a step" not in caplog.text
 
 
+def test_the_empty_rest_of_an_epoch_after_a_resume_is_no_epoch_without_a_step(accel, caplog, tmp_path):
+    trainer = make_by(accel, "by name")
+    for number, batch in enumerate(trainer.batches(data(3)), start=1):
+        trainer.backward(loss_of(trainer.forward, batch))
+        trainer.update()
+        if number == 3:
+            trainer.save(tmp_path)
+    resumed = make_by(accel, "by name")
+    resumed.resume(tmp_path)
+    assert list(resumed.batches(data(3))) == []
+    assert resumed.epoch == 1
+    assert "without a step" not in caplog.text
+
+
 def test_a_model_that_is_trained_in_evaluation_mode_is_reported_once(accel, caplog):
     says, (batch,) = "the model is trained in evaluation mode", data(1)
     pretrained = make(accel, net().eval())

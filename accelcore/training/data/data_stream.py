@@ -66,7 +66,7 @@ class DataStream:
         self._saved: Any = state["loader"]  # the position of a loader that knows its own
         self._stateful: Any = None  # such a loader, in the current loop
         self._source: tuple[Any, Any] = None, None  # a loader, and this rank's share of it
-        # The steps of all trainers when the loop got its last batch.
+        # The steps of all trainers when the loop got its last batch; None: it got none.
         self._given: dict[int, tuple[int, int]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,6 +97,7 @@ class DataStream:
             self._generators_start = [generator.get_state() for generator in generators]
             iterator = self._begin(source)
         self._form = _form_of(source)
+        self._given = None
         self.loop += 1
         loop = self.loop
         self._stateful = loader if _is_stateful(loader) else None
@@ -174,6 +175,11 @@ class DataStream:
     def place(self) -> tuple[int, int]:
         """Place in the data, another one for each batch that a loop was given."""
         return self.loop, self.taken
+
+    @property
+    def gave_batches(self) -> bool:
+        """Whether the last loop got a batch. The rest of an epoch after a resume may be empty."""
+        return self._given is not None
 
     def measure(self, loader: Iterable[Any], *, shard: bool) -> None:
         """Note how many batches an epoch of `loader` has, for `total_steps`."""
