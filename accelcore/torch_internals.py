@@ -177,6 +177,14 @@ def is_fake_mode_active() -> bool:
     return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
+def in_transform() -> bool:
+    """Return whether a transform of torch.func runs, such as vmap.
+
+    Without it, operators that read the memory of its tensors fail an assertion of torch.
+    """
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def end_dispatch_mode(mode: TorchDispatchMode) -> bool:
     """End a mode of torch's dispatcher, and return whether it was the last to begin, as a mode that ends should be.
 

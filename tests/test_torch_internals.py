@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import optimizer as torch_optimizer
@@ -91,12 +92,12 @@ def test_a_node_of_the_backward_pass_has_the_number_it_got_in_the_forward_pass()
     assert first <= seen[0] < last
 
 
-def test_tracing_is_seen_by_its_fake_tensors():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+def test_tracing_and_transforms_are_seen():
     with FakeTensorMode():
         assert internals.is_fake_mode_active()
     assert not internals.is_fake_mode_active()
+    assert torch.func.vmap(lambda x: x + internals.in_transform())(torch.zeros(2)).tolist() == [1, 1]
+    assert not internals.in_transform()
 
 
 class Named(TorchDispatchMode):

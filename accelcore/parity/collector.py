@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from accelcore.optim.shards import to_local
 from accelcore.parity.events import Samples, SeenStep
 from accelcore.parity.operators import Operators
-from accelcore.torch_internals import after_backward, in_backward, is_fake_mode_active, uncompiled
+from accelcore.torch_internals import after_backward, in_backward, in_transform, is_fake_mode_active, uncompiled
 from accelcore.training.observers import Hooks
 from accelcore.util.containers import tensors
 
@@ -349,8 +349,8 @@ class Collector:
 
 
 def _is_quiet() -> bool:
-    """Return whether nothing is to be seen now: an evaluation, a recomputation, or the trace of a compiler."""
-    return not torch.is_grad_enabled() or in_backward() or is_fake_mode_active()
+    """Return whether nothing is to be seen now: an evaluation, a recomputation, a trace, or a transform."""
+    return not torch.is_grad_enabled() or in_backward() or is_fake_mode_active() or in_transform()
 
 
 def _named(watched: Watched, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:

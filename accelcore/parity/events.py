@@ -108,6 +108,8 @@ class Samples:
         self, kind: str, module: str, item: str, tensor: Tensor, source: str = "", *, at_once: bool = False
     ) -> None:
         """Note a tensor; `at_once` if it may be changed without a trace. Not many are kept alive, see `_HELD`."""
+        if tensor.is_nested:
+            tensor = tensor.values()
         if tensor.requires_grad:
             tensor = tensor.detach()  # which shares memory and version, and does not keep the graph alive
         copy = None
@@ -155,8 +157,10 @@ def elements(tensor: Tensor) -> Tensor:
 
     Which ones depends only on the shape; of a small tensor it is all. The result may share the tensor's memory.
     """
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
     if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values()
+        tensor = tensor.values()
     if tensor.dtype not in _NUMBERS:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())

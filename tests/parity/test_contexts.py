@@ -163,3 +163,42 @@ def test_a_rank_of_any_launcher_is_compared_with_its_own_recording(tmp_path, mon
     assert replay.result.agrees
     assert replay.result.exact
     assert sorted(path.name for path in (tmp_path / "ref").iterdir()) == ["rank-00000", "rank-00001"]
+
+
+def test_nested_tensors_are_recorded_by_their_values(tmp_path):
+    def run():
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            rows = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+            optimizer.zero_grad()
+            net(rows).values().square().mean().backward()
+            optimizer.step()
+        return net.weight
+
+    plain = run()
+    with accelcore.Record(tmp_path):
+        recorded = run()
+    with accelcore.Replay(tmp_path) as replay:
+        run()
+    assert torch.equal(plain, recorded)
+    assert replay.result.exact
+
+
+def test_calls_within_a_transform_are_left_alone(tmp_path):
+    def run():
+        torch.manual_seed(0)
+        net = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            rows = torch.randn(5, 4)
+            optimizer.zero_grad()
+            torch.func.vmap(lambda row: net(row).square().sum())(rows).mean().backward()
+            net(rows).sum().backward()
+            optimizer.step()
+        return net.weight
+
+    plain = run()
+    with accelcore.Record(tmp_path):
+        assert torch.equal(plain, run())
