@@ -274,7 +274,8 @@ class Decisions(cst.CSTVisitor):
         late = {self._facts.torch_import} if imports_torch(self._facts, node) else set()
         self.imports.update(set(decision.imports) - late)
         self.rewritten.append(Note(self._facts.line(node), rule.name, text_of(node).split("\n", 1)[0]))
-        self.answers |= {flag_of(node, self._facts)} - {""} if rule.name == "device check" else set()
+        if rule.name == "device check" and "is_available" in text_of(node):
+            self.answers |= {flag_of(node, self._facts)} - {""}
 
     def _would_import(self, node: cst.CSTNode, decision: Rewrite) -> bool:
         """Return whether a rewrite needs torch by a line at the top of a file that imports it in functions only."""

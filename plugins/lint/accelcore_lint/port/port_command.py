@@ -141,7 +141,7 @@ def ported_together(paths: Sequence[Path], level: Level, project: Project, named
 
 def _agreeing(project: Project, outcomes: Mapping[Path, Outcome]) -> Project:
     """Return a project after questions stay whose answer is a flag above lines that are left in another file."""
-    for path in sorted(project.programs):
+    for path in sorted(each for each in project.programs if not project.known(each).imported):  # scripts, no helpers
         program = sorted({path, *project.programs[path]} & {*outcomes})
         closing = [each for each in program if outcomes[each].closed]
         for one in (each for each in program if outcomes[each].answers):

@@ -341,3 +341,10 @@ def test_a_flag_stays_if_a_file_of_the_program_asks_it_above_lines_that_are_left
     assert ("torch.cuda.is_available()" in made["train.py"].source) is kept
     again = program(tmp_path / "again", {name: outcome.source for name, outcome in made.items()}, level)
     assert [each.source for each in again.values()] == [each.source for each in made.values()]
+
+
+def test_a_flag_of_another_program_with_the_same_helpers_decides_nothing(tmp_path):
+    one = "import torch\nimport helpers\nargs.gpu = torch.cuda.is_available()\nif args.gpu:\n    x = x.cuda()\n"
+    other = f"import torch\nimport helpers\nif args.gpu:\n    {STREAM}\n"
+    made = program(tmp_path, {"one.py": one, "other.py": other, "helpers.py": "import torch\n"})
+    assert "torch.cuda" not in made["one.py"].source
