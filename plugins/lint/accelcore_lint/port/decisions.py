@@ -16,6 +16,7 @@ from accelcore_lint.port.guards import (
     Guard,
     Test,
     body_of,
+    empty_in,
     end_of,
     flag_in,
     forks_cudas,
@@ -188,7 +189,7 @@ class Decisions(cst.CSTVisitor):
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
-                self._unset |= set_in(guard)
+                self._unset |= set_in(guard) | empty_in(guard, self._facts.parent)
 
         if self._empties(original_node) and self.comments.pop(original_node, []):  # it goes with what it guards
             line = self._facts.line(original_node)

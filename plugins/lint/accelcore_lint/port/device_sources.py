@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import libcst as cst
@@ -50,8 +51,7 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     is_own = facts.level is not Level.TORCH or index is None or not facts.is_local_rank(index)
     if facts.is_own(index) and is_own and not named:
         device = facts.device(site) if index is None else facts.place.device(site)
-        keeps = index is not None and (facts.compares(site) or (facts.is_current(index) and not _is_moved(facts, site)))
-        if index is None or device.endswith(".device") or not keeps:
+        if index is None or device.endswith(".device") or not _may_be_read(facts, site, index):
             return device
         if facts.guards(site) and not facts.compares(site):
             return f"{facts.torch}.device({device}.type, {index_source(index)})"
@@ -60,7 +60,9 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
     if not has_indexes(facts, site, index):
         return _refused(index)
     if facts.level is not Level.TORCH and facts.sets_device(index, site) and not named:
-        return facts.place.device(site)
+        device = facts.place.device(site)
+        is_read = _may_be_read(facts, site, index)
+        return with_index(facts.torch, device, index_source(index)) if is_read else device
     if facts.is_whole(index) or facts.is_local_rank(index):
         made = f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
         return _or_cpu(facts, site, made) if _is_located(facts, site) else made
@@ -102,6 +104,21 @@ def _is_located(facts: Facts, site: cst.CSTNode) -> bool:
     if not is_read or facts.guards(site) or facts.in_default(site) is not None:
         return False
     return not _is_moved(facts, site)
+
+
+def _may_be_read(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression) -> bool:
+    """Return whether a line may read or compare the index of a device, which the script gives it."""
+    is_number = text_of(index) != "None" and (_is_answer(facts, site) or facts.is_current(index))
+    return facts.compares(site) or (is_number and not _is_moved(facts, site))
+
+
+def _is_answer(facts: Facts, site: cst.CSTNode) -> bool:
+    """Return whether a function returns a device, or an object keeps it, so that another file may read its index."""
+    around = itertools.takewhile(lambda outer: not isinstance(outer, cst.BaseStatement), facts.parents(site))
+    kept = next((outer for outer in around if isinstance(outer, (cst.Return, cst.Assign))), None)
+    return isinstance(kept, cst.Return) or (
+        isinstance(kept, cst.Assign) and any(isinstance(target.target, cst.Attribute) for target in kept.targets)
+    )
 
 
 def _is_moved(facts: Facts, site: cst.CSTNode) -> bool:

@@ -107,12 +107,15 @@ def end_of(guard: Guard, parent: Callable[[cst.CSTNode], cst.CSTNode | None]) ->
 
 
 def lacks_answer(guard: Guard | None, function: cst.FunctionDef | None, calls: Iterable[cst.Call]) -> bool:
-    """Return whether a function returns nothing, or nothing in it, where a condition holds, and the file uses that."""
-    last = last_of(guard)
-    if function is None or not isinstance(last, cst.Return) or not _is_empty(last):
+    """Return whether a function returns nothing, or an empty container, for one answer, and the file uses that."""
+    if function is None or not isinstance(guard, cst.If):
         return False
-    answers = not all(map(_is_empty, find(function, cst.Return)))
-    return answers and any(text_of(call.func) == function.name.value for call in calls)
+    last, inside = last_of(guard), find(guard.body, cst.Return)
+    answers = [each for each in find(function, cst.Return) if not _is_empty(each)]
+    truths = all(each.value is not None and text_of(each.value) in ("True", "False") for each in answers)
+    lacks = isinstance(last, cst.Return) and _is_empty(last)
+    lacks = lacks or (not truths and not set(answers) - set(inside))
+    return lacks and bool(answers) and any(text_of(call.func) == function.name.value for call in calls)
 
 
 def _is_empty(answer: cst.Return) -> bool:
@@ -124,6 +127,12 @@ def set_in(guard: Guard) -> set[str]:
     if isinstance(guard, Test | cst.BaseComp | cst.BooleanOperation):
         return set()
     return _assigned(guard.body) - (_assigned(guard.orelse) if guard.orelse is not None else set())
+
+
+def empty_in(guard: Guard, parent: Callable[[cst.CSTNode], cst.CSTNode | None]) -> set[str]:
+    """Return the names to which a choice assigns nothing if its condition is false, as `x = f() if found else None`."""
+    holder = parent(guard) if isinstance(guard, cst.IfExp) and text_of(guard.orelse) in _EMPTY else None
+    return {text_of(each.target) for each in holder.targets} if isinstance(holder, cst.Assign) else set()
 
 
 def turned_off(guard: Guard | None, code: str) -> str:

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from accelcore_lint.port import Level, port_source
-from accelcore_lint.port.project import Known
 from port_sources import imported
 
 
@@ -282,21 +281,6 @@ def test_a_rank_loses_its_number_only_if_something_sets_its_device(sets):
     assert outcome.after == 0
     assert ('f"{current_device.type}:{local_rank}" if' in outcome.source) is not bool(sets)
     assert ("y = torch.ones(1).to(torch.device(current_device.type, local_rank))" in outcome.source) is not bool(sets)
-
-
-@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
-@pytest.mark.parametrize("test", ["x.device != here()", "x.device.type == 'cpu'"])
-@pytest.mark.parametrize("name", ['"cuda", torch.cuda.current_device()', 'f"cuda:{torch.cuda.current_device()}"'])
-def test_a_device_that_a_function_returns_keeps_its_index(level, test, name):
-    source = f"import torch\n\n\ndef here():\n    return torch.device({name})\n\n\ndef check(x):\n    return {test}\n"
-    module = imported(port_source(source, level, Known(imported=True)).source)
-    with (
-        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")),
-        mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
-    ):
-        assert module.here() == torch.device("meta", 3)
-    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=None):
-        assert module.here() == torch.ones(1).device
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,41 @@ def test_a_fixture_of_pytest_chooses_for_the_tests_in_its_folder(tmp_path, level
     kept, other = (port_source(conftest, level, project.known(path)).source for path in (paths[1], paths[3]))
     assert CHOICE in kept
     assert CHOICE not in other
+
+
+ANSWERS = """import torch
+
+
+def usage():
+    if torch.cuda.is_available():
+        return {}
+    {}
+
+
+def show():
+    if torch.cuda.is_available():
+        print(usage())
+
+
+show()
+"""
+PROPERTIES = "torch.cuda.get_device_properties(0)"
+
+
+@LEVELS
+@pytest.mark.parametrize("end", ["return None", "return", "print('none')"])
+def test_a_function_that_returns_something_with_cuda_only(level, end):
+    kept = port_source(ANSWERS.format(PROPERTIES, end), level).source
+    assert kept.count("if torch.cuda.is_available():") == 2
+    both = port_source(ANSWERS.format(PROPERTIES, "return 'the CPU'"), level).source
+    assert both.count("if torch.cuda.is_available():") == 1
+
+
+@LEVELS
+@pytest.mark.parametrize(("otherwise", "kept"), [("None", True), ("{}", True), ("'no name'", False)])
+def test_a_name_that_has_something_with_cuda_only(level, otherwise, kept):
+    source = (
+        f"import torch\n\nfound = {PROPERTIES} if torch.cuda.is_available() else {otherwise}\n\n\n"
+        "def show(x):\n    if torch.cuda.is_available():\n        print(x.cuda(), found)\n"
+    )
+    assert ("    if torch.cuda.is_available():" in port_source(source, level).source) is kept

@@ -1,0 +1,60 @@
+"""The index of a device that a function returns, or an object keeps: its users may read it or make it current."""
+
+from unittest import mock
+
+import pytest
+import torch
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
+from port_sources import imported
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("test", ["x.device != here()", "x.device.type == 'cpu'"])
+@pytest.mark.parametrize("name", ['"cuda", torch.cuda.current_device()', 'f"cuda:{torch.cuda.current_device()}"'])
+def test_a_device_that_a_function_returns_keeps_its_index(level, test, name):
+    source = f"import torch\n\n\ndef here():\n    return torch.device({name})\n\n\ndef check(x):\n    return {test}\n"
+    module = imported(port_source(source, level, Known(imported=True)).source)
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")),
+        mock.patch.object(torch.accelerator, "current_device_index", return_value=3),
+    ):
+        assert module.here() == torch.device("meta", 3)
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=None):
+        assert module.here() == torch.ones(1).device
+
+
+RANKS = """import torch
+
+
+class Job:
+    def __init__(self, local_rank):
+        torch.cuda.set_device(local_rank)
+        self.device = torch.device({0})
+
+
+def start(local_rank):
+    torch.cuda.set_device(local_rank)
+    return local_rank, torch.device({0})
+"""
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("name", ['"cuda", local_rank', 'f"cuda:{local_rank}"'])
+def test_a_device_that_is_made_current_and_given_to_others_keeps_its_index(level, name):
+    module = imported(port_source(RANKS.format(name), level, Known(imported=True)).source)
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")),
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        mock.patch.object(torch.accelerator, "set_device_index") as made_current,
+    ):
+        assert module.Job(2).device == torch.device("meta", 2)
+        assert module.start(3) == (3, torch.device("meta", 3))
+    assert made_current.call_args_list == [mock.call(2), mock.call(3)]
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_device_for_a_move_needs_no_index(level):
+    source = "import torch\n\n\ndef put(x):\n    return x.to(torch.device('cuda', torch.cuda.current_device()))\n"
+    ported = port_source(source, level, Known(imported=True)).source
+    assert "current_device_index" not in ported
