@@ -52,10 +52,10 @@ class _Explanation(tuple[ExplainedRoute, ...]):
 class Optimizers:
     """Registry of one backend: the routes of each optimizer, best first.
 
-    A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers
-    its own. Extensions add more by the hook `accelcore_register_optimizers` (`devices/hookspecs`). `create` takes the
-    route of highest priority that supports the request. The optimizers of `accelcore.optim.formulas` are always
-    registered, by a route `"formula"` that runs on every device.
+    A route is one implementation: torch's fused kernel, a vendor's class, a compiled formula. The backend registers its
+    own, as in plugins/cpu/accelcore_cpu/optimizers.py. Extensions add more by the hook `accelcore_register_optimizers`
+    (`devices/hookspecs`). `create` takes the route of highest priority that supports the request. The optimizers of
+    `accelcore.optim.formulas` are always registered, by a route `"formula"` that runs on every device.
     """
 
     def __init__(self) -> None:

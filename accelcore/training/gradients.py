@@ -3,6 +3,9 @@
 Backward leaves gradients on the parameters, as torch does. At the end of a window `collect` finds them, and may
 copy them into flat memory. Then ranks reduce them, and fp32 masters receive them. Unscaling, checking and clipping walk
 `buffers`, and never the model or the optimizer.
+
+The optimizer reads the same memory: an optimizer of accelcore by the runs that it is bound to (`optim/binding.py`),
+any other by the `grad` that `expose` sets.
 """
 
 from __future__ import annotations
