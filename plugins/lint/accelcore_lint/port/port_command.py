@@ -146,7 +146,7 @@ def _agreeing(project: Project, outcomes: Mapping[Path, Outcome]) -> Project:
         closing = [each for each in program if outcomes[each].closed]
         for one in (each for each in program if outcomes[each].answers):
             for other in (each for each in closing if each != one and outcomes[one].answers & outcomes[each].closed):
-                project = project.keeping([other]).keeping([one]).keeping([path])
+                project = project.keeping([other], path).keeping([one], path)
     return project
 
 

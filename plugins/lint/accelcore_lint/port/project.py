@@ -153,12 +153,15 @@ class Project:
         """Return what the project says about a file."""
         return self.files.get(path.resolve(), self.all)
 
-    def keeping(self, splits: Collection[Path]) -> Project:
-        """Return the project after questions that stay in some files: those of their programs stay, too."""
+    def keeping(self, splits: Collection[Path], script: Path | None = None) -> Project:
+        """Return the project after questions that stay in some files: those of their programs stay, too.
+
+        `script`: the one whose program they are in.
+        """
         splits = {path.resolve() for path in splits if not _TEST.fullmatch(path.name)}
         files = dict(self.files)
         for path, known in files.items():
-            found = sorted(self.programs[path] & splits)
+            found = sorted(splits - {path} if script in (path, *self.programs[path]) else self.programs[path] & splits)
             if found and not known.keeps_questions:
                 files[path] = replace(known, keeps_questions=KEPT.format(found[0].name))
         return replace(self, files=files)

@@ -348,3 +348,13 @@ def test_a_flag_of_another_program_with_the_same_helpers_decides_nothing(tmp_pat
     other = f"import torch\nimport helpers\nif args.gpu:\n    {STREAM}\n"
     made = program(tmp_path, {"one.py": one, "other.py": other, "helpers.py": "import torch\n"})
     assert "torch.cuda" not in made["one.py"].source
+
+
+def test_the_reason_for_a_flag_that_stays_names_the_file_whose_lines_are_left(tmp_path):
+    files = {
+        "options.py": "import torch\n\n\ndef read(args):\n    args.gpu = torch.cuda.is_available()\n",
+        "model.py": f"import torch\n\n\ndef build(args):\n    if args.gpu:\n        {STREAM}\n",
+        "train.py": "import torch\nfrom model import build\nfrom options import read\nread(args)\nbuild(args)\n",
+    }
+    (note,) = program(tmp_path, files)["options.py"].left
+    assert "model.py" in note.text
