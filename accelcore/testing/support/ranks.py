@@ -60,7 +60,7 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
         "rank": job.rank,
         "world_size": job.world_size,
         "device": str(accel.device),
-        "large": job.all_reduce(large.clone()).div(places).cpu().unique().tolist(),
+        "large": job.all_reduce(large.clone()).cpu().div(places.cpu()).unique().tolist(),
         "integers": job.all_reduce(tensor(2**40 + job.rank, dtype=torch.int64)).tolist(),
         "parameter": job.all_reduce(nn.Parameter(tensor(value))).tolist(),
         "inf": job.all_reduce(tensor(float("inf") if job.rank else 1.0)).isinf().tolist(),
@@ -94,7 +94,7 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
     whole = tensor(2**40 + job.rank, dtype=torch.int64)
     found["broadcast"] = [job.broadcast(tensor(value), source).tolist() for source in range(2)]
     found["broadcast"].append(job.broadcast(whole, 1).tolist())
-    found["broadcast"].append(job.broadcast(large, 1).div(places).cpu().unique().tolist())
+    found["broadcast"].append(job.broadcast(large, 1).cpu().div(places.cpu()).unique().tolist())
     found["words"] = [job.is_main, job.local_rank, job.mean(value), job.mean(tensor(value, -value)).tolist()]
     several, none_on_rank_0 = tensor(*[value] * (job.rank + 1)), [tensor(value)] * job.rank
     gathered = [job.gather(rows) for rows in (several, torch.tensor(value), none_on_rank_0)]
