@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from accelcore import AccelError, Backend, UnsupportedError
 from accelcore.testing.suite.optimizer_state import on_host, routes_of, with_rate
@@ -87,6 +88,25 @@ class StepsOfOptimizers:
                     off = error(found, reference)
                     assert off < 2e-5, f"route {choice.route}: with a gradient that is {layout} it is off by {off:.1e}"
                     assert found.stride() == strides, f"route {choice.route} changed the strides of a parameter"
+
+    @of_every
+    def test_profiled(self, accel: Backend, name: str) -> None:
+        """A profiler shows what a step runs, by every route, and changes nothing of it."""
+        with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
+            for choice in accel.optimizers.explain(name, lr=LR):
+                pair = parameters(accel.device), parameters(accel.device)
+                try:
+                    made = [accel.optimizers.create(name, each, route=choice.route, lr=LR) for each in pair]
+                except UnsupportedError:
+                    continue
+                for optimizer, members in zip(made, pair, strict=True):
+                    step(optimizer, members, 0)
+                made[0].step()
+                with profile(activities=[ProfilerActivity.CPU]) as recorded:
+                    made[1].step()
+                shown = [event.name for event in recorded.events() if not event.name.startswith("Optimizer.")]
+                assert shown, f"route {choice.route}: a profile of a step shows no kernel"
+                assert max(map(error, *pair)) == 0, f"route {choice.route}: a profiler changes the step"
 
     @of_every
     def test_options_of_groups(self, accel: Backend, name: str) -> None:

@@ -45,7 +45,8 @@ _LAYOUTS: dict[str, Callable[..., Tensor]] = {  # of some elements, or `n` times
     "transposed": lambda n=1: _range(2 * n, 3 * n).t(),
     "permuted": lambda n=1: _range(2 * n, 3 * n, 4 * n).permute(2, 0, 1),
 }
-_of_ways = pytest.mark.parametrize("way", ["to_device", "prefetch", "to", "non_blocking", "copy_"])
+_WAYS = ("to_device", "prefetch", "to", "non_blocking", "copy_")
+_of_ways = pytest.mark.parametrize("way", _WAYS)
 
 
 def _moved(accel: Backend, tensor: Tensor, way: str) -> Tensor:
@@ -195,7 +196,7 @@ class TransferTests:
             record_property("known_bug", f"views by {way}: {'; '.join(found.seen)}")
 
     def test_later_changes_stay_apart(self, accel: Backend) -> None:
-        """A tensor that came back to the host, or went to the device, does not follow later changes of the other."""
+        """A tensor that came back to the host, or went to the device, does not follow later changes or transfers."""
         there = torch.ones(1000, device=accel.device)
         back = there.to("cpu", copy=True)
         there.mul_(2)
@@ -205,6 +206,9 @@ class TransferTests:
         accel.runtime.synchronize()
         host.zero_()
         assert sent.cpu().tolist() == [1.0] * 1000, "what is on the device changed with the host"
+        for way in _WAYS:
+            moved, _ = (_moved(accel, host + value, way) for value in (1, 2))
+            assert moved.cpu().tolist() == [1.0] * 1000, f"the next transfer by {way} takes its memory"
 
     def test_fetch_is_a_copy(self, accel: Backend) -> None:
         """`fetch` returns the values that the tensor had then, on the host and without its graph."""
@@ -213,7 +217,8 @@ class TransferTests:
         fetched = [accel.runtime.fetch(value), accel.runtime.fetch(value.sum())]
         with torch.no_grad():
             value.zero_()
-        row, total = (ready() for ready in fetched)
+        row, total, later = (ready() for ready in (*fetched, accel.runtime.fetch(value)))
+        assert later.tolist() == [0.0] * 4, f"a later copy has the values {later.tolist()}"
         assert row.tolist() == [0.0, 2.0, 4.0, 6.0], f"the copy followed a later change: {row.tolist()}"
         assert total.item() == 12.0, f"a scalar was fetched as {total.item()}"
         assert (row.device.type, row.requires_grad) == ("cpu", False), "the copy is not a plain tensor on the host"
@@ -295,7 +300,8 @@ class TransferTests:
                 there = pinned.to(accel.device, non_blocking=True)
                 accel.runtime.synchronize()
                 assert torch.equal(there.cpu(), tensor)
-                host = torch.empty_like(tensor).pin_memory()
+                host = (tensor + 1).pin_memory()
+                assert torch.equal(pinned, tensor), "the next tensor that is pinned takes its memory"
                 host.copy_(there, non_blocking=True)
                 accel.runtime.synchronize()
                 assert torch.equal(host, tensor), "synchronize returned before a copy to the host was done"

@@ -15,6 +15,7 @@ from accelcore.testing.support.statistics import COUNT, SIGMAS, correlation, is_
 from accelcore.util.text import first_line
 
 _PARTS = 16
+_SIDE, _SHUFFLES = 4, 1000  # of short permutations
 
 # Three quarters of what 8, 16 and 24 bits hold: modulo that, the lower third of the numbers comes twice as often.
 _BYTES, _SHORT, _LONG = 3 * 2**6, 3 * 2**14, 3 * 2**22
@@ -75,6 +76,13 @@ class WholeDrawTests:
         order = torch.randperm(COUNT, device=accel.device).cpu()
         assert torch.equal(order.sort().values, torch.arange(COUNT)), "randperm draws no permutation"
         assert abs(correlation(order.double(), torch.arange(COUNT).double())) < SIGMAS, "randperm hardly permutes"
+        short = torch.stack([torch.randperm(_SIDE, device=accel.device) for _ in range(_SHUFFLES)]).cpu()
+        share = 1 / _SIDE
+        for number in range(_SIDE):
+            for times in (short == number).sum(0).tolist():
+                assert not is_off(times, _SHUFFLES * share, math.sqrt(_SHUFFLES * share * (1 - share))), (
+                    f"randperm puts {number} in one place {times} times of {_SHUFFLES}"
+                )
         weights = torch.tensor([0.0, 1.0, 3.0], device=accel.device)
         found = torch.bincount(torch.multinomial(weights, COUNT, replacement=True).cpu(), minlength=3).tolist()
         assert found[0] == 0, "multinomial drew what has no weight"
@@ -87,6 +95,9 @@ class WholeDrawTests:
         assert len(set(several.tolist())) == 100, "multinomial without replacement repeats"
         pairs = torch.multinomial(torch.tensor([0.1, 0.3, 0.6], device=accel.device).expand(20_000, 3), 2).cpu()
         left = torch.bincount(3 - pairs.sum(1), minlength=3).tolist()
+        for times, share in zip(torch.bincount(pairs[:, 0], minlength=3).tolist(), (0.1, 0.3, 0.6), strict=True):
+            deviation = math.sqrt(20_000 * share * (1 - share))
+            assert not is_off(times, 20_000 * share, deviation), "without replacement the first does not go by weight"
         for index, (one, other) in enumerate(((0.3, 0.6), (0.1, 0.6), (0.1, 0.3))):
             share = one * other / (1 - one) + other * one / (1 - other)
             deviation = math.sqrt(20_000 * share * (1 - share))

@@ -134,6 +134,17 @@ def fetch_that_reads_late(backend):
     return replaced(backend, "runtime", fetch=lambda honest, tensor: tensor.detach().cpu)
 
 
+@lie("TestRuntime.test_fetch_is_a_copy", says="followed a later change")
+def fetch_into_one_buffer(backend):
+    buffers = {}
+
+    def fetch(honest, tensor):
+        buffer = buffers.setdefault(tensor.shape, torch.empty(tensor.shape)).copy_(tensor.detach())
+        return lambda: buffer
+
+    return replaced(backend, "runtime", fetch=fetch)
+
+
 @lie("TestRuntime.test_fetch_keeps_values", says="int64 was fetched with other values")
 def fetch_by_way_of_fp32(backend):
     def fetch(honest, tensor):
