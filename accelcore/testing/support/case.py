@@ -154,6 +154,11 @@ class Case:
                 where = "in place " + (layout if layout in LAYOUTS[1:] else "as it is")
                 works = partial(self._works, self._in_place, exact)
                 self._check(where, written, partial(self._in_place, self._placed(layout)), works=works)
+            if self.dtype == torch.float32 and len(expected) > len(values):
+                op = in_place(self.info)
+                changed = partial(self._results, op=lambda one, *others, **named: op(one.clone(), *others, **named))
+                on_device = partial(changed, self._placed("", graph=True))
+                self._check("in place with gradients", expected, on_device, works=partial(self._works, changed, exact))
         if self.info.supports_out and self.name not in IGNORES_OUT:
             usual = self.dtype == torch.float32 and not self.what and self.name in {*SAMPLED} - {*DENSE_OUT}
             more = ("transposed", *TO_RESIZE) if usual else ()
@@ -161,9 +166,9 @@ class Case:
                 self._check_out("with out=", values, exact, layout=layout)
             answers = bool(values) and all(each.right.dtype == torch.bool for each in values)
             if usual and not answers:  # what torch refuses is refused, or right
-                self._check_refused("with out= of whole numbers", values, exact, dtype=torch.int64)
+                self._check_out("with out= of whole numbers", values, exact, refused=True, dtype=torch.int64)
             if usual and self._fits_its_input(exact, values):
-                self._check_refused("with out= beside its input", values, exact, shifted=True)
+                self._check_out("with out= beside its input", values, exact, refused=True, shifted=True)
             if answers and self.name not in ROUNDED_OUT:  # 0 and 1
                 numbers = [each.cast(torch.uint8) for each in values]
                 self._check_out("with out= of another dtype", numbers, exact, dtype=torch.uint8)
@@ -191,13 +196,12 @@ class Case:
         moved, options = placed(self.arguments, self.device, layout, graph=graph)
         return (moved[0], *self.arguments[0][1:]) if self.name in HOST_ARGUMENTS else moved, options
 
-    def _check_out(self, form: str, values: list[Expected], arguments: Any, **options: Any) -> None:
+    def _check_out(self, form: str, values: Any, given: Any, refused: bool = False, **options: Any) -> None:
         out: Callable[[Any], Any] = partial(self._out, **options)
-        self._check(form, values, lambda: out(self._placed("")), works=partial(self._works, out, arguments))
-
-    def _check_refused(self, form: str, values: list[Expected], arguments: Any, **options: Any) -> None:
-        out: Callable[[Any], Any] = partial(self._out, **options)
-        if not self._works(out, arguments):
+        works = partial(self._works, out, given)
+        if not refused:
+            self._check(form, values, lambda: out(self._placed("")), works=works)
+        elif not works():
             self._check(form, values, lambda: out(self._placed("")))
 
     def _works(self, form: Callable[[Any], Any], arguments: Any) -> bool:
@@ -249,11 +253,11 @@ class Case:
         found = self._rounded(exact, rounding)
         return found if rounding.overflows else []
 
-    def _results(self, arguments: Any, layout: str = "") -> list[tuple[str, Tensor]]:
+    def _results(self, arguments: Any, layout: str = "", op: Any = None) -> list[tuple[str, Tensor]]:
         """Return the operator's tensors, and the gradients of a weighted sum of them."""
         given, options = arguments
         leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
-        result = tensors(self.info.op(*given, **options))
+        result = tensors((op or self.info.op)(*given, **options))
         self._memory = memory_of(result, (given, options))
         one, two = ("the gradient", "the second derivative") if self.what == OF_GRADIENT else ("result", "the gradient")
         found = [(f"{one} {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations, cycle, islice, product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelcore.testing.support.coverage import (
     arguments_of,
@@ -77,6 +78,7 @@ _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
 _MOST_EMPTIED = _MOST_BOUNDED = 3
+_MOST_WIDER = 3
 _MOST_WRITTEN = 2  # samples of an operator that are also run in place and with `out=`
 _MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
 _OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
@@ -90,6 +92,7 @@ _KEEPS_SIGNS = ("neg", "abs", "sqrt", "ceil", "floor", "trunc", "round", "mul", 
 """Operators of which the sign of a zero is defined."""
 _COUNTED = ("nonzero", "nonzero_static", "argwhere", "count_nonzero")  # of which numbers are masks
 _NO_BOUNDS = ("linalg.", "bernoulli", "multinomial")  # without a gradient there, or drawn
+_WIDENS_LATE = "masked."  # computes in the dtype of its argument
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
@@ -191,6 +194,21 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
             yield Rare(info, torch.float32, changed, COMPLEX)
 
 
+def in_wider_dtypes(name: str, info: Any, dtypes: Iterable[torch.dtype]) -> Iterator[Rare]:
+    """Yield samples with `dtype=`, of a dtype that is wider than the sample's: the result must have its digits."""
+    known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE and not name.startswith(_WIDENS_LATE) else set()
+    for narrow, wider in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        if {narrow, wider} <= {*dtypes} & known:
+            given = [mapped(_without_gradient, arguments_of(sample)) for sample in samples(info, narrow)]
+            given.sort(key=lambda each: -sum(tensor.numel() for tensor in tensors(each)))
+            asked = [(values, {**named, "dtype": wider}) for values, named in given[:_MOST_WIDER]]
+            yield from (Rare(info, wider, each, OTHERWISE) for each in asked if results_of(info, asked[0]))
+
+
+def _without_gradient(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def _combines(arguments: Any) -> bool:
     """Return whether numbers that are written to one place are combined, because of a word or a switch."""
     (_, *given), named = arguments
@@ -271,7 +289,7 @@ def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:
         for kind, number in ((torch.float32, 3), (torch.int64, 2.5), (torch.int64, 3)):
             first = next((each for (each, *_), _ in of_other_options(info, kind, samples(info, kind), [])), None)
             if first is not None:
-                yield Rare(info, kind, ((first, number), {}), OTHERWISE)
+                yield Rare(info, kind, ((first, number), {}), OTHERWISE, writes=True)
     if (changed := with_zeros(given)) is not None:
         yield Rare(Signed(info) if info.name in _KEEPS_SIGNS else info, torch.float32, changed, ZEROS)
     if (changed := multiplied(given, _BEYOND_WHOLE)) is not None:

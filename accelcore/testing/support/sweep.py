@@ -35,7 +35,7 @@ from accelcore.testing.support.layouts import (
     tensors,
     without_indices,
 )
-from accelcore.testing.support.rare import Rare, rare
+from accelcore.testing.support.rare import Rare, in_wider_dtypes, rare
 from accelcore.testing.support.samples import (
     CHOOSES,
     DECIDED,
@@ -70,7 +70,8 @@ _MOST_RESULTS = 10  # of an enlarged sample
 _WRITES = ("scatter", "index_copy", "index_put", "index_reduce", "put")  # of equal indices, any number may be last
 _OF_MANY_RESULTS = ("unbind_copy",)
 _MOST_ENLARGED = 8  # samples, of an operator that scripts use less
-_ANY_NUMBERS = ("UnaryUfuncInfo", "BinaryUfuncInfo", "ReductionOpInfo")
+_OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")
+_ANY_NUMBERS = (*_OF_ELEMENTS, "ReductionOpInfo")
 """torch's kinds of operators that take infinities and NaN: a decomposition of a matrix may not end."""
 
 _OPEN_IN_LOW = ("conv", "attention")
@@ -92,14 +93,16 @@ def compare(
     Args:
         device: where to run it.
         name, info: the operator and its OpInfo.
-        dtypes: what to try; an operator that has none of them is run in one dtype that it has.
+        dtypes: what to try; an operator that has none of them is run in one dtype that it has. With float64, which is
+            the oracle's, only results that are asked for in it are compared.
         count: how many of its samples to run in each dtype; twice as many in fp32, and one of whole numbers.
         faults: the device's known bugs.
     """
     found, known = Found(faults), info.supported_dtypes("cpu")
     kind = type(info).__name__
     binary = kind == "BinaryUfuncInfo"
-    elementwise = binary or kind == "UnaryUfuncInfo"
+    elementwise = kind in _OF_ELEMENTS
+    asked, dtypes = dtypes, [dtype for dtype in dtypes if dtype != torch.float64]
     if name in ROUGH:
         dtypes = [dtype for dtype in dtypes if dtype == torch.float32]
     for dtype in [dtype for dtype in dtypes if dtype in known] or sorted(known, key=str)[:1]:
@@ -171,10 +174,11 @@ def compare(
             for what, given in _not_finite(name, info, dtype, every):
                 Case(found, device, name, info, dtype, given, what, elementwise).run()
     floating = [each for each in dtypes if each.is_floating_point and each in known]
+    _compare_rare(found, device, name, in_wider_dtypes(name, info, asked))
     if binary:
         _compare_dtypes(found, device, name, info, _of_two_dtypes(floating))
     elif name in SAMPLED and floating and name not in OF_ITS_INPUT:
-        _compare_dtypes(found, device, name, info, _of_several_dtypes(floating, samples(info, floating[0])))
+        _compare_dtypes(found, device, name, info, _of_several_dtypes(floating, samples(info, floating[-1])))
     return found
 
 
@@ -193,8 +197,9 @@ def compare_options(
             every = samples(info, dtype)
             _compare_rare(found, device, name, rare(name, info, dtype, every, []))
             _compare_rare(found, device, name, _of_much(name, info, dtype, every))
+        _compare_rare(found, device, name, in_wider_dtypes(name, info, dtypes))
         for dtype in dtypes if name not in ROUGH else ():
-            if dtype in known and dtype != torch.float32 and (every := samples(info, dtype)):
+            if dtype in known and dtype not in (torch.float32, torch.float64) and (every := samples(info, dtype)):
                 given = arguments_of(max(every, key=_weight))
                 _compare_rare(found, device, name, [Rare(info, dtype, given, OTHERWISE)])
     return found
@@ -205,7 +210,7 @@ def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
     if not every or name in ROUGH:
         return
     if not needs_lapack(info) and name not in (*UNWRITTEN, *_OF_MANY_RESULTS):
-        elementwise = type(info).__name__ in ("BinaryUfuncInfo", "UnaryUfuncInfo")
+        elementwise = type(info).__name__ in _OF_ELEMENTS
         given = map(arguments_of, every[:_MOST_ENLARGED])
         for arguments in islice(_of_many(name, info, list(given), elementwise), 3):
             yield Rare(info, dtype, arguments, "of many elements")
@@ -233,13 +238,14 @@ def _not_finite(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> I
 def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable[Rare]) -> None:
     for case in cases:
         given = case.dtype, case.arguments, case.what
-        Case(found, device, name, case.info, *given, elementwise=False, layout=case.layout, writes=case.writes).run()
+        elementwise = case.writes and type(case.info).__name__ in _OF_ELEMENTS
+        Case(found, device, name, case.info, *given, elementwise, layout=case.layout, writes=case.writes).run()
         if len(found.wrong) > _MOST_WRONG:
             return
 
 
 def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, cases: Iterable[Any]) -> None:
-    """Note where arguments give a result of another dtype than torch says."""
+    """Note where arguments of several dtypes give a result of another dtype or value than torch says."""
     for arguments in cases:
         what = " and ".join(_described(each) for each in arguments[0])
         dtypes = list[list[torch.dtype]]()
@@ -253,15 +259,22 @@ def _compare_dtypes(found: Found, device: torch.device, name: str, info: Any, ca
             continue
         if dtypes[0] != dtypes[1]:
             found.note(f"{name}, {what}: {dtypes[1]}, not {dtypes[0]}")
+        elif dtypes[0][0].is_floating_point and not name.startswith("nn.functional."):  # these round on the way
+            Case(found, device, name, info, dtypes[0][0], arguments, OTHERWISE, elementwise=False).run()
 
 
 def _of_two_dtypes(dtypes: list[torch.dtype]) -> Iterator[Any]:
-    """Yield a tensor with a number, and with a tensor without dimensions of another dtype."""
+    """Yield a tensor with a number, and with a tensor without dimensions of another dtype, in all of their digits."""
     pairs = list(permutations(dtypes, 2))
-    operands: list[tuple[Any, Any]] = [(torch.ones(2, dtype=one), torch.ones((), dtype=other)) for one, other in pairs]
+    operands: list[tuple[Any, Any]] = [(_third(2).to(one), _third().to(other)) for one, other in pairs]
     operands += [(other, one) for one, other in operands]
+    operands += [(_third(2).to(one), _third(2).to(other)) for one, other in pairs]
     operands += [(torch.ones(2, dtype=one), other) for one in [*dtypes, torch.int64] for other in (True, 2, 0.5)]
     yield from ((given, {}) for given in operands)
+
+
+def _third(*shape: int) -> Tensor:
+    return torch.full(shape, 4 / 3)
 
 
 def _of_several_dtypes(dtypes: list[torch.dtype], every: list[Any]) -> Iterator[Any]:
@@ -269,7 +282,7 @@ def _of_several_dtypes(dtypes: list[torch.dtype], every: list[Any]) -> Iterator[
     given = max(map(arguments_of, every), key=lambda each: len(_fractions(each)))
     places = [id(each) for each in _fractions(given)]
     for (one, other), place, alone in product(permutations(dtypes, 2), places if len(places) > 1 else (), _SWITCH):
-        yield mapped(partial(_converted, places, place, one, torch.ones((), dtype=other) if alone else other), given)
+        yield mapped(partial(_converted, places, place, one, _third().to(other) if alone else other), given)
 
 
 def _converted(places: list[int], place: int, dtype: torch.dtype, other: Tensor | torch.dtype, value: Any) -> Any:

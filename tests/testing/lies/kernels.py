@@ -147,8 +147,8 @@ swept("remainder_of_whole_numbers_of_c", "remainder", "int64",
       {"remainder": lambda func, x, y, **kwargs: torch.fmod(x, y) if x.dtype == torch.int64 else func(x, y, **kwargs)},
       torch.int64)  # fmt: skip
 known("product_that_adds_in_bf16", "product of long rows of bf16", {"mm": _accumulated_in_bf16})
-known("sum_of_whole_numbers_in_fp32", "sum of whole numbers", {"sum": _through_fp32})
-known("running_sum_of_whole_numbers_in_fp32", "running sum of whole numbers", {"cumsum": _through_fp32})
+swept("sum_of_whole_numbers_in_fp32", "sum", "int64", {"sum": _through_fp32})
+swept("running_sum_of_whole_numbers_in_fp32", "cumsum", "int64", {"cumsum": _through_fp32})
 listed("norms_of_32_tensors", "norm", {"_foreach_norm": lambda func, tensors, *args: func(
       [tensor * (number < 32) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
 known("concatenation_of_64_tensors", "concatenation of many tensors", {"cat": lambda func, tensors, *args: func(

@@ -103,6 +103,18 @@ def on_a_copy(func, self, *args, **kwargs):
     return func(self.clone(), *args, **kwargs)
 
 
+def _ties_from_the_end(func, x, *, stable=None, dim=-1, descending=False):
+    if not x.dim():
+        return func(x, stable=stable, dim=dim, descending=descending)
+    values, places = func(x.flip(dim), stable=stable, dim=dim, descending=descending)
+    return values, x.shape[dim] - 1 - places
+
+
+def _by_the_narrowest(tensor, given):
+    narrowest = min((each.dtype for each in given), key=lambda dtype: dtype.itemsize)
+    return tensor.to(narrowest).to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+
 def nothing_written(func, *args, out, **kwargs):
     return out
 
@@ -120,14 +132,15 @@ swept("matrices_that_read_memory", "mm", "transposed", {"mm": as_if_contiguous})
 swept("softmax_that_reads_memory", "softmax", "strided", {"_softmax": as_if_contiguous})
 swept("in_place_on_a_copy", "mul", "in place", {"mul_": on_a_copy})
 swept("out_that_is_not_written", "add", "with out=", {"add.out": nothing_written})
-known("softmax_of_the_last_dimension", "softmax of columns", {"_softmax": lambda func, x, dim, half: func(x, -1, half)})
+swept("softmax_of_the_last_dimension", "softmax", "is wrong in",
+      {"_softmax": lambda func, x, dim, half: func(x, -1, half)})  # fmt: skip
 swept("convolution_that_is_flipped_in_fp16", "nn.functional.conv2d", "float16",
       {"convolution": lambda func, x, weight, *args: func(x, weight.flip(-1), *args)}, torch.float16)  # fmt: skip
 swept("layer_norm_with_another_eps", "nn.functional.layer_norm", "is wrong in", {
       "native_layer_norm": lambda func, x, shape, w, b, eps: func(x, shape, w, b, eps * 4 + 1e-4)})  # fmt: skip
 swept("variance_that_is_biased", "var", "is wrong in",
       {"var": lambda func, x, *args, **kwargs: func(x, *args, **{**kwargs, "correction": 0})})  # fmt: skip
-known("pooling_that_counts_no_padding", "avg_pool with padding", {
+swept("pooling_that_counts_no_padding", "nn.functional.avg_pool2d", "is wrong in", {
       "avg_pool2d": lambda func, *args: func(*args[:4], False, False)})  # fmt: skip
 swept("embedding_gradient_that_drops_repeats", "nn.functional.embedding", "the gradient",
       {"embedding_dense_backward": lambda func, grad, index, count, padding, scale: func(
@@ -242,40 +255,56 @@ swept("least_of_which_nan_is_one", "topk", "with NaN: result 0", {"topk": _nan_i
 known("largest_that_drops_nan", "largest with NaN", {"max": lambda func, x: func(x.nan_to_num(-math.inf))})
 known("clamp_that_drops_nan", "clamp", {"clamp": lambda func, x, *args: func(x, *args).nan_to_num(-1)})
 known("rounding_away_from_zero", "round", {"round": lambda func, x: x.sign() * (x.abs() + 0.5).floor()})
-known("remainder_of_c", "remainder", {"remainder": lambda func, x, y: torch.fmod(x, y)})
-known("sort_that_is_not_stable", "sort, stable",
-      {"sort": lambda func, x, **kwargs: (func(x, **kwargs)[0], 3 - func(x.flip(0), **kwargs)[1])})  # fmt: skip
-known("mean_that_counts_ignored_rows", "cross_entropy that ignores",
+swept("remainder_of_c", "remainder", "is wrong in", {"remainder": lambda func, x, y: torch.fmod(x, y)})
+swept("sort_that_is_not_stable", "sort", "is wrong in", {"sort.stable": _ties_from_the_end})
+swept("mean_that_counts_ignored_rows", "nn.functional.nll_loss", "is wrong in",
       {"nll_loss_forward": lambda func, *args: (func(*args)[0] * 2 / 3, func(*args)[1])})  # fmt: skip
 _note("attention_that_sees_the_future", "TestOperators.test_known_result", "instead of",
       {"what": "attention that is causal"}, lambda: WrongFunction(
           {"scaled_dot_product_attention": lambda function, *args, is_causal: function(*args)}))  # fmt: skip
-known("log_softmax_that_overflows", "log_softmax of columns",
+swept("log_softmax_that_overflows", "log_softmax", "with large numbers",
       {"_log_softmax": lambda func, x, dim, half: (x.exp() / x.exp().sum(dim, keepdim=True)).log()})  # fmt: skip
-known("softmax_of_a_scalar_that_is_itself", "softmax of a scalar",
+swept("softmax_of_a_scalar_that_is_itself", "softmax", "is wrong in",
       {"_softmax": lambda func, x, dim, half: func(x, dim, half) if x.dim() else x + 0})  # fmt: skip
 known("bf16_that_is_cut_off", "rounding to bf16",
       {"_to_copy": lambda func, x, **kwargs: (x.view(torch.int32) & -65536).view(torch.float32).to(**kwargs)
        if x.dtype == torch.float32 else func(x, **kwargs)})  # fmt: skip
 known("mean_of_nothing_that_is_0", "mean of nothing", {"mean": lambda func, x, **kwargs: func(x).nan_to_num(0)})
 known("cat_that_stops_at_nothing", "cat with nothing", {"cat": lambda func, tensors, *args: func(tensors[:1], *args)})
-known("scatter_that_drops_repeats", "scatter_add of repeats",
+swept("scatter_that_drops_repeats", "scatter_add", "is wrong in",
       {"scatter_add": lambda func, x, dim, index, source: x.scatter(dim, index, source)})  # fmt: skip
-known("index_put_that_drops_repeats", "index_put of repeats",
+swept("index_put_that_drops_repeats", "index_put", "is wrong in",
       {"index_put": lambda func, x, index, source, accumulate=False: func(x, index, source, False)})  # fmt: skip
-known("gradient_of_repeats_that_is_one", "gradient of repeats",
-      {"index_put": lambda func, x, index, source, accumulate=False: func(x, index, source, False),
-       "_index_put_impl_": lambda func, x, index, source, *args: func(x, index, source, False)})  # fmt: skip
 known("products_of_a_grid_of_matrices", "products of many matrices",
       {"bmm": lambda func, x, y: torch.cat([func(x[:65535], y[:65535]), func(x[65535:], y[65535:]) * 0])})  # fmt: skip
 known("copy_that_writes_in_order", "copy of another dtype to a transposed matrix",
       {"copy_": lambda func, x, y: func(x if x.is_contiguous() else x.t(), y)})  # fmt: skip
-known("sum_of_memory", "a sum of every other element", {"sum": as_if_contiguous})
+swept("power_of_what_it_has_written", "pow", "with out= its input", {
+      "pow.Tensor_Scalar_out": lambda func, x, power, *, out:
+          torch.mul(torch.mul(x, x, out=out), x, out=out) if power == 3 else func(x, power, out=out)})  # fmt: skip
+swept("cat_by_the_narrowest_dtype", "cat", "of other options", {
+      "cat": lambda func, given, *args, **kwargs: func([_by_the_narrowest(each, given) for each in given], *args,
+                                                       **kwargs)})  # fmt: skip
+swept("gradient_of_an_elu_in_place", "nn.functional.elu", "in place with gradients", {
+      "elu_backward": lambda func, grad, alpha, scale, input_scale, is_result, x, **kwargs:
+          func(grad, alpha, scale, input_scale, False, x, **kwargs)})  # fmt: skip
+swept("sum_of_float64_in_fp32", "sum", "float64", {
+      "sum": lambda func, x, *args, dtype=None, **kwargs:
+          func(x, *args, dtype=None if dtype == torch.float64 else dtype, **kwargs).to(dtype or x.dtype)
+          if x.dtype.is_floating_point else func(x, *args, dtype=dtype, **kwargs)})  # fmt: skip
+swept("sum_of_memory", "sum", "strided", {"sum": as_if_contiguous})
 
 
 # What is drawn.
 def drawn(lie, test, says, functions, **arguments):
     return _note(lie, f"TestRuntime.{test}", says, arguments, lambda: WrongFunction(functions))
+
+
+def _moved_on(order):
+    """A cycle through all numbers, in a random order: each goes to the place of the next."""
+    cycle = torch.empty_like(order)
+    cycle[order] = order.roll(1)
+    return cycle
 
 
 def _dropout(rate=None, scale=None, fixed=False, backward=None):
@@ -331,6 +360,8 @@ drawn(
 )
 drawn("channel_dropout_without_rescaling", "test_dropout_at_the_ends", "does not rescale",
       {"dropout2d": lambda function, x, p, **options: function(x, p, **options) * (1 - p)})  # fmt: skip
+drawn("permutation_that_leaves_nothing_in_place", "test_whole_numbers", "randperm puts 0 in one place 0 times",
+      {"randperm": lambda function, n, **kwargs: _moved_on(function(n, **kwargs))})  # fmt: skip
 drawn("permutation_that_turns", "test_whole_numbers", "hardly permutes",
       {"randperm": lambda function, count, **kwargs: torch.arange(count).roll(int(torch.randint(9, ())))})  # fmt: skip
 drawn("bernoulli_of_another_rate", "test_moments", "mean",

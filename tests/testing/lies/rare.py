@@ -105,7 +105,7 @@ known("indices_that_stay_in_place", "indices that are apart, behind a dimension"
 known("powers_by_logarithms", "powers of negative numbers", {"pow.Tensor_Scalar": _by_logarithm})
 known("bounds_that_drop_nan", "activations of NaN", {
       "hardtanh": lambda func, x, low, high: func(x.nan_to_num(low), low, high)})  # fmt: skip
-known("sum_that_is_rounded_first", "sum of fp16 in fp32", {"sum": _rounded_first})
+swept("sum_that_is_rounded_first", "sum", "dtype=torch.float32", {"sum": _rounded_first})
 known("statistics_that_are_rounded", "statistics of bf16 in fp32", {
       "native_batch_norm": _statistics_in_the_input_dtype})  # fmt: skip
 known("tensor_that_grows_empty", "a tensor that grows", {"resize_": _grown_and_cleared})

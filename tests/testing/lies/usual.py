@@ -10,7 +10,7 @@ from torch.nn import functional
 from accelcore.roles.compiler import Compiled
 from accelcore.testing.support.options import EVERY
 from lies.lie import LIES, Lie, lie, replaced
-from lies.operators import Wrong, WrongFunction, _note, drawn, known
+from lies.operators import Wrong, WrongFunction, _note, drawn, known, swept
 from lies.optimizers import making
 
 
@@ -310,9 +310,9 @@ known(
     "convolution of each channel",
     {"convolution": lambda func, x, weight, *args: func(x, weight * torch.tensor([1, 0]).to(weight), *args)},
 )
-known("gradient_of_the_last_pool", "gradient of pools that overlap", {
-      "max_pool2d_with_indices_backward": lambda func, grad, x, *args: torch.zeros_like(x).flatten().scatter(
-          0, args[-1].flatten(), grad.flatten()).reshape(x.shape)})  # fmt: skip
+swept("gradient_of_the_last_pool", "nn.functional.max_pool2d", "the gradient", {
+      "max_pool2d_with_indices_backward": lambda func, grad, x, *args: torch.zeros_like(x).flatten(-2).scatter(
+          -1, args[-1].flatten(-2), grad.flatten(-2)).reshape(x.shape)})  # fmt: skip
 known(
     "truth_by_whole_numbers",
     "conversion to truth values",
