@@ -130,8 +130,6 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "running sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.cumsum(0)[-1]), [_LONG]),
     "norm of bf16": (_of(_ones(_LONG, torch.bfloat16), torch.linalg.vector_norm), [512]),
     "product of long rows of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x[None] @ x[:, None]), [_LONG]),
-    "sum of whole numbers": (_of(_whole(_LARGE, 1, _HUGE, 1), lambda x: x.sum() - _HUGE - _LARGE), [2]),
-    "running sum of whole numbers": (_of(_whole(_LARGE, 1, 1), lambda x: x.cumsum(0) - _LARGE), [0, 1, 2]),
     "addition of whole numbers": (_of(_whole(_LARGE, _HUGE), lambda x: x + 1 - x), [1, 1]),
     "product of whole numbers": (_of(_whole(_LARGE + 1), lambda x: x * 3 - 3 * _LARGE), [3]),
     "quotient of whole numbers": (_of(_whole(_HUGE + 1), lambda x: x // 1 - _HUGE), [1]),
