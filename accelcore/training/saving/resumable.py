@@ -142,6 +142,8 @@ class Resumable(ABC):
                 if rank == 0:
                     saved = store.finish(folder, steps, facts)
         path: Path = folder / gather_objects(backend.collectives, saved)[0]
+        for training in trainings.values():
+            training.state.steps_kept = training.state.steps
         if rank == 0 and (keep is not None or folder not in self._saved_in):
             self._delete_older(path, keep)
         self.extra = new
@@ -207,8 +209,11 @@ class Resumable(ABC):
                     commits[name] = [part.prepare(saved) for part in training.parts]
         check_same(backend, folder, checkpoint)
         if checkpoint is not None:
-            left = {name: training.state.place for name, training in trainings.items() if training.state.steps}
+            states = {name: training.state for name, training in trainings.items()}
+            left = {name: state.place for name, state in states.items() if state.steps > state.steps_kept}
             commit(backend, trainings, commits, checkpoint.manifest["trainers"])
+            for state in states.values():
+                state.steps_kept = state.steps
             if rank == 0:
                 if (saved_by := checkpoint.manifest["world_size"]) != world_size:
                     text = "random states are not restored: a job of size %d saved the checkpoint, and this has size %d"
@@ -216,7 +221,7 @@ class Resumable(ABC):
                 at = "; ".join(f"{name} {training.state.place}".lstrip() for name, training in trainings.items())
                 notice("resumed from %s: %s", checkpoint.path, at)
                 for name, place in left.items():
-                    notice("what %s has trained in this process until %s is lost", name or "the trainer", place)
+                    notice("what %s has trained until %s, and not saved, is lost", name or "the trainer", place)
             self._run = checkpoint.manifest["run"]
             if any(training.state.spares_start for training in trainings.values()):
                 self._spared = checkpoint.path

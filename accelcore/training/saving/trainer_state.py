@@ -57,6 +57,7 @@ class TrainerState:
     writes = True  # whether `save` writes checkpoints. Neither a replay nor a trial writes any.
     starts_at: int | None = None  # of a replay, the number of steps after which the recorded run began; of a trial, 0
     spares_start = False  # whether the checkpoint that was resumed from is never deleted: a replay can begin there
+    steps_kept = 0  # the steps that the last checkpoint holds which was saved or resumed
     step: Step  # the trainer's; it makes a new one, and sets this, in each `refresh`
 
     def __init__(

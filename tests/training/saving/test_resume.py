@@ -178,9 +178,22 @@ def test_a_resume_reports_what_was_trained_before_it_and_is_lost(accel, tmp_path
     run(trainer, loader)
     caplog.clear()
     trainer.resume(tmp_path)
-    assert "until step 18, epoch 3 is lost" in caplog.text
+    assert "until step 18, epoch 3" in caplog.text
+    assert "lost" in caplog.text
     caplog.clear()
     trainer.resume(tmp_path)
+    assert "lost" not in caplog.text
+
+
+def test_going_back_to_the_best_loses_nothing_that_was_saved(accel, tmp_path, caplog, build, run):
+    caplog.set_level("INFO")
+    trainer, loader = build(accel)
+    for metric in (0.5, 0.7):
+        for batch in trainer.batches(loader):
+            trainer(batch)
+        trainer.save(tmp_path, best=metric)
+    trainer.resume(tmp_path, best=True)
+    assert "resumed from" in caplog.text
     assert "lost" not in caplog.text
 
 
