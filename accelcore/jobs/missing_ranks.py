@@ -42,7 +42,7 @@ LOST = re.compile(
     re.IGNORECASE,
 )
 """Messages of collectives that lost a rank, for which torch has no class of error."""
-_ALONE = "a call that all ranks must make may be under `if job.is_main:`"
+_ALONE = "look for a call that only some ranks make, such as under `if job.is_main:`"
 _ALIKE = f"let all ranks take as many steps: read data through trainer.batches(loader); {_ALONE}"
 _FAILED = "failed"  # key under which a rank that failed writes its number
 _BETWEEN = "\n       "  # of the ranks in a message, one a line, below each other

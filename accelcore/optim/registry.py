@@ -249,9 +249,11 @@ class Optimizers:
         """Return the name of an optimizer that has routes here; raise an error for anything else."""
         name = name_of(asked) if isinstance(asked, type) else asked.lower() if isinstance(asked, str) else None
         if name is None:
+            given = repr(asked) if isinstance(asked, type) else f"an object of {type(asked).__name__}"
             raise ConfigurationError(
-                f"{asked!r} is neither the name of an optimizer nor one of torch's classes",
-                remedy='use a name such as "adamw"; give an optimizer of another class to accel.trainer as it is',
+                f"{given} is neither the name of an optimizer nor one of torch's classes",
+                remedy='use a name such as "adamw"; give an optimizer that you have to accel.trainer as it is, or to '
+                "accel.optimizers.fastest",
             )
         if name not in self._routes:
             raise UnsupportedError(

@@ -179,8 +179,8 @@ class Record(Observer):
                 f"nothing was recorded into {self._folder}",
                 why="no model ran a forward pass with gradients in the context, or no optimizer made a step. Calls in "
                 "a transform of torch.func, such as vmap, are not seen",
-                remedy="open the context around the training, and give it the model and optimizer that are trained; if "
-                "the script resumed a finished training, delete its checkpoints, or save in another folder",
+                remedy="if the script resumed a finished training, delete its checkpoints, or save in another folder; "
+                "a context must be open around the training, and get the model and optimizer that are trained",
             )
 
     def _start(self) -> None:
