@@ -163,10 +163,11 @@ def _check_devices(block: Block, accel: str, source: str) -> None:
         if moves and values != [f'{accel}.device.type != "cpu"']:
             raise NotCanonicalError(f"`{test}` may be false where there is an accelerator, which a trainer uses")
     for device in set(re.findall(r"(?:\.to\(|\bdevice ?= ?)([\w.\[\]\"']+)", text)):
-        if "dev" not in device.lower() or device == f"{accel}.device" or _OF_TENSOR.fullmatch(device):
+        own = f"{accel}.device", f"{accel}.device.type"
+        if "dev" not in device.lower() or device in own or _OF_TENSOR.fullmatch(device):
             continue
         values = re.findall(rf"(?m)^ *{re.escape(device)} = (.+)$", source)
-        if [value.split("  #")[0].strip() for value in values] not in ([f"{accel}.device"], [f"{accel}.device.type"]):
+        if [value.split("  #")[0].strip() for value in values] not in ([own[0]], [own[1]]):
             raise NotCanonicalError(f"{device} may be another device than the backend's")
 
 

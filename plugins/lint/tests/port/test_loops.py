@@ -46,6 +46,7 @@ if (i + 1) % n == 0:
     optimizer.zero_grad()
 """
 
+NAME = '"cuda" if torch.cuda.is_available() else "cpu"'
 CLIP = "torch.nn.utils.clip_grad_norm_(\n    parameters=model.parameters(),\n    max_norm=0.5,\n)\n"
 
 
@@ -55,6 +56,10 @@ def script(body, data="batches"):
 
 TAKEN = [
     pytest.param(script(PLAIN), id="plain, over data that it does not know"),
+    pytest.param(
+        script(PLAIN).replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', NAME),
+        id="a device's name",
+    ),
     pytest.param(script(PLAIN, "progress(batches)"), id="a call"),
     pytest.param(script(PLAIN, "loader"), id="a loader"),
     pytest.param(script(PLAIN.replace("loss.backward()", "loss.mean().backward()")), id="an expression"),
