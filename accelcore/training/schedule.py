@@ -67,11 +67,8 @@ class Schedule:
             raise ConfigurationError(
                 "the scheduler belongs to another optimizer", remedy="make it from the optimizer given here"
             )
-        if self._make is None and by != "script" and (needed := _needed(scheduler)):
-            raise ConfigurationError(
-                f"{type(scheduler).__name__}.step needs {needed!r}, which the trainer does not have",
-                remedy=f'set schedule_by="script", and call scheduler.step({needed}) yourself',
-            )
+        if self._make is None and by != "script":
+            _check_step(scheduler)
         self.scheduler, self.by, self._optimizer = None if self._make else scheduler, by, optimizer
         self._steps_by_window = scheduler is not None and by == "window"
         self._is_named = isinstance(scheduler, str)
@@ -225,11 +222,19 @@ def _is_scheduler(value: object) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in _METHODS)
 
 
-def _needed(scheduler: Any) -> str | None:
-    """Return the name of the argument without a default that a scheduler's `step` has, as ReduceLROnPlateau's has."""
-    arguments = signature(scheduler.step).parameters.values() if scheduler is not None else ()
-    needed = [each.name for each in arguments if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    return needed[0] if needed else None
+def _check_step(scheduler: Any) -> None:
+    """Raise ConfigurationError if a scheduler's `step` needs an argument, as that of ReduceLROnPlateau does."""
+    try:
+        arguments = signature(scheduler.step).parameters.values() if scheduler is not None else ()
+    except (TypeError, ValueError):  # compiled code may have no signature
+        return
+    for each in arguments:
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise ConfigurationError(
+                f"{type(scheduler).__name__}.step needs {each.name!r}, which the trainer does not have",
+                remedy='make the scheduler yourself, set schedule_by="script", and call '
+                f"scheduler.step({each.name}) where you know it",
+            )
 
 
 def _maker(scheduler: Any, warmup: Any, by: str) -> Make | None:
@@ -291,6 +296,7 @@ def _with_warmup(make: Make, optimizer: Optimizer, updates: int, warmup: float) 
             f"scheduler= returned {made!r}, which is not a scheduler of the optimizer that it was given",
             remedy="return one: scheduler=lambda optimizer, updates: CosineAnnealingLR(optimizer, updates)",
         )
+    _check_step(made)
     return made if first is None else _sequence(optimizer, first, made, rising)
 
 

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 import accelcore
 
 
 def loss_of(model, batch):
     return model(batch).square().mean()
+
+
+class ByName:
+    last_epoch = 0
+
+    def __init__(self, optimizer, updates):
+        self.optimizer = optimizer
+
+    def step(self, *, metric):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    load_state_dict = get_last_lr = None
+
+
+class WithoutSignature(LRScheduler):
+    step = dict  # as compiled code may be
+    get_lr = _initial_step = lambda self: [0.1]
 
 
 @pytest.mark.parametrize("scheduler", [StepLR, [None]], ids=["class", "list"])
@@ -37,3 +58,25 @@ def test_when_a_scheduler_is_stepped_has_to_be_one_of_two(accel, options, says):
         options = {**options, "scheduler": ReduceLROnPlateau(optimizer)}
     with pytest.raises(accelcore.ConfigurationError, match=says):
         accel.trainer(model, optimizer, loss=loss_of, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "needed"),
+    [(lambda optimizer, updates: ReduceLROnPlateau(optimizer), "metrics"), (ByName, "metric")],
+    ids=["plateau", "by name"],
+)
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_scheduler_of_a_function_whose_step_needs_an_argument_is_refused(accel, make, needed, warmup):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    options = {"loss": loss_of, "scheduler": lambda *given: make(*given), "warmup": warmup, "total_steps": 2}
+    with pytest.raises(accelcore.ConfigurationError, match=f'step needs {needed!r}.*\n.*schedule_by="script"'):
+        accel.trainer(model, optimizer, **options)
+
+
+def test_a_scheduler_whose_step_has_no_signature_is_taken(accel):
+    model = nn.Linear(3, 2)
+    optimizer = accel.optimizers.create("sgd", model.parameters(), lr=0.1)
+    trainer = accel.trainer(model, optimizer, loss=loss_of, scheduler=WithoutSignature(optimizer))
+    trainer(torch.ones(1, 3))
+    assert trainer.steps == 1
