@@ -131,19 +131,17 @@ def check_replicas(plan: Plan) -> None:
         return
     slots = [] if plan.strategy.layout == "shards" else plan.gradients.slots
     norms = torch._foreach_norm([slot.parameter for slot in slots]) if slots else []
-    # Also what some optimizers measure over all parameters, such as Prodigy's distance.
-    options = {
-        f"{name} in group {number} of the optimizer": group.get(name)
-        for number, group in enumerate(plan.optimizer.param_groups)
-        for name in sorted({"lr", *plan.optimizer.defaults})
-    }
-    numbers = list(map(_number, options.values()))
-    own = torch.stack([*torch.tensor(numbers, device=plan.backend.device), *(norm.float() for norm in norms)])
+    # Also what some optimizers measure over all parameters, such as Prodigy's distance. A wrapper may have no defaults.
+    groups, options = plan.optimizer.param_groups, sorted({"lr", *getattr(plan.optimizer, "defaults", ())})
+    numbers = [_number(group.get(name)) for group in groups for name in options]
+    values = torch.tensor(numbers, device=plan.backend.device)
+    own = torch.cat([values, torch.stack([norm.float() for norm in norms])]) if norms else values
     high, negated = job.all_reduce(torch.stack([own, -own]), "max")
     rounded = max(torch.finfo(each.dtype).eps for each in (own, *norms)) ** 0.5  # devices may round differently
     if not (high + negated > rounded * high.abs()).any():
         return
-    names = [*options, *(f"the norm of the parameter {slot.name}" for slot in slots)]
+    names = [f"{name} in group {number} of the optimizer" for number in range(len(groups)) for name in options]
+    names += [f"the norm of the parameter {slot.name}" for slot in slots]
     texts = {name: f"{value:.5g}" for name, value in zip(names, own.tolist(), strict=True)}
     odd, why = differences(gather_objects(job, texts))
     raise DistributedError(

@@ -33,6 +33,17 @@ class Measuring(torch.optim.SGD):
         super().step(closure)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Updates by another optimizer, and has not called `Optimizer.__init__`, as torch_optimizer's Lookahead."""
+
+    def __init__(self, params, lr):
+        self.inner = torch.optim.SGD(params, lr)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
 def main() -> None:
     accel = accelcore.select("cpu")
     with accel.distributed(timeout=timedelta(seconds=60)) as job:
@@ -53,7 +64,8 @@ def main() -> None:
         def drift(what, *, saves=False, **options):
             """Change rate or weights on rank 1 after a step, and take more steps or save."""
             model = nn.Linear(2, 3)
-            kind = Measuring if what == "measures" else partial(accel.optimizers.create, "sgd")
+            kinds = {"measures": Measuring, "wraps": Wrapping}
+            kind = kinds.get(what, partial(accel.optimizers.create, "sgd"))
             optimizer = kind(model.parameters(), lr=0.1)
             trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).square().mean(), **options)
             rows = torch.ones(1, 2) * (1 + rank)
@@ -90,6 +102,7 @@ def main() -> None:
             "save": drift("weights", parallel="ddp", saves=True, on_nonfinite=None),
             "zero1": drift("measures", parallel="zero1"),
             "measures": drift("measures", parallel="ddp"),
+            "wraps": drift("wraps", parallel="ddp"),
             "nothing": attempt(loss=lambda model, batch: model(batch).sum()),
             "observers": attempt(observers=[Steps()] if rank == 0 else []),
             "shape": attempt(width=4 if rank == 1 else 3),

@@ -22,7 +22,7 @@ def found(fork_ranks, tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
-@pytest.mark.parametrize("case", ["nothing", "observers", "no drift", "measures"])
+@pytest.mark.parametrize("case", ["nothing", "observers", "no drift", "measures", "wraps"])
 def test_ranks_that_train_the_same_are_left_alone(found, case):
     assert [rank[case] for rank in found] == [[], [], []]
 
