@@ -27,10 +27,33 @@ class SelfTuning(torch.optim.Optimizer):
                 parameter -= parameter.grad * (group["lr"] or 0.1) * group["factor"]
 
 
-def made(accel, observers=(), **options):
+class Named(SelfTuning):
+    """Hands its options on to its base class."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Steps by another optimizer, whose groups and state it has."""
+
+    def __init__(self, params, **options):
+        self.inner = SelfTuning(params, **options)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, {}
+        self.state_dict, self.load_state_dict = self.inner.state_dict, self.load
+
+    def load(self, state):
+        self.inner.load_state_dict(state)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def made(accel, observers=(), kind=SelfTuning, **options):
     accel.runtime.seed(0)
     model = nn.Linear(3, 2)
-    optimizer = SelfTuning(model.parameters(), **options)
+    optimizer = kind(model.parameters(), **options)
     trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().mean(), observers=list(observers))
     return model, optimizer, trainer
 
@@ -57,13 +80,38 @@ def test_it_resumes_with_what_its_steps_wrote_into_the_groups(accel, tmp_path, c
     assert torch.equal(model.weight, other.weight)
 
 
-def test_an_option_of_the_script_that_differs_is_reported(accel, tmp_path, caplog):
-    _, _, trainer = made(accel)
+@pytest.mark.parametrize("kind", [SelfTuning, Named, Wrapping])
+def test_an_option_of_the_script_that_differs_is_reported(accel, tmp_path, caplog, kind):
+    _, _, trainer = made(accel, kind=kind)
     for batch in trainer.batches(batches()):
         trainer(batch)
     trainer.save(tmp_path)
-    made(accel, decay=0.25)[2].resume(tmp_path)
+    made(accel, kind=kind, decay=0.25)[2].resume(tmp_path)
     assert "decay is 0.25, and the checkpoint's is 0.5" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [SelfTuning, Named, Wrapping])
+@pytest.mark.parametrize("by", ["trainer", "torch"])
+def test_load_takes_what_steps_wrote_and_keeps_the_options(accel, tmp_path, kind, by):
+    model, optimizer, trainer = made(accel, kind=kind)
+    for batch in trainer.batches(batches()):
+        trainer(batch)
+    path = trainer.save(tmp_path)
+    if by == "torch":
+        path = tmp_path / "other.pt"
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    _, its, other = made(accel, kind=kind, decay=0.25)
+    other.load(path, optimizer=True)
+    assert its.state["k"] == 4
+    (group,) = its.param_groups
+    assert (group["factor"], group["steps"], group["decay"]) == (optimizer.param_groups[0]["factor"], 4, 0.25)
+
+
+def test_a_state_dict_in_another_form_cannot_be_saved(accel, tmp_path):
+    _, optimizer, trainer = made(accel)
+    optimizer.state_dict = lambda: {"base_optimizer": {}}
+    with pytest.raises(accelcore.CheckpointError, match=r"SelfTuning has 'base_optimizer'(.|\n)*'param_groups'"):
+        trainer.save(tmp_path)
 
 
 @pytest.mark.parametrize("lr", [None, 0.1])

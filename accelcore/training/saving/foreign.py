@@ -16,6 +16,7 @@ from torch import Tensor
 from accelcore.checkpoint import store
 from accelcore.errors import CheckpointError, logger, nearest
 from accelcore.optim.shards import divided_as
+from accelcore.training.saving.optimizer_part import OptimizerPart
 from accelcore.training.saving.parts import Part, Saved, as_dict
 from accelcore.util.text import first_line
 
@@ -46,14 +47,17 @@ def read_foreign(named: Mapping[str, Part], path: Path, optimizer: bool | None) 
     masters = named["masters"].shared_state()
     shared: dict[str, Any] = {"masters": {name: exact[name] for name in masters if name in exact}}
     if of_optimizer is not None and optimizer is not False:
-        shared["optimizer"] = by_name = _by_name(of_optimizer, named["optimizer"].shared_state(), path)
+        part = named["optimizer"]
+        assert isinstance(part, OptimizerPart), "it has this name"
+        shared["optimizer"] = by_name = _by_name(of_optimizer, part, path)
         for name, entry in by_name["state"].items():
             by_name["state"][name] = {key: divided_as(value, own[name]) for key, value in entry.items()}
     return Saved(model, shared, {}, same_job=True, source=str(path), path=""), rest
 
 
-def _by_name(state: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _by_name(state: Mapping[str, Any], part: OptimizerPart, path: Path) -> dict[str, Any]:
     """Return an optimizer's `state_dict` under the names of its parameters, which it numbers in the order of groups."""
+    own = part.shared_state()
     groups = [as_dict(group, "parameter group", "params") for group in state["param_groups"]]
     numbers = list(chain.from_iterable(group["params"] for group in groups))
     names = list(chain.from_iterable(group["params"] for group in own["groups"]))
@@ -68,10 +72,12 @@ def _by_name(state: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> di
     return {
         "groups": [
             {key: value for key, value in group.items() if key in own_group}
+            | part.results(group)
             | {"params": [name_of[number] for number in group["params"]]}
             for group, own_group in zip(groups, own["groups"], strict=True)
         ],
         "state": {name_of[number]: entry for number, entry in state["state"].items() if number in name_of},
+        "of_all": {key: value for key, value in state["state"].items() if isinstance(key, str)},
     }
 
 

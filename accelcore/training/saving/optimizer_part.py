@@ -20,6 +20,7 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
 from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
+from accelcore.util.text import kind_of
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 """Entries that torch's schedulers write into the groups of their optimizer."""
@@ -69,7 +70,14 @@ class OptimizerPart(Part):
 
     @cached_property
     def _state_dict(self) -> dict[str, Any]:  # the same for `shared_state` and `own_state`: each save makes its parts
-        return self._optimizer.state_dict()
+        state = self._optimizer.state_dict()
+        if not {"state", "param_groups"} <= set(state):  # as some that wrap another optimizer
+            raise CheckpointError(
+                f"the state_dict of {kind_of(self._optimizer)} has {', '.join(map(repr, state))}",
+                why="a checkpoint holds the state of each parameter, and torch's form is 'state' and 'param_groups'",
+                remedy="take an optimizer whose state_dict has this form, or save the states yourself, by torch.save",
+            )
+        return state
 
     def _entries(self) -> dict[str, Any]:
         """Return the state of each parameter that this rank updates, by name."""
@@ -85,7 +93,7 @@ class OptimizerPart(Part):
             raise _another(saved, f"it is {tree['kind']!r}, and this one is {self._kind()!r}")
         groups, numbers = self._groups(tree["groups"], saved)
         if self._strategy.collectives.rank == 0:
-            _report_options(self._optimizer, groups, is_scheduled=self._is_scheduled)
+            self._report_options(groups)
         entries = as_dict(tree["state"], "optimizer state")
         if unknown := [name for name in entries if name not in numbers]:
             raise _another(saved, f"it has a state of {unknown[0]!r}, which this one does not train")
@@ -108,6 +116,45 @@ class OptimizerPart(Part):
                         entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
         return commit
+
+    def results(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what steps have written into a group: its entries that are not options."""
+        options = self._options(group)
+        return {key: value for key, value in group.items() if key not in options and key not in ("params", *SWITCHES)}
+
+    def _options(self, group: Mapping[str, Any]) -> set[str]:
+        keys = set(group) - {"params", *SWITCHES}
+        return keys if self._arguments is None else keys & self._arguments
+
+    @cached_property
+    def _arguments(self) -> set[str] | None:
+        """The names of all options of a class that is not torch's; None for others, whose groups have only options."""
+        if isinstance(self._optimizer, RoutedOptimizer) or name_of(type(self._optimizer)) is not None:
+            return None
+        used = [self._optimizer]
+        for each in used:  # and those that it wraps, as Lookahead does
+            used += [value for value in vars(each).values() if isinstance(value, Optimizer) and value not in used]
+        classes = chain.from_iterable(type(each).__mro__ for each in used)  # `**options` may be those of a base class
+        arguments = (signature(each).parameters for each in classes if issubclass(each, Optimizer))
+        return {"lr", *_OF_SCHEDULERS, *chain.from_iterable(arguments)}
+
+    def _report_options(self, restored: list[dict[str, Any]]) -> None:
+        """Log the first option of which the script's value differs from the checkpoint's, which is used."""
+        for live, new in zip(self._optimizer.param_groups, restored, strict=True):
+            # By a schedule: torch's write `initial_lr`, but ReduceLROnPlateau.
+            moved = {"lr", "momentum", "betas"} if self._is_scheduled or "initial_lr" in live else set()
+            for key in sorted(self._options(live) & set(new) - moved):
+                if live[key] != new[key]:
+                    logger.warning(
+                        "the script's %s is %s, and the checkpoint's is %s: training continues with the checkpoint's. "
+                        "To change it, set it in the optimizer's groups after the resume",
+                        "learning rate" if key in ("lr", "initial_lr") else key,
+                        *(
+                            f"{float(value):g}" if isinstance(value, Tensor) else value
+                            for value in (live[key], new[key])
+                        ),
+                    )
+                    return
 
     def _check_entries(self, entries: dict[str, Any], parameters: Mapping[str, Tensor], group: dict[str, Any]) -> None:
         """Raise CheckpointError for state that parameters of a group cannot have. A class not of torch may keep any."""
@@ -142,7 +189,7 @@ class OptimizerPart(Part):
             saved_group = as_dict(entry, "parameter group", "params", *({"lr"} & set(live)))
             members = self._members(live)
             own = {key: value for key, value in live.items() if key not in (*SWITCHES, "params")}
-            foreign = _options(self._optimizer, saved_group) - set(own)
+            foreign = self._options(saved_group) - set(own)
             if left := sorted(foreign & _OF_SCHEDULERS):
                 text = "%s: not restored, because this optimizer has no scheduler yet: make it before the resume"
                 logger.warning(text, ", ".join(left))
@@ -159,7 +206,7 @@ class OptimizerPart(Part):
                     f"parameter group {position} has {len(members)} parameters with {sorted(own)} here, "
                     f"{len(saved_group['params'])} with {sorted(set(saved_group) - {'params'})} in the checkpoint",
                 )
-            for key in _options(self._optimizer, own) & set(saved_group):
+            for key in self._options(own) & set(saved_group):
                 if not _alike(own[key], saved_group[key]):
                     raise malformed(
                         f"the checkpoint's optimizer has {key}={saved_group[key]!r}, which cannot replace {own[key]!r}"
@@ -175,30 +222,6 @@ class OptimizerPart(Part):
                 saved_group = {**saved_group, "lr": torch.full_like(live["lr"], saved_group["lr"])}
             groups.append({**own, **saved_group, **switches, "params": [numbers[name] for name in members]})
         return groups, numbers
-
-
-def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """Return the names of a group's options. A class that is not of torch may also keep results of its steps there."""
-    keys = set(group) - {"params", *SWITCHES}
-    if isinstance(optimizer, RoutedOptimizer) or name_of(type(optimizer)) is not None:
-        return keys
-    return keys & {"lr", *_OF_SCHEDULERS, *signature(type(optimizer)).parameters}
-
-
-def _report_options(optimizer: Optimizer, restored: list[dict[str, Any]], *, is_scheduled: bool) -> None:
-    """Log the first option of which the script's value differs from the checkpoint's, which is used."""
-    for live, new in zip(optimizer.param_groups, restored, strict=True):
-        # By a schedule: torch's write `initial_lr`, but ReduceLROnPlateau.
-        moved = {"lr", "momentum", "betas"} if is_scheduled or "initial_lr" in live else set()
-        for key in sorted(_options(optimizer, live) & set(new) - moved):
-            if live[key] != new[key]:
-                logger.warning(
-                    "the script's %s is %s, and the checkpoint's is %s: training continues with the checkpoint's. "
-                    "To change it, set it in the optimizer's groups after the resume",
-                    "learning rate" if key in ("lr", "initial_lr") else key,
-                    *(f"{float(value):g}" if isinstance(value, Tensor) else value for value in (live[key], new[key])),
-                )
-                return
 
 
 def _another(saved: Saved, why: str) -> CheckpointError:

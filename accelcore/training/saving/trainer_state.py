@@ -89,6 +89,8 @@ class TrainerState:
         """Return the functions that restore what `Trainer.load` takes, the rest, and the checkpoint if it is one."""
         share = self.backend.collectives.rank, self.backend.collectives.world_size
         named = {part.name: part for part in parts}
+        optimizer_part = named["optimizer"]
+        assert isinstance(optimizer_part, OptimizerPart), "it has this name"
         checkpoint, name = _find_checkpoint(path, share)
         if checkpoint is None:
             saved, rest = read_foreign(named, path, optimizer)
@@ -97,8 +99,7 @@ class TrainerState:
             saved, takes = read_saved(checkpoint, name, *share, self.sharded), bool(optimizer)
             rest = saved.shared["extra"]
         if optimizer:
-            theirs, ours = saved.shared["optimizer"], named["optimizer"].shared_state()
-            shared = {**saved.shared, "optimizer": _with_options(theirs, ours, saved.source)}
+            shared = {**saved.shared, "optimizer": _with_options(saved, optimizer_part)}
             saved = replace(saved, shared=shared, own={"window": {"micro": 0}})  # without the gradients of a window
         wanted = ["model", "masters", *(["optimizer"] if takes else [])]
         return [named[part].prepare(saved) for part in wanted], rest, checkpoint
@@ -293,15 +294,16 @@ def _find_checkpoint(path: Path, share: tuple[int, int]) -> tuple[Checkpoint | N
     return checkpoint, ""
 
 
-def _with_options(saved: Mapping[str, Any], own: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _with_options(saved: Saved, part: OptimizerPart) -> dict[str, Any]:
     """Return a saved optimizer with the options of this one."""
-    if (saved.get("kind", own["kind"]), len(saved["groups"])) != (own["kind"], len(own["groups"])):
-        return dict(saved)  # which is refused
+    other, own = saved.shared["optimizer"], part.shared_state()
+    if (other.get("kind", own["kind"]), len(other["groups"])) != (own["kind"], len(own["groups"])):
+        return dict(other)  # which is refused
     groups = []
-    for theirs, ours in zip(saved["groups"], own["groups"], strict=True):
+    for theirs, ours in zip(other["groups"], own["groups"], strict=True):
         if needed := [key for key in _NEEDS_STATE if ours.get(key) and not theirs.get(key)]:
             raise CheckpointError(
-                f"{source} has no optimizer state for {needed[0]}={ours[needed[0]]}",
+                f"{saved.source} has no optimizer state for {needed[0]}={ours[needed[0]]}",
                 why=f"the optimizer that was saved had {needed[0]}={theirs.get(needed[0])}",
                 remedy="give the optimizer that value, or load the model without optimizer=True",
             )
@@ -311,5 +313,5 @@ def _with_options(saved: Mapping[str, Any], own: Mapping[str, Any], source: str)
                 why="it is counted by the state of the optimizer, so it would not begin new",
                 remedy="load the model without optimizer=True; or remove t_total, and give the trainer a scheduler=",
             )
-        groups.append({**ours, "params": theirs["params"]})
-    return {**saved, "groups": groups}
+        groups.append({**ours, **part.results(theirs), "params": theirs["params"]})
+    return {**other, "groups": groups}
