@@ -102,7 +102,7 @@ def test_the_factory_of_scalers_says_how_one_is_made(accel):
 @pytest.mark.parametrize(
     ("precision", "remedy"),
     [("auto", "available: fp32, bf16"), (None, "available: fp32, bf16"), ("BF16", "did you mean 'bf16'"),
-     ("mixed_bfloat16", "did you mean 'bf16'"), ("fp128", "did you mean 'fp32'")],
+     ("mixed_bfloat16", "did you mean 'bf16'"), (torch.float64, "choose one"), ("float8_e4m3fn", "choose one")],
 )  # fmt: skip
 def test_a_precision_that_is_none_says_what_to_write(accel, precision, remedy):
     model = torch.nn.Linear(2, 1)

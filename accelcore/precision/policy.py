@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -221,6 +222,8 @@ def create_scaler(scalers: Scalers, policy: Policy) -> LossScaler:
 def _unknown(precision: object, known: Iterable[str]) -> ConfigurationError:
     word = str(precision).lower().removeprefix("torch.")
     near = "bf16" if word in ("amp", "mixed") else nearest(word, (*known, *_ALIASES))
+    if re.search(r"(?<!\d)(8|64)(?!\d)", word):  # float64 is similar to float16, and something else is meant
+        near = None
     return ConfigurationError(
         f"there is no precision {precision!r}",
         available=", ".join(known),
