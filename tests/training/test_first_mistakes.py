@@ -360,13 +360,6 @@ def test_a_batch_without_a_tensor_has_a_note_on_how_to_make_one(accel, batch):
     assert any("torch.as_tensor(" in note for note in raised.value.__notes__)
 
 
-def test_a_job_of_several_ranks_without_a_strategy_says_which_to_take(accel, monkeypatch):
-    monkeypatch.setattr(type(accel.collectives), "world_size", 2)
-    model = net()
-    with pytest.raises(ConfigurationError, match=r'parallel=None(.|\n)*give "ddp" if (.|\n)*"fsdp" if not'):
-        accel.trainer(model, sgd(model))
-
-
 @pytest.mark.parametrize("lr", [None, True])
 def test_an_lr_that_a_file_leaves_empty_is_not_the_default(accel, lr):
     with pytest.raises(ConfigurationError, match=r"lr=(.|\n)*remove lr"):

@@ -107,3 +107,10 @@ def test_ranks_that_have_not_met_are_refused(accel, monkeypatch):
     model = net()
     with pytest.raises(accelcore.DistributedError, match=r"accel\.distributed"):
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), parallel="ddp")
+
+
+def test_a_job_of_several_ranks_without_a_strategy_says_which_to_take(accel, monkeypatch):
+    monkeypatch.setattr(type(accel.collectives), "world_size", 2)
+    model = net()
+    with pytest.raises(accelcore.ConfigurationError, match=r'parallel=None(.|\n)*give "ddp" if (.|\n)*"fsdp" if not'):
+        accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1))
