@@ -100,7 +100,7 @@ def _warn_of_square(what: str, size: int) -> None:
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _WHOLE:
         raise TrainingError(
-            "the function returned a whole number for a batch, which looks like a count",
+            "the function returned a whole number for a batch: this looks like a count",
             why="a scalar counts as the mean over the batch's rows",
             remedy="return one value for each row, such as predicted == target without .sum()",
         )

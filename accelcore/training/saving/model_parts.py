@@ -59,7 +59,7 @@ def warn_if_others_trained(plan: Plan) -> None:
     plan.otherwise_trained = None
     if what and plan.backend.collectives.rank == 0:
         logger.warning(
-            "%s: the results differ from those of the run that saved it. If that is not meant, freeze or unfreeze as "
+            "%s: the results will differ from the run that saved it. If that is not meant, freeze or unfreeze as "
             "that run had, by requires_grad_, and call trainer.refresh(). In a loop over epochs write `if epoch >= 1`, "
             "not `if epoch == 1`",
             what,

@@ -152,7 +152,7 @@ class Offload:
         if offloaded.changed:
             raise TrainingError(
                 f"a tensor of shape {tuple(offloaded.copy.shape)} was changed in place after it was saved for backward",
-                why="offload= copies it while other work runs, so that the copy may have the old or the new value",
+                why="offload= copies it while other work runs: the copy may have the old or the new value",
                 remedy="replace the in-place operation, or leave this part of the model out of offload=",
             )
         if not offloaded.call.returns:

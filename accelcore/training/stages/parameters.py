@@ -45,7 +45,7 @@ class Place(Stage):
         values = (*plan.model.named_parameters(), *plan.model.named_buffers())
         if empty := [name for name, tensor in values if tensor.is_meta]:
             raise ConfigurationError(
-                f"{empty[0]!r} of the model is on the meta device, where it has a shape and no values",
+                f"{empty[0]!r} of the model is on the meta device: it has a shape, and no values",
                 remedy="make the model on the CPU; or call model.to_empty(device=accel.device), and initialise it or "
                 "load its weights, before the optimizer is made",
             )
