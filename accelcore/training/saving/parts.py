@@ -92,9 +92,10 @@ class OptionsPart(Part):
         return {"accumulate": self.plan.options["accumulate"], "clip_norm": self.plan.options["clip_norm"]}
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        theirs = as_dict(saved.shared.get(self.name, {}), "options")
-        for name, own in self.shared_state().items() if self.plan.backend.collectives.rank == 0 else ():
-            if theirs.get(name, own) != own:
+        theirs, warns = as_dict(saved.shared.get(self.name, {}), "options"), self.plan.backend.collectives.rank == 0
+        for name, own in self.shared_state().items() if warns else ():
+            # With another number of ranks, another `accumulate` can keep the number of batches of a window.
+            if theirs.get(name, own) != own and (saved.same_job or name != "accumulate"):
                 text = "the checkpoint was saved with %s=%s, and this training has %s: the results differ"
                 logger.warning(text, name, theirs[name], own)
         return lambda: None

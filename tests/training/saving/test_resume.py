@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from accelcore.checkpoint import store
+
 KILLED = Path(__file__).with_name("killed_run.py")
 
 
@@ -169,6 +171,23 @@ def test_options_that_change_the_results_are_reported(accel, tmp_path, caplog, n
     expected = [] if "clip_norm" in now else [("accumulate=2", "has 4"), ("clip_norm=1.0", "has None")]
     assert len(said) == len(expected)
     assert all(word in line for line, words in zip(said, expected, strict=True) for word in words)
+
+
+def test_on_another_number_of_ranks_another_accumulate_can_be_right(accel, tmp_path, caplog):
+    def make(**options):
+        model = nn.Linear(3, 1)
+        return accel.trainer(model, torch.optim.SGD(model.parameters()), loss=lambda m, b: m(b).mean(), **options)
+
+    whole = store.Checkpoint(make(accumulate=2, clip_norm=1.0).save(tmp_path / "one"))
+    parts = {name: whole.read(name) for name in whole.manifest["files"]}
+    with store.alone(tmp_path / "two"):
+        for name, tree in {**parts, "rank-00001": parts["rank-00000"]}.items():
+            store.write_file(tmp_path / "two", name, tree)
+        facts = {key: whole.manifest[key] for key in ("run", "trainers", "device", "accelcore", "torch")}
+        store.finish(tmp_path / "two", 0, {**facts, "world_size": 2})
+    make(accumulate=4, clip_norm=2.0).resume(tmp_path / "two")
+    assert "clip_norm=1.0" in caplog.text
+    assert "accumulate" not in caplog.text
 
 
 def test_a_resume_reports_what_was_trained_before_it_and_is_lost(accel, tmp_path, caplog, build, run):
