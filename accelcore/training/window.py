@@ -138,7 +138,8 @@ class Window:
 
 def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
     """Return what to do about a batch without tensors, or about dtypes of batch and model that differ in an error."""
-    if not any(True for _ in tensors(batch)):
+    # A loss may tokenize or decode its batch itself: then other errors have nothing to do with this.
+    if isinstance(error, TypeError | AttributeError) and not any(True for _ in tensors(batch)):
         return "the batch has no tensor: make tensors of its values, as by torch.as_tensor(array) in a collate_fn"
     given = {tensor.dtype for tensor in tensors(batch) if tensor.is_floating_point()}
     held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}

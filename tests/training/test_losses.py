@@ -115,6 +115,7 @@ class Pairs(NamedTuple):
         ({"x": torch.ones(2, 4), "id": "a"}, KeyError, ["'x': float32 (2, 4)", "'id': a str"]),
         (Pairs(torch.ones(1, 9), [1, 2]), RuntimeError, ["a Pairs", "float32 (1, 9)", "a list of (an int, an int)"]),
         ([7] * 20, TypeError, ["a list of (an int, ", "and 12 more"]),
+        ({"text": "a"}, KeyError, ["'text': a str"]),
     ],
 )
 def test_an_error_within_a_loss_keeps_its_class_and_notes_step_and_batch(accel, batch, kind, words):
