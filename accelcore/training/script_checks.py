@@ -1,4 +1,4 @@
-"""What a script, or another trainer, may do between the calls of a trainer: use its parameters, call, change the model.
+"""Checks of what a script or another trainer does between the calls of a trainer: with gradients, calls and the model.
 
 What would train wrongly raises, or is logged once.
 """

@@ -223,7 +223,7 @@ def test_a_terminal_gets_colours_unless_they_are_unwanted(machine, colours):
 
 def test_a_trial_multiplies_and_updates_on_its_backend(machine, fork):
     """In a fork that has imported torch."""
-    script = machine.write("trial.py", "import sys\nfrom accelcore.cli.doctor import deep\nsys.exit(deep.main())\n")
+    script = machine.write("attempt.py", "import sys\nfrom accelcore.cli.doctor import deep\nsys.exit(deep.main())\n")
     done = fork(script, "cpu").finish()
     assert done.returncode == 0, done.stderr
     assert "accelcore attempt: works" in done.stderr.splitlines()
@@ -238,7 +238,7 @@ def test_deep_imports_torch_and_multiplies_on_every_usable_backend(machine):
     deep = report["deep"]
     assert set(report["import_torch"]) == {"name", "notes", "outcome", "reason", "remedy", "seconds", "stderr"}
     assert report["import_torch"]["outcome"] == "works"
-    assert {trial["name"]: trial["outcome"] for trial in deep} == {
+    assert {attempt["name"]: attempt["outcome"] for attempt in deep} == {
         "cpu": "works", "cuda": "not tried", "npu": "not tried",
     }  # fmt: skip
     assert "kernels" in " ".join(named(deep, "cpu")["notes"]), "what the backend has logged"
@@ -281,10 +281,10 @@ def test_deep_reports_what_backends_do_to_their_processes(machine):
         machine.fakes.backend(name, create=create)
     code, report, _ = machine.doctor("--deep")
     for name, (_, outcome, reason, remedy) in ENDS.items():
-        trial = named(report["deep"], name)
-        assert trial["outcome"] == outcome, name
-        assert reason in trial["reason"]
-        assert remedy in trial["remedy"]
+        attempt = named(report["deep"], name)
+        assert attempt["outcome"] == outcome, name
+        assert reason in attempt["reason"]
+        assert remedy in attempt["remedy"]
         assert f"backend {name} (--deep)" in report["broken"]
         assert name not in report["usable"]
     assert code == 2, "nor does the CPU work with an empty torch"
@@ -296,10 +296,10 @@ def test_deep_gives_up_on_what_hangs_and_leaves_no_process(machine):
     deaf = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     machine.fakes.backend("sleepy", create=f"{deaf}; open({str(pid)!r}, 'w').write(str(os.getpid())); {HANG}")
     _, report, _ = machine.doctor("--deep", "--timeout", "4")
-    trial = named(report["deep"], "sleepy")
-    assert trial["outcome"] == "hung"
-    assert "4 seconds" in trial["reason"]
-    assert "--timeout" in trial["remedy"]
+    attempt = named(report["deep"], "sleepy")
+    assert attempt["outcome"] == "hung"
+    assert "4 seconds" in attempt["reason"]
+    assert "--timeout" in attempt["remedy"]
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
