@@ -208,7 +208,7 @@ def _emulator(name: str) -> Declared:
     offers = [entry for entry in emulators if entry.name == name]
     if not offers:
         names = ", ".join(sorted({entry.name for entry in emulators}))
-        advice = (f"choose an available one ({names})" if names else "install one of it") + ", or remove --emulate"
+        advice = (f"choose an available one ({names})" if names else "install its emulator") + ", or remove --emulate"
         for own in (entry for entry in declared("accelcore.own_emulators") if entry.name == name):
             both = f"./plugins/{name} ./plugins/{own.package.removeprefix('accelcore_')}"
             advice = f"in a clone of accelcore: pip install {both}; then python -m {own.value}"
