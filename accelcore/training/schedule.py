@@ -90,7 +90,12 @@ class Schedule:
         """Note the learning rates that the schedule will begin from; make it if the number of updates is given."""
         if self.is_to_be_made:
             for group in self._optimizer.param_groups:  # as schedulers do; a checkpoint has them
-                lr = group["lr"]
+                lr = group.get("lr")
+                if lr is None:
+                    raise ConfigurationError(
+                        "the optimizer has no learning rate that a schedule could change",
+                        remedy="give it lr=..., or remove scheduler=",
+                    )
                 group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
             if updates is not None:
                 self.check_updates(updates)

@@ -114,14 +114,36 @@ def test_a_state_dict_in_another_form_cannot_be_saved(accel, tmp_path):
         trainer.save(tmp_path)
 
 
-@pytest.mark.parametrize("lr", [None, 0.1])
-def test_an_optimizer_may_choose_its_learning_rate(accel, tmp_path, capsys, lr):
+class WithoutRate(SelfTuning):
+    """Has no learning rate in its groups."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        del self.param_groups[0]["lr"]
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = 0.1
+        super().step(closure)
+        del self.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("options", [{"lr": None}, {"lr": 0.1}, {"kind": WithoutRate}])
+def test_an_optimizer_may_choose_its_learning_rate(accel, tmp_path, capsys, options):
+    lr = options.get("lr")
     observers = [accelcore.Progress(seconds=1e-9), accelcore.Log(tmp_path / "log", every=1)]
     with accelcore.Record(tmp_path / "recorded"):
-        _, _, trainer = made(accel, observers, lr=lr)
+        _, _, trainer = made(accel, observers, **options)
         for batch in trainer.batches(batches()):
             trainer(batch)
     lines = (tmp_path / "log" / "log.jsonl").read_text().splitlines()
     assert lines
     assert all(('"lr"' in line) is (lr is not None) for line in lines)
     assert ("lr 0.1" in capsys.readouterr().err) is (lr is not None)
+    made(accel, **options)[2].resume(trainer.save(tmp_path))
+
+
+def test_a_schedule_of_an_optimizer_without_a_learning_rate_is_refused(accel):
+    model = nn.Linear(3, 2)
+    optimizer = SelfTuning(model.parameters())
+    with pytest.raises(accelcore.ConfigurationError, match=r"no learning rate(.|\n)*give it lr="):
+        accel.trainer(model, optimizer, scheduler="cosine", total_steps=4)
