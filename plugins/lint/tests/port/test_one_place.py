@@ -225,6 +225,9 @@ NONE, CPU = "map_location = None", "map_location = 'cpu'"
     [
         (f"if {{}}:\n    {NONE}\nelse:\n    {CPU}", True),
         (f"{NONE}\nif not {{}}:\n    {CPU}", True),
+        (f"{NONE}\nif not {{}}:\n    map_location = {{{{'cuda:0': 'cpu'}}}}", True),
+        ("map_location = {{}}\nif not {}:\n    map_location = lambda storage, loc: storage.cpu()", True),
+        (f"{NONE}\nif ddp:\n    map_location = lambda s, l: s.cuda(rank)\nif not {{}}:\n    {CPU}", True),
         ("kept = {{}}\nif not {}:\n    kept['map_location'] = torch.device('cpu')", True),
         ("kept = {{}} if {} else {{'map_location': 'cpu'}}", True),
         ("def place():\n    if not {}:\n        return 'cpu'\n    return None", True),

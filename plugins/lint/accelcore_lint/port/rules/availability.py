@@ -37,7 +37,8 @@ _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _AS_DEVICE = "the number of the current device, which stands for a device: take torch.accelerator.current_accelerator()"
 _CPU_NAME = re.compile(r"(?:\w+\.device\()?[\"']cpu[\"']\)?")
 _AT_CPU = re.compile(
-    rf"(?P<name>[\w.]*(?:map_loc(?:ation)?|\bloc)) *= *{_CPU_NAME.pattern}"
+    rf"(?P<name>[\w.]*(?:map_loc(?:ation)?|\bloc)) *= *(?:{_CPU_NAME.pattern}|{{[^{{}}]*: *[\"']cpu[\"'],? *}}"
+    r"|lambda (\w+), *\w+: *\2(?:\.cpu\(\))?(?m:$))"
     rf"|(?P<key>[\"']map_location[\"'])(?:\] *=|:) *{_CPU_NAME.pattern}|\breturn +{_CPU_NAME.pattern}"
 )
 """A place of the CPU for torch.load: by a name, in a dict, or what a function returns."""
@@ -204,8 +205,9 @@ def _loads_to_cpu(holder: cst.If | cst.IfExp, test: cst.CSTNode, facts: Facts) -
             [text_of(each.value) if each.value else "None" for each in find(function, cst.Return)] if function else []
         )
         return False if made and all(value == "None" or _CPU_NAME.fullmatch(value) for value in made) else None
-    values = facts.assigned.get(place["name"] or "", [])
-    if any(_NAMES.search(text_of(value)) or isinstance(value, cst.Lambda) for value in values):
+    values = [text_of(value) for value in facts.assigned.get(place["name"] or "", [])]
+    elsewhere = [value for value in values if not _AT_CPU.fullmatch(f"loc = {value}")]
+    if not {"None", "{}"} & {*values} and any(_NAMES.search(value) or "lambda" in value for value in elsewhere):
         return None
     return other is not None and _MOVES.search(text_of(other)) is not None
 
