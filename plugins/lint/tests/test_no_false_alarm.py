@@ -132,3 +132,20 @@ def test_a_loss_that_is_read_once_an_epoch_is_not_read_in_each_step(steps, found
         "            optimizer.step()\n        print(epoch, loss.item())\n"
     )
     assert ("ACC314" in [finding.code for finding in check(source)]) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("best = min(best, value)", True),
+        ("if not math.isfinite(value): sys.exit(1)", False),
+        ("if value < best: best, kept = value, model.state_dict()", False),
+    ],
+)
+def test_a_loss_that_decides_something_in_each_step_is_read_there(line, found):
+    source = (
+        "import math\nimport sys\nimport torch\n\n\ndef train(model, optimizer, loader, best):\n    for x in loader:\n"
+        "        optimizer.zero_grad()\n        loss = model(x)\n        loss.backward()\n        optimizer.step()\n"
+        f"        value = loss.item()\n        {line}\n"
+    )
+    assert ("ACC314" in [finding.code for finding in check(source)]) is found

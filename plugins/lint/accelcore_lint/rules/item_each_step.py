@@ -66,10 +66,11 @@ def _guarded(script: Script, call: ast.Call, loop: ast.stmt) -> bool:
     for above in script.names.ancestors(call):
         if above is loop:
             return False
-        if isinstance(above, ast.Assign) and isinstance(loop, ast.While):
-            asked = {node.id for node in ast.walk(loop.test) if isinstance(node, ast.Name)}
+        if isinstance(above, ast.Assign):
+            tests = [node.test for node in ast.walk(loop) if isinstance(node, ast.If | ast.While)]
+            asked = {node.id for test in tests for node in ast.walk(test) if isinstance(node, ast.Name)}
             if any(isinstance(target, ast.Name) and target.id in asked for target in above.targets):
-                return True  # the loop ends by it
+                return True  # the loop ends by it, or keeps the best
         if isinstance(above, _NOT_EACH_STEP):
             return True
     return True
@@ -80,7 +81,7 @@ RULE = Rule(
     name="item-each-step",
     about="`loss.item()`, also of a part of the loss, or `float(loss)`, in each training step. The host waits until "
     "the device has computed it, and launches nothing meanwhile. Small models lose much by it. Reads under a "
-    "condition, and those by which a loop ends, are not found.",
+    "condition, and those by which a condition decides, are not found.",
     check=_check,
     found="""
         import torch
