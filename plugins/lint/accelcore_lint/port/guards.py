@@ -27,11 +27,12 @@ _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
     r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b|\.gpu\.\w+\("
     r"|[\"'][^\"'\n]*(?:cuda[^\"'\n]*\.(?:so|dll|cu|cpp)\b|\bcu\d{2,3}\b|\bCUDA:\d)|[\"']_cuda[\"']"
-    r"|(,|(?<!type)\(|(?<![=!])=)\s*[\"']torch\.[A-Z]\w*Tensor[\"']"
+    r"|(,|(?<!type)\(|(?<![=!])=)\s*[\"']torch\.[A-Z]\w*Tensor[\"']|(?m:^)\s*(from|import)\s[^\n]*_(gpu|cuda)\b"
 )
 """Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
-Also functions that a module `gpu` beside one for the CPU has. And a type of the CPU's tensors that a function gets by
-its name: another file has one vendor's as the default. And names of compiled files and builds, such as `"cu118"`.
+Also imports such as `from nms.nms_gpu import nms_gpu`, and functions that a module `gpu` beside one for the CPU has.
+And a type of the CPU's tensors that a function gets by its name: another file has one vendor's as the default. And
+names of compiled files and builds, such as `"cu118"`.
 
 PyTorch Geometric's DataListLoader is for its own DataParallel, which knows CUDA only.
 """

@@ -68,6 +68,13 @@ def test_a_condition_stays_whose_other_branch_has_an_extension(test, run, kept):
     assert (f"if {test}:" in port_source(source, Level.ROLES).source) is kept
 
 
+@pytest.mark.parametrize(("name", "kept"), [("nms_gpu", True), ("roi_cuda", True), ("gpus", False)])
+def test_a_question_stays_below_which_a_module_for_one_vendor_is_imported(name, kept):
+    question = "if torch.cuda.is_available():"
+    source = f"import torch\n\n{question}\n    from nms.{name} import run\n    x = torch.ones(2).cuda()\n"
+    assert (f"{question}\n    from" in port_source(source, Level.ROLES).source) is kept
+
+
 def test_a_module_of_the_project_is_no_extension():
     source = "import torch\nimport ops_cuda\n\n\ndef f(x):\n    if x.is_cuda:\n        return ops_cuda.run(x.cuda())\n"
     known = Known(modules=frozenset({"ops_cuda", "_ext"}))

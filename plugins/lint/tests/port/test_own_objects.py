@@ -42,6 +42,18 @@ def test_an_object_of_an_unknown_class_may_have_no_method_to(tmp_path, base, mor
     assert ("(Learner in learners.py)" in ported) is kept
 
 
+@pytest.mark.parametrize(("moved", "kept"), [("model.cuda()", True), ("made.cuda()", False)])
+def test_a_question_stays_above_an_object_whose_move_is_left(tmp_path, moved, kept):
+    source = (
+        "import torch\nfrom learners import LEARNERS\n\n\ndef run(x, model):\n    made = torch.nn.Linear(2, 2)\n"
+        f"    if torch.cuda.is_available():\n        {moved}\n        y = torch.ones(2).cuda()\n    return made(x)\n"
+    )
+    learner = LEARNER.format(base="", more="")
+    ported = _ported(tmp_path, source, learners=f"import torch\n\n\n{learner}\n\nLEARNERS = {{'a': Learner}}\n")
+    assert ("if torch.cuda.is_available():" in ported) is kept
+    assert (moved in ported) is kept
+
+
 @pytest.mark.parametrize(
     ("above", "kept"), [("x = torch.ones(2)", False), ("y = 2", True), ("for x in data: pass", True)]
 )
