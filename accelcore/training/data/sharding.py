@@ -17,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -143,10 +144,9 @@ def share(loader: Iterable[Any], rank: int, world_size: int) -> Iterable[Any]:
     if not _is_plain(loader):
         raise ConfigurationError(
             f"this {type(loader).__name__} cannot be divided among {world_size} ranks",
-            why="it has a custom sampler or is a custom class",
+            why=_what_is_own(loader),
             available="DataLoaders made with shuffle=True or False, and any with a DistributedSampler",
-            remedy="make it with sampler=DistributedSampler(data, num_replicas=job.world_size, rank=job.rank); if it "
-            "already yields this rank's share, write trainer.batches(loader, shard=False)",
+            remedy=_DRAW_ON_EACH_RANK if isinstance(loader.sampler, WeightedRandomSampler) else _DIVIDE,
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,
@@ -241,6 +241,26 @@ def _start_worker(rank: int, then: Callable[[int], None] | None, number: int) ->
 
 def _parts(rows: Sequence[Any], count: int) -> list[list[Any]]:
     return [list(rows[len(rows) * n // count : len(rows) * (n + 1) // count]) for n in range(count)]
+
+
+_DIVIDE = (
+    "make it with sampler=DistributedSampler(data, num_replicas=job.world_size, rank=job.rank); if it already yields "
+    "this rank's share, write trainer.batches(loader, shard=False)"
+)
+_DRAW_ON_EACH_RANK = (
+    "let each rank draw its share: WeightedRandomSampler(weights, num_samples // job.world_size, "
+    "generator=torch.Generator().manual_seed(job.rank)), and write trainer.batches(loader, shard=False)"
+)
+
+
+def _what_is_own(loader: DataLoader[Any]) -> str:
+    """Return why no DistributedSampler can replace the sampler of a loader that is not plain."""
+    if type(loader) is not DataLoader:
+        return f"{type(loader).__name__} is a class derived from DataLoader, which may choose rows itself"
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return "it has batch_size=None: its dataset makes the batches"
+    name = "batch_sampler" if loader.batch_size is None else "sampler"
+    return f"its {name} is {kind_of(getattr(loader, name))}, which chooses the rows itself"
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:

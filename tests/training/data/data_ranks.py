@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import accelcore
 from accelcore import ShardedStream
@@ -107,6 +107,10 @@ def shares(accel, job, told):
         name: read(trainer.evaluate(loaders[name]))
         for name in ("uneven", "stream", "list", "sharded", "sharded, dropping")
     }
+    own = WeightedRandomSampler(
+        [0.0] * 50 + [1.0] * 50, 36 // job.world_size, generator=torch.Generator().manual_seed(job.rank)
+    )
+    found["weighted"] = read(make(accel).batches(DataLoader(range(100), 4, sampler=own), shard=False))
     found["whole"] = read(make(accel).batches(loaders["stream"], shard=False))
     assert all("without a step" in line for line in told.lines), told.lines
     return found
@@ -120,6 +124,9 @@ def refused(accel, job):
     for name, loader in {
         "class": Own(range(8), 2),
         "sampler": DataLoader(range(8), 2, sampler=[1, 2, 3]),
+        "batch_sampler": DataLoader(range(8), batch_sampler=[[1, 2], [3]]),
+        "no batches": DataLoader(range(8), batch_size=None),
+        "weighted": DataLoader(range(8), 2, sampler=WeightedRandomSampler(torch.ones(8), 6)),
         "other place": DataLoader(range(8), 2, sampler=DistributedSampler(range(8), num_replicas=1, rank=0)),
         "other stream": DataLoader(ShardedStream(Rows(8), rank=0, world_size=2), 2),
     }.items():

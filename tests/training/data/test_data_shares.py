@@ -66,7 +66,7 @@ def test_where_the_loader_drops_what_is_left_over_nothing_comes_twice(job, name,
 def test_the_length_is_what_an_epoch_yields(job):
     for rank in job:
         for name, share in rank["shares"].items():
-            if name not in ("evaluated", "whole"):
+            if name not in ("evaluated", "weighted", "whole"):
                 assert share["length"] in (share["batches"], None), name
 
 
@@ -93,7 +93,13 @@ def test_an_epoch_is_told_to_what_wants_to_know_it(job):
 
 def test_what_cannot_be_divided_is_refused(job):
     for rank, found in enumerate(job):
-        for own in ("class", "sampler"):
+        for own, named in (
+            ("class", "Own is a class"),
+            ("sampler", "sampler is a list"),
+            ("batch_sampler", "batch_sampler is a list"),
+            ("no batches", "batch_size=None"),
+        ):
+            assert named in found["refused"][own]
             assert "sampler=DistributedSampler(" in found["refused"][own]
             assert "shard=False" in found["refused"][own]
         assert f"rank 0 of 1, and this is rank {rank} of 3" in found["refused"]["other place"]
@@ -102,6 +108,19 @@ def test_what_cannot_be_divided_is_refused(job):
             says = f"the loader of rank 1 has {own}batches for each rank, and that of rank 0 has {rank_0s}batches"
             assert (says if rank == 1 else "not refused") in found["refused"][name]
         assert found["refused"]["own rows"] == "not refused"
+
+
+def test_a_weighted_sampler_draws_on_each_rank_as_its_error_says(job):
+    for found in job:
+        error = found["refused"]["weighted"]
+        assert "sampler is a WeightedRandomSampler" in error
+        assert "sampler=DistributedSampler(" not in error  # it would drop the weights
+        for part in ("num_samples // job.world_size", "manual_seed(job.rank)", "shard=False"):
+            assert part in error
+    rows = [found["shares"]["weighted"] for found in job]
+    assert [len(each) for each in rows] == [12] * 3
+    assert len({tuple(each) for each in rows}) == 3
+    assert all(row >= 50 for each in rows for row in each)
 
 
 def test_a_schedule_for_the_batches_of_all_ranks_is_reported(job):
