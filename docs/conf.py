@@ -29,6 +29,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 # Read for their docstrings, not run.
 autodoc_mock_imports = ["accelcore.testing.support.options", "expecttest", "numpy", "safetensors", "torch", "torch_npu"]
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # an event is described once, under `Observer`
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 napoleon_google_docstring = True

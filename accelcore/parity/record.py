@@ -59,9 +59,10 @@ class Record(Observer):
 
     Args:
         folder: made if it does not exist; an older recording in it is replaced. Each rank writes a folder of its own.
-        model, optimizer: what to record, if not everything: the model that the loop calls, compiled or replicated; a
-            sequence for several. A model that was made before the context, and is not given, must be called with
-            positional arguments first: torch's hooks on all modules do not show others.
+        model: the model to record, as the loop calls it, compiled or replicated; a sequence for several. None: all. A
+            model that was made before the context, and is not given, must be called with positional arguments first:
+            torch's hooks on all modules do not show others.
+        optimizer: the optimizer whose steps are recorded; a sequence for several. Give it with `model`, or neither.
         operators: steps in which each operator is recorded, too, so that it can be named: `range(1, 4)`. These steps
             are slow, and not recorded of compiled models.
         batches: whether all tensors that the models get are kept in full, so that a replay can take them. This waits

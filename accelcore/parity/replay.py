@@ -54,7 +54,8 @@ class Replay(Record):
 
     Args:
         folder: the recording.
-        model, optimizer: as for `Record`.
+        model: the model to compare, as for `Record`.
+        optimizer: the optimizer whose steps are compared, as for `Record`.
         out: folder for the recording of the replay; `FOLDER-replay` beside the recording unless given.
         weights: `"compare"` reports other initial weights as the first difference; `"take"` accepts them.
         batches: `"take"` gives the models the batches of a recording with `batches=True`, and the host's generator

@@ -76,6 +76,7 @@ class Trainer(Resumable):
         backend: as given.
         state: the state of this trainer; `Together` uses it.
         aux: what the last `loss` returned beside the scalar.
+        extra: the dict last given to `save(extra=...)`, or read by `resume`. Each checkpoint holds it.
 
     Raises:
         ConfigurationError: arguments contradict each other. Model and optimizer are unchanged.

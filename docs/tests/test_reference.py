@@ -154,7 +154,7 @@ def test_every_public_method_is_there(entries, mocked):
         if SUITE.match(kind.__name__):
             continue
         places = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
-        places |= {address for address in public if resolved(address, mocked) is kind}
+        places |= {address for address in public if resolved(address, mocked) in kind.__mro__}
         missing |= {
             f"{kind.__qualname__}.{name}"
             for name in methods(kind)
@@ -176,7 +176,7 @@ def test_the_options_of_a_trainer_have_their_defaults(entries, mocked):
 
 def test_there_is_no_noise(entries):
     for address, (signature, text) in entries.items():
-        assert ".__" not in address.removesuffix(".__version__"), address
+        assert ".__" not in address.removesuffix(".__version__").removesuffix(".Trainer.__call__"), address
         assert "object at 0x" not in signature, signature
         assert "*args" not in signature, signature
         assert "Alias for field number" not in text, address

@@ -87,8 +87,8 @@ class Resumable(ABC):
                 deleted. Of equal metrics the first is the best; NaN and infinity never are.
             mode: of `best`: "min" if the lowest metric is the best, as of a loss; "max" for the highest, as of an
                 accuracy. The same in all saves of a run. None: "min", which the log reports once.
-            extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It
-                becomes `extra`, which later saves keep. In a job the one of rank 0 is saved.
+            extra: what else to save, such as the best score: plain values, tensors, and lists and dicts of these. It is
+                then in `trainer.extra`, and later saves without `extra=` write it again. In a job rank 0's is saved.
         """
         if keep is not None and not is_whole(keep, 1):
             raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
@@ -249,7 +249,7 @@ class Together(Resumable):
         trainers: trainers of one job, by name. Each trainer has a folder of its name in a checkpoint.
 
     Attributes:
-        extra: as in `Resumable`.
+        extra: the dict last given to `save(extra=...)` of this object, or read by its `resume`.
 
     Raises:
         ConfigurationError: a value is not a trainer, a trainer has two names, a name cannot be a folder's name, or the
