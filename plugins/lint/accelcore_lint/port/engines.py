@@ -19,10 +19,15 @@ _IMPORTED = re.compile(
     rf"|(transformers|trl)[ \t]*(?:$|#|,|as\b)(?=[\s\S]*\b\3\.{_TRAINERS}\())"
 )
 _STARTED = re.compile(rf"\b(?:Accelerator|Fabric|{_TRAINERS}|Runner|Booster|\w*[lL]earner|\w*_trainer|initialize)\(")
+_LIGHTNING, _TRANSFORMERS = "moving.md#from-lightnings-trainer", "moving.md#from-hugging-faces-trainer"
 _PAGES = {
     "accelerate": "moving/accelerate.md",
     "mmengine": "moving/mmengine.md",
     "lightning_fabric": "moving/fabric.md",
+    "lightning": _LIGHTNING,
+    "pytorch_lightning": _LIGHTNING,
+    "transformers": _TRANSFORMERS,
+    "trl": _TRANSFORMERS,
 }
 _TEXT = (
     "{} trains this script: it chooses the device and wraps the model and the optimizer. port leaves that as it is, so "
@@ -41,5 +46,6 @@ def engine_in(source: str) -> tuple[str, int] | None:
 def engine_note(name: str, line: int) -> Note:
     """Return what to know of the library by which a script trains."""
     page = _PAGES.get(name)
-    text = _TEXT.format(name, name, page or "moving.md", " shows such a script before and after" if page else "")
+    shows = "" if page is None else " shows a script" if "#" in page else " shows such a script before and after"
+    text = _TEXT.format(name, name, page or "moving.md", shows)
     return Note(line, "engine", text)

@@ -1,6 +1,8 @@
 """What a port must never do in a project: choose a device on import, call `to` of what has none, mix two apexes."""
 
+import re
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ from accelcore_lint.port.project import Known, read_project
 from click.testing import CliRunner
 from port_sources import imported, left_by_rules, written
 
+DOCS = Path(__file__).parents[4] / "docs"
 BODIES = [
     "return x.cuda()",
     "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')\n    return x.to(device)",
@@ -290,9 +293,18 @@ def test_a_script_that_another_library_trains_is_told_so():
         (
             "from transformers import (\n    AutoModel,\n    Trainer,\n)\nTrainer(m).train()",
             "transformers",
-            "moving.md",
+            "moving.md#from-hugging-faces-trainer",
         ),
-        ("import transformers\ntransformers.Trainer(m).train()", "transformers", "moving.md"),
+        (
+            "import transformers\ntransformers.Trainer(m).train()",
+            "transformers",
+            "moving.md#from-hugging-faces-trainer",
+        ),
+        (
+            "import pytorch_lightning as pl\npl.Trainer().fit(m)",
+            "pytorch_lightning",
+            "moving.md#from-lightnings-trainer",
+        ),
     ],
 )
 def test_a_library_that_trains_is_named_in_a_script_without_a_vendor_too(lines, name, page):
@@ -302,6 +314,9 @@ def test_a_library_that_trains_is_named_in_a_script_without_a_vendor_too(lines, 
     assert outcome.source == source
     assert (note.rule, note.text.split()[0]) == ("engine", name)
     assert f"docs/{page}" in note.text
+    path, _, anchor = page.partition("#")
+    headings = re.findall(r"(?m)^#+ (.+)$", (DOCS / path).read_text(encoding="utf-8"))
+    assert not anchor or anchor in [heading.lower().replace("'", "").replace(" ", "-") for heading in headings]
 
 
 def test_a_library_that_only_helps_is_not_named():
