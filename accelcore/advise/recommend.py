@@ -285,7 +285,7 @@ def _reason(best: Row, rows: Sequence[Row]) -> str:
     quicker = [row.variant.name for row in agreeing if row.seconds[1] < best.seconds[1]]
     slower = [row for row in agreeing if row.seconds[1] >= best.seconds[1]]
     if quicker:
-        text += f"; {', '.join(quicker)}: quicker by less than the spread of times, and not as simple"
+        text += f"; {', '.join(quicker)}: quicker by less than the spread of times, so the simpler setting is taken"
     if slower:
         next_best = min(slower, key=lambda row: row.seconds[1])
         text += f"; the next slower one that agrees is {next_best.variant.name}, {next_best.seconds[1] * 1e3:.3g} ms"

@@ -112,7 +112,7 @@ def replay(
     \b
     Exit code:
       0   the runs agree
-      1   they differ, or were made with other settings of what is trained, such as the learning rate
+      1   the runs differ, or they have different settings, such as the learning rate
       2   nothing could be compared: the script failed, or made no step
       64  the request is invalid, or the recording is damaged
 

@@ -46,8 +46,8 @@ class Replay(Record):
     ranks. It begins with the recorded states of the host's random generators and with the recorded weights. If device,
     versions, threads, precision and strategy are the recorded ones, and no other batches were taken, every bit is
     compared. Otherwise differences within the expected rounding agree: in units of the coarsest dtype so far in the
-    step, times how far the weights are apart at its start. Runs with other settings of what is trained, such as the
-    weight decay, never agree.
+    step, times how far the weights are apart at its start. Runs never agree if a setting of
+    the training differs, such as the weight decay.
 
     The trainers of a replay save no checkpoint. `trainer.resume` loads the checkpoint from which the recorded run
     began; if it began without one, none.

@@ -30,8 +30,8 @@ class FSDP(Settings):
     """Options of `parallel=FSDP(...)`: torch's `fully_shard` divides parameters, gradients and optimizer state.
 
     The parameters of a *group* are gathered and freed together. Each module that `wrap` chooses is a group; the rest of
-    the model is one more. A module that shares a parameter with the rest of the model belongs to the rest. All ranks
-    must run a group, or none; otherwise they deadlock.
+    the model is one more. A module that shares a parameter with the rest of the model belongs to the rest. In each
+    step, a group must run on all ranks or on none: if it runs on some, these wait for the others forever.
 
     Example:
         >>> sharding = accelcore.FSDP(wrap=torch.nn.TransformerEncoderLayer)
@@ -77,7 +77,7 @@ class Recompute(Settings):
 class TrainerOptions(TypedDict, total=False):
     """Options of `accel.trainer(model, optimizer, ...)`. All are optional; the default is None if no other is named.
 
-    `help()` adds the methods of every dict: `print(accelcore.TrainerOptions.__doc__)` shows this text alone.
+    `print(accelcore.TrainerOptions.__doc__)` shows this text; `help()` also lists the methods that every dict has.
 
     Attributes:
         loss: `loss(model, batch)` returns a scalar, `(scalar, aux)`, an object with `.loss`, or a dict with "loss"; the
@@ -116,15 +116,15 @@ class TrainerOptions(TypedDict, total=False):
             in every 64th, at the end of an epoch and in `save`, and raise TrainingError if one is not finite. `"skip"`:
             also skip an update if a gradient is not finite. None: do not look.
         parallel: `"none"`, a strategy that the backend declares, such as `"ddp"`, `"combine_ddp"`, `"zero1"` or
-            `"fsdp"`, or `FSDP(...)` for `"fsdp"` with other settings. In a job of one process all are the same. None:
-            `"none"`; in a job of several ranks the option is required.
+            `"fsdp"`, or `FSDP(...)` for `"fsdp"` with other settings. In a job of one process all are the same. None,
+            the default, is `"none"` in one process, and an error in a job of several ranks.
         comm_dtype: dtype in which `"combine_ddp"`, `"zero1"` and `"fsdp"` add gradients over ranks, by torch's name.
             None: the gradients' own, or fp32 if shards are fp32 and computed in low precision.
         checkpoint: the parts of the model that keep only their inputs, and are computed again in backward: modules of
             one or several types, or those for which a function returns True. `Recompute(parts, save=[...])` also keeps
             the results of some operators. It draws the same random numbers again, and changes no running statistics.
-        offload: the parts whose activations wait for backward in pinned host memory, chosen in the same way. For a part
-            that is in both options, these are its inputs.
+        offload: the parts whose activations wait for backward in pinned host memory, chosen in the same way. If a
+            part is also in `checkpoint`, only its inputs wait there; the rest is computed again.
         flat: whether all parameters, and all gradients, lie in one piece of memory each. None: if that is faster here.
         compile: True, or options for the compiler. Default: `False`.
         graph: capture whole steps as graphs and launch each as one. This pays if a step is many short operators. It

@@ -45,7 +45,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     Exit code:
       0   every plugin answered, and at least one backend is usable
       1   something is broken: torch, a plugin, an attempt of --deep, versions; or select() raises
-      2   no backend is usable, broken or not, and import torch was not seen to fail
+      2   no backend is usable, and import torch works or was not tried
       64  the request is invalid
 
     \b

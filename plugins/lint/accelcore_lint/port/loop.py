@@ -154,7 +154,7 @@ def _check_devices(block: Block, accel: str, source: str) -> None:
     """Raise if the function moves something to a device that may differ from the trainer's, or may leave it."""
     text = "\n".join(map(text_of, block.body))
     if left := re.search(r"\w+\.(cuda|npu)\((?:[^()\n]|\([^()\n]*\))*\)", text):
-        raise NotCanonicalError(f"{left[0]} was left, and may be another device than the backend's")
+        raise NotCanonicalError(f"{left[0]} was left, and may choose another device than accel.device")
     for node in m.findall(block, m.If() | m.IfExp()):
         choice = cast("cst.If | cst.IfExp", node)
         test = text_of(choice.test)
@@ -168,7 +168,7 @@ def _check_devices(block: Block, accel: str, source: str) -> None:
             continue
         values = re.findall(rf"(?m)^ *{re.escape(device)} = (.+)$", source)
         if [value.split("  #")[0].strip() for value in values] not in ([own[0]], [own[1]]):
-            raise NotCanonicalError(f"{device} may be another device than the backend's")
+            raise NotCanonicalError(f"port cannot tell whether `{device}` is always accel.device")
 
 
 def _made_again(block: Block, anchor: cst.CSTNode, optimizer: str, model: str) -> bool:
@@ -274,7 +274,7 @@ class _Steps:
         elif self._stage == "step" and self.scaler and text == f"{self.scaler}.update()":
             self.gone.append(line)
         elif re.search(r"\.backward\(|\.zero_grad\(|\.step\(|unscale_|clip_grad", text):
-            raise NotCanonicalError(f"a step of it is not known: {text}")
+            raise NotCanonicalError(f"port does not know this form of a training step: {text}")
 
     def _read_step(self, name: str, argument: str, line: cst.CSTNode) -> None:
         if self._stage == "backward":

@@ -111,7 +111,7 @@ def show(files: Sequence[Ported], level: Level, console: Console, mac: str, *, w
     errors = sum(ported.outcome is None for ported in files)
     left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
     ignored = sum(ported.outcome.ignored for ported in files if ported.outcome)
-    settings = f" (other devices ignore {ignored} of them)" if ignored else ""
+    settings = f", of which other devices ignore {ignored}" if ignored else ""
     number = f"{len(files)} file{'' if len(files) == 1 else 's'}"
     text = f"level {level.value}: {number}"
     if before or left or _changes(files):

@@ -117,7 +117,7 @@ def test_an_evaluation_in_a_loop_calls_the_model(monkeypatch):
         (script(WINDOW, "loader"), "under a condition"),
         (script(PLAIN).replace("    n = 2", "    model, n = torch.nn.Linear(4, 1), 2"), "made again"),
         (script(PLAIN).replace("(model.parameters()", "([*model.parameters(), *other.parameters()]"), "one model"),
-        (script(PLAIN).replace("x.to(device)", 'x.to(options["device"])'), "another device"),
+        (script(PLAIN).replace("x.to(device)", 'x.to(options["device"])'), "accel.device"),
         (script(PLAIN + "print(model.weight.grad)\n"), ".grad"),
         (script(PLAIN.replace("loss.backward()", "if loss > 9:\n    continue\nloss.backward()")), "skip the update"),
         (script(PLAIN.replace("optimizer.step()", "if loss > 9:\n    break\noptimizer.step()")), "skip the update"),
