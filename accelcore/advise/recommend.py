@@ -288,7 +288,7 @@ def _reason(best: Row, rows: Sequence[Row]) -> str:
         text += f"; {', '.join(quicker)}: quicker by less than the spread of times, so the simpler setting is taken"
     if slower:
         next_best = min(slower, key=lambda row: row.seconds[1])
-        text += f"; the next slower one that agrees is {next_best.variant.name}, {next_best.seconds[1] * 1e3:.3g} ms"
+        text += f"; next of those that agree, and slower: {next_best.variant.name}, {next_best.seconds[1] * 1e3:.3g} ms"
     if simpler:
         names = ", ".join(row.variant.name for row in simpler)
         text += f"; {names}: simpler, but slower than the fastest by more than the spread of times"
