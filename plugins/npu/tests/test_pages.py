@@ -24,6 +24,7 @@ ELSEWHERE = {
     "lint.md": "its scripts are what the linter finds, or does not find",
     "port.md": "test_port.py runs ported scripts here",
     "apex.md": "test_apex.py runs scripts for apex here",
+    "reference_apex.md": "test_apex.py runs scripts for apex here, and resets amp",
     "transfer_to_npu.md": "test_examples.py runs both of its scripts here",
 }
 
