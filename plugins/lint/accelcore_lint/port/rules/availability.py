@@ -36,10 +36,12 @@ _MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(|\.to\((device *= *)?[\"']({'|'.
 _NAMES = re.compile(rf"[\"']({'|'.join(DEVICES)})\b")
 _AS_DEVICE = "the number of the current device, which stands for a device: take torch.accelerator.current_accelerator()"
 _CPU_NAME = re.compile(r"(?:\w+\.device\()?[\"']cpu[\"']\)?")
+_PLACE = (
+    rf"(?:{_CPU_NAME.pattern}|{{[^{{}}]*: *[\"']cpu[\"'],? *}}|lambda \w+, *\w+: *\w+(?:\.cpu\(\))?(?m:$|(?=[,}}])))"
+)
 _AT_CPU = re.compile(
-    rf"(?P<name>[\w.]*(?:map_loc(?:ation)?|\bloc)) *= *(?:{_CPU_NAME.pattern}|{{[^{{}}]*: *[\"']cpu[\"'],? *}}"
-    r"|lambda (\w+), *\w+: *\2(?:\.cpu\(\))?(?m:$))"
-    rf"|(?P<key>[\"']map_location[\"'])(?:\] *=|:) *{_CPU_NAME.pattern}|\breturn +{_CPU_NAME.pattern}"
+    rf"(?P<name>[\w.]*(?:map_loc(?:ation)?|\bloc)) *= *{_PLACE}"
+    rf"|(?P<key>[\"']map_location[\"'])(?:\] *=|:) *{_PLACE}|\breturn +{_CPU_NAME.pattern}"
 )
 """A place of the CPU for torch.load: by a name, in a dict, or what a function returns."""
 
@@ -280,11 +282,12 @@ def _asks_for_other(test: cst.CSTNode) -> bool:
 
 
 def _is_location(choice: cst.IfExp, facts: Facts) -> bool:
-    """Return whether a choice is a `map_location` that is None, the device of what was saved, or the CPU's."""
+    """Return whether a choice is a `map_location` that is none, for the device of what was saved, or the CPU's."""
     holder = facts.parent(choice)
     keyword = holder.keyword.value if isinstance(holder, cst.Arg) and holder.keyword else ""
     name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else keyword
-    return name.endswith("map_location") and "None" in (text_of(choice.body), text_of(choice.orelse))
+    values = {text_of(choice.body), text_of(choice.orelse)}
+    return name.endswith("map_location") and not values.isdisjoint({"None", "{}"})
 
 
 def _as_operand(node: cst.BaseExpression, facts: Facts, source: str) -> Rewrite:
