@@ -31,6 +31,9 @@ _COMPARES = re.compile(r"\.device\)? *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]
 _LOOPS = re.compile(r"\bfor ([^\n]*?) in\b")
 _OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']|[\w.]+\.type != [\"']cpu[\"']")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
+_PORTED = "{current_device.type}:{"
+"""The device of a number that the script chooses, as an earlier run has written it."""
+
 _LATE = ("deepspeed", "horovod", "byteps")
 """Libraries that start the ranks, and make a device current when they get the model, or leave it to the script."""
 
@@ -73,7 +76,7 @@ class Facts(DeviceNumbers):
         elsewhere = "rank" in self.options or self._is_set_up_elsewhere
         several = self.has_several and not (self.spawns or self.backends)
         return (
-            bool(unknown or several)
+            bool(unknown or several or _PORTED in self.code)
             or any(text_of(arg.value) != "0" for call in contexts for arg in call.args[:1])
             or self.engine is not None
             or (not self.spawns and elsewhere)

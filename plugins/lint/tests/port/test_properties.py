@@ -83,6 +83,7 @@ REASONS = {
     "two devices": 'y = x.to("cuda:1")',
     "a backend": 'import accelcore\nbackend = accelcore.select("cpu")',
     "ranks": "def work(rank):\n    torch.cuda.set_device(rank)\n    return x.cuda(rank)\n\n\nmp.spawn(work)",
+    "a first number": "x.to(torch.device('cuda:{}'.format(gpus[0]) if torch.cuda.is_available() else 'cpu'))",
     "ranks or a list": "def work(gpu):\n    torch.cuda.set_device(gpu)\n\n\nmp.spawn(work) if n else work(args.gpus)",
 }
 """Lines by which a port decides about other lines. It rewrites many of them, so that a second run sees less."""
