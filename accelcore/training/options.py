@@ -173,6 +173,7 @@ _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 _WORDS = {
     "mixed_precision": "precision", "amp": "precision", "max_grad_norm": "clip_norm", "gradient_clip_val": "clip_norm",
     "gradient_accumulation_steps": "accumulate", "accumulate_grad_batches": "accumulate", "strategy": "parallel",
+    "use_amp": "precision", "dtype": "precision",
 }  # fmt: skip
 """Other libraries' words for options of a trainer that are not similar to ours."""
 

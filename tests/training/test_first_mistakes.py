@@ -140,6 +140,7 @@ def test_a_backend_lives_in_a_config(accel):
     ("options", "says"),
     [
         ({"mixed_precision": "bf16"}, "'mixed_precision'(.|\n)*did you mean 'precision'"),
+        ({"dtype": "bf16"}, "'dtype'(.|\n)*did you mean 'precision'"),
         ({"gradient_accumulation_steps": 4}, "did you mean 'accumulate'"),
         ({"max_grad_norm": 1.0}, "did you mean 'clip_norm'"),
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
