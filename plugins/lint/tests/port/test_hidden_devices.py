@@ -218,3 +218,13 @@ def test_a_line_that_asks_for_no_device_does_not_begin_to_above_one_that_hides_t
     )
     outcome = port_source(source, Level.TORCH)
     assert outcome.source.count("torch.cuda.") == len(left_by_rules(outcome)) == kept
+
+
+@pytest.mark.parametrize(("made", "hides"), [("os.environ", True), ("os.environ.copy()", False), ("dict(x=1)", False)])
+def test_variables_for_another_process_hide_no_device(made, hides):
+    source = (
+        f"import os\nimport torch\nenv = {made}\n\n\ndef start():\n    env['CUDA_VISIBLE_DEVICES'] = '1'\n\n\n"
+        "def work(x):\n    x.cuda()\n\n\nwork(torch.ones(2))\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert len(left_by_rules(outcome)) == hides

@@ -249,3 +249,11 @@ def test_what_is_loaded_where_cuda_saved_it_is_loaded_to_the_cpu_on_others(lines
     if both.startswith("if"):
         ported = port_source(f"import torch\n\n{both.format(question)}\n{moves}", Level.ROLES).source
         assert ported.count(question) == (2 if NONE in both else 0)
+
+
+def test_a_device_is_not_chosen_while_a_graph_is_captured():
+    source = (
+        "import torch\n\n\ndef step(x):\n    return x.cuda()\n\n\ngraph = torch.cuda.CUDAGraph()\n"
+        "with torch.cuda.graph(graph):\n    step(torch.ones(2))\n"
+    )
+    assert "\naccel = accelcore.select()\n" in port_source(source, Level.ROLES).source

@@ -11,7 +11,7 @@ from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.port_command import port
 from accelcore_lint.port.project import Known, read_project
 from click.testing import CliRunner
-from port_sources import imported, left_by_rules, written
+from port_sources import imported, written
 
 DOCS = Path(__file__).parents[4] / "docs"
 BODIES = [
@@ -391,21 +391,3 @@ def test_a_scaler_of_another_package_is_reported_beside_autocast(tmp_path):
     assert [(note.line, note.rule) for note in outcome.left] == [(4, "scaler")]
     paths = written(tmp_path / "project", {"train.py": source.format("tools"), "tools.py": "NativeScaler = object\n"})
     assert port_source(source.format("tools"), Level.ROLES, read_project(paths).known(paths[0])).left == []
-
-
-@pytest.mark.parametrize(("made", "hides"), [("os.environ", True), ("os.environ.copy()", False), ("dict(x=1)", False)])
-def test_variables_for_another_process_hide_no_device(made, hides):
-    source = (
-        f"import os\nimport torch\nenv = {made}\n\n\ndef start():\n    env['CUDA_VISIBLE_DEVICES'] = '1'\n\n\n"
-        "def work(x):\n    x.cuda()\n\n\nwork(torch.ones(2))\n"
-    )
-    outcome = port_source(source, Level.ROLES)
-    assert len(left_by_rules(outcome)) == hides
-
-
-def test_a_device_is_not_chosen_while_a_graph_is_captured():
-    source = (
-        "import torch\n\n\ndef step(x):\n    return x.cuda()\n\n\ngraph = torch.cuda.CUDAGraph()\n"
-        "with torch.cuda.graph(graph):\n    step(torch.ones(2))\n"
-    )
-    assert "\naccel = accelcore.select()\n" in port_source(source, Level.ROLES).source
