@@ -167,6 +167,12 @@ def check_capturable(optimizer: Optimizer) -> None:
     do this with `capturable`. Others declare it by an attribute `counts_on_device`.
     """
     updater = _updater(optimizer)
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot be captured in a graph",
+            why="it has a zero_grad of its own, and a graph keeps gradients where they are",
+            remedy="remove graph=True, or choose an optimizer of torch with capturable",
+        )
     if getattr(updater, "counts_on_device", False):
         return
     groups = updater.param_groups

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from accelcore.errors import DistributedError, TrainingError, logger
 from accelcore.optim.optimizer import RoutedOptimizer
@@ -48,6 +49,8 @@ class Step:
         self._model = plan.model
         self._find_bad = lambda: first_not_finite(plan.gradients, plan.gradients.of_values())
         self._sets_grad = not isinstance(plan.optimizer, RoutedOptimizer)  # torch's optimizers read `grad`
+        # One with a method of its own may keep more there than `grad`, such as Opacus the gradients of each sample.
+        self._zeroes_grad = type(plan.optimizer).zero_grad is not Optimizer.zero_grad
         # `FusedStep` cannot skip an overflow. A graph needs torch's own step, which checks what the graph bakes in.
         self._is_captured = plan.captured is not None
         fused = not self._is_captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
@@ -220,6 +223,8 @@ class Step:
             gradients.masters_to_params()
         self._overflow = self._scaler.overflowed if self._listeners.overflow else None
         self._scaler.update(self._find_bad, captured=self._is_captured)
+        if self._zeroes_grad:
+            self._optimizer.zero_grad()
         gradients.clear()
         self._window.forget_weights()
 

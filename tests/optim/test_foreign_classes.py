@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -147,3 +149,35 @@ def test_a_schedule_of_an_optimizer_without_a_learning_rate_is_refused(accel):
     optimizer = SelfTuning(model.parameters())
     with pytest.raises(accelcore.ConfigurationError, match=r"no learning rate(.|\n)*give it lr="):
         accel.trainer(model, optimizer, scheduler="cosine", total_steps=4)
+
+
+class Clearing(torch.optim.SGD):
+    """Keeps gradients beside `grad`, as Opacus those of each sample, and forgets them in `zero_grad`."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.kept = []
+        self.used = []
+        for parameter in self.param_groups[0]["params"]:
+            parameter.register_hook(self.kept.append)
+
+    def step(self, closure=None):
+        self.used.append(len(self.kept))
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.kept.clear()
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", accelcore.Policy(model_dtype="bfloat16", cast_boundary=True)])
+def test_an_optimizers_own_zero_grad_is_called_after_each_update(accel, precision):
+    model = nn.Linear(3, 2)
+    plain = copy.deepcopy(model)
+    optimizer = Clearing(model.parameters())
+    trainer = accel.trainer(model, optimizer, loss=lambda m, b: m(b).square().mean(), precision=precision, accumulate=2)
+    for batch in batches():
+        trainer(batch)
+    assert optimizer.used == [4, 4]
+    assert not optimizer.kept
+    assert all(torch.count_nonzero(a - b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

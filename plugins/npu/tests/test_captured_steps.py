@@ -285,3 +285,18 @@ def test_batches_on_the_host_are_moved(graphs):
     one, other = (make(graphs, graph=True) for _ in range(2))
     assert [one(batch).item() for batch in data] == train(graphs, other, data)
     assert_alike([([], weights(trainer.model)) for trainer in (one, other)])
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_is_refused(graphs):
+    class Clearing(torch.optim.AdamW):
+        def zero_grad(self, set_to_none=True):
+            super().zero_grad(set_to_none)
+
+    model = graphs.runtime.to_device(network())
+    for kind in (torch.optim.AdamW, Clearing):
+        optimizer = kind(model.parameters(), foreach=True, capturable=True)
+        if kind is Clearing:
+            with pytest.raises(UnsupportedError, match=r"Clearing cannot be captured(.|\n)*zero_grad"):
+                graphs.trainer(model, optimizer, loss=loss_of, graph=True)
+        else:
+            graphs.trainer(model, optimizer, loss=loss_of, graph=True)
