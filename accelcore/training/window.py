@@ -139,8 +139,15 @@ class Window:
 def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
     """Return what to do about a batch without tensors, or about dtypes of batch and model that differ in an error."""
     # A loss may tokenize or decode its batch itself: then other errors have nothing to do with this.
-    if isinstance(error, TypeError | AttributeError) and not any(True for _ in tensors(batch)):
-        return "the batch has no tensor: make tensors of its values, as by torch.as_tensor(array) in a collate_fn"
+    if not tensors(batch):
+        if isinstance(error, TypeError | AttributeError):
+            return "the batch has no tensor: make tensors of its values, as by torch.as_tensor(array) in a collate_fn"
+        if isinstance(error, RuntimeError) and "same device" in str(error):
+            return (
+                "tensors in other objects than dicts, lists, tuples and dataclasses stay where they are: use one of "
+                "these, or give the batch's class a method to(device) that returns the batch"
+            )
+        return ""
     given = {tensor.dtype for tensor in tensors(batch) if tensor.is_floating_point()}
     held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     is_theirs = type(error) is RuntimeError and re.search(r"\bd?type", str(error)) is not None

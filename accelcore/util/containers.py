@@ -43,7 +43,9 @@ def moved(value: T, device: torch.device) -> T:
     def move(part: Any) -> Any:
         if isinstance(part, type):
             return part
-        return part.to(device) if callable(getattr(part, "to", None)) else NotImplemented
+        # A dict whose attributes are its entries may raise KeyError, or have an entry of this name.
+        owner = type(part) if isinstance(part, Mapping) else part
+        return part.to(device) if callable(getattr(owner, "to", None)) else NotImplemented
 
     return _mapped(value, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), others=move)
 

@@ -108,7 +108,7 @@ class Counted:
 
 
 class Named(dict):
-    pass
+    __getattr__ = dict.__getitem__  # any other name is a KeyError
 
 
 T = torch.ones(2)
@@ -143,6 +143,7 @@ def devices(value):
         collections.UserDict({"a": T}),
         types.MappingProxyType({"a": T}),
         Named(a=T),
+        Named(to=print),
         Counted(T),
         torch.ones(2, 2).max(0),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -193,3 +195,12 @@ def test_a_batch_on_the_host_is_moved_and_trains_alike(accel, pack):
     on_device, on_host = trained(accel.runtime.to_device), trained(lambda batch: batch)
     assert on_host[0] == on_device[0]
     torch.testing.assert_close(on_host[1], on_device[1], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error has no notes")
+def test_tensors_in_an_object_that_the_trainer_does_not_know(accel):
+    trainer = make(accel, lambda: nn.Linear(4, 1))
+    trainer = accel.trainer(trainer.model, trainer.optimizer, loss=lambda model, batch: model(batch.inputs).mean())
+    with pytest.raises(RuntimeError, match="same device") as raised:
+        trainer(types.SimpleNamespace(inputs=torch.ones(2, 4)))
+    assert any("to(device)" in note and "dataclasses" in note for note in raised.value.__notes__)
