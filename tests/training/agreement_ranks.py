@@ -49,8 +49,8 @@ def main() -> None:
     with accel.distributed(timeout=timedelta(seconds=60)) as job:
         rank = job.rank
 
-        def attempt(*, width=3, frozen=False, lr=0.1, name="sgd", **options):
-            model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
+        def attempt(*, width=3, frozen=False, lr=0.1, name="sgd", norm=nn.BatchNorm1d, **options):
+            model = nn.Sequential(nn.Linear(2, width), norm(width))
             model[0].bias.requires_grad_(not frozen)
             optimizer = accel.optimizers.create(name, model.parameters(), lr=lr)
             before = [parameter.data_ptr() for parameter in model.parameters()]
@@ -114,6 +114,7 @@ def main() -> None:
             "loss": attempt(loss=None if rank == 1 else lambda model, batch: model(batch).sum()),
             "schedule": attempt(scheduler="cosine" if rank == 1 else "linear", total_steps=5),
             "refused": attempt(graph=rank == 1),
+            "statistics": [attempt(norm=nn.SyncBatchNorm, parallel=each) for each in ("ddp", "combine_ddp", "fsdp")],
         }
         whole, torch.__version__ = torch.__version__, torch.__version__ if rank else "2.0.0"
         found["version"] = attempt()

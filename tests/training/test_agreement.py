@@ -90,6 +90,15 @@ def test_what_one_rank_is_refused_no_rank_does(found):
     assert found[0]["refused"][1] == "another rank could not prepare this training"
 
 
+def test_statistics_over_ranks_are_refused_where_the_device_has_no_kernels_for_them(found):
+    for rank in found:
+        for kind, what, why, untouched in rank["statistics"]:
+            assert kind == "UnsupportedError"
+            assert "'1' is a SyncBatchNorm" in what
+            assert "sync_batchnorm" in why
+            assert untouched
+
+
 def test_the_most_common_is_taken_for_right_and_rank_0_where_opinion_is_divided():
     assert differences([{"a": "1"}, {"a": "2"}])[0] == "rank 1"
     assert differences([{"a": "1"}, {"a": "2"}, {"a": "2"}])[0] == "rank 0"

@@ -269,7 +269,7 @@ class TestTraining(LevelTests, DeviceTests):
             assert graphed_steps == steps == 12
 
     def test_statistics_over_ranks(self, accel: Backend) -> None:
-        """torch's SyncBatchNorm has the means of unequal batches, or is refused by torch if it is not declared."""
+        """torch's SyncBatchNorm has the means of unequal batches, or is refused if it is not declared."""
         able = accel.capabilities
         if not able.process_groups or set(able.parallel) <= {"none"}:
             pytest.skip("not declared: a strategy for several ranks")

@@ -271,7 +271,7 @@ def _trained(accel: accelcore.Backend, job: Any, strategy: str, options: dict[st
 
 
 def _statistics(accel: accelcore.Backend, job: Any) -> list[float] | None:
-    """Return the means of torch's SyncBatchNorm after unequal batches of `share`; None if torch refuses it."""
+    """Return the means of torch's SyncBatchNorm after unequal batches of `share`; None if it is refused."""
     strategies = [strategy for strategy in accel.capabilities.parallel if strategy != "none"]
     rows = accel.runtime.to_device(share(job.rank)[0][0][job.rank :])
     model = nn.Sequential(nn.SyncBatchNorm(rows.shape[1], momentum=1.0))

@@ -230,6 +230,18 @@ class Bind(Stage):
 class Replicate(Stage):
     """Give all ranks rank 0's parameters, and let the strategy wrap the model."""
 
+    def check(self, plan: Plan) -> None:
+        backend = plan.backend
+        if backend.capabilities.sync_batchnorm or backend.collectives.world_size == 1:
+            return
+        for name, module in plan.model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UnsupportedError(
+                    f"the module {name!r} is a SyncBatchNorm, which {backend.name} does not have",
+                    why="the backend does not declare sync_batchnorm",
+                    remedy="keep BatchNorm here: without accel.capabilities.sync_batchnorm, do not convert the model",
+                )
+
     def apply(self, plan: Plan) -> None:
         plan.forward = plan.strategy.replicate(plan.model, plan.gradients)
         broadcast_masters(plan.strategy, plan.gradients)
