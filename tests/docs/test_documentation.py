@@ -54,7 +54,7 @@ def run(fork, tmp_path, monkeypatch):
 def test_a_python_block_runs_as_printed(block, run):
     if 'same="everywhere"' in block and not GET_KERNEL.present:
         pytest.skip(f"torch has no {GET_KERNEL}")
-    shows_others = re.search(r"^(?:from|import) (transformers|timm)", block, re.M)
+    shows_others = re.search(r"^(?:from|import) (peft|timm|torchmetrics|transformers)", block, re.M)
     # A recipe runs twice in one folder: the second time it resumes.
     whole = block + block if block in RECIPES else block
     printed = run(STAND_INS + whole if shows_others else STRICT + whole)
