@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.policy import LOW_PRECISION, Policy
 from accelcore.torch_features import UNUSED_SHARDS
@@ -164,6 +164,18 @@ class FullySharded(Strategy):
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if parameter.grad is not gradient:  # torch 2.15 drops it, and a save within a window comes here, too
                 parameter.grad = gradient
+        self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        """Raise if something wrote to a gathered parameter, or gave it other memory: the shards do not have that."""
+        for name, gathered, version in self._whole:
+            if gathered._version != version or gathered.untyped_storage().nbytes():
+                raise TrainingError(
+                    f"a forward pass or a loss wrote to the parameter {name!r}",
+                    why="it is whole only there, and its shards, which are trained and saved, keep the old values",
+                    remedy="write to it after a step, when it and others are shards, as by torch.no_grad() and "
+                    'parameter.lerp_(other, 0.1); or choose parallel="ddp" or "zero1"',
+                )
 
     def _plan_groups(self, model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype | None]]:
         """Return the groups, inner ones first, each with the low precision it is gathered in; None: as it is."""
@@ -201,23 +213,27 @@ class FullySharded(Strategy):
 
     def _note_gradients(self) -> None:
         """Note which parameters receive gradients, by hooks on the gathered parameters, which torch keeps."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self._gathered: dict[int, Tensor] = {}
+        self._whole: list[tuple[str, Tensor, int]] = []
         for group in self._groups:
             places = [
-                (part, name, numbers[id(parameter)])
+                (part, name, id(parameter))
                 for part in group.modules()
                 for name, parameter in part.named_parameters(recurse=False)
-                if id(parameter) in numbers
             ]
             group.unshard()
-            for part, name, number in places:
+            for part, name, identity in places:
                 gathered = getattr(part, name)
-                if not is_sharded(gathered):  # otherwise another group's
-                    note = partial(_note_gradient, self._arrived, number)
+                if is_sharded(gathered):  # another group's
+                    continue
+                self._whole.append((names[identity], gathered, gathered._version))
+                if identity in numbers:
+                    note = partial(_note_gradient, self._arrived, numbers[identity])
                     self._hooks.add(gathered.register_post_accumulate_grad_hook(note))
-                    self._gathered[id(self._parameters[number])] = gathered
+                    self._gathered[identity] = gathered
             group.reshard()
 
 

@@ -99,6 +99,28 @@ def loss_of(model, batch):
     return mse_loss(out.float(), torch.ones_like(out, dtype=torch.float32))
 
 
+class Momentum(nn.Module):
+    """A layer and a frozen one that follows it, by a way that `forward` has or by none."""
+
+    def __init__(self, write=None):
+        super().__init__()
+        self.trained, self.slow = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.write = write
+
+    @torch.no_grad()
+    def follow(self):
+        for slow, trained in zip(self.slow.parameters(), self.trained.parameters(), strict=True):
+            if self.write == "data":
+                slow.data = slow.data * 0.5 + trained.data * 0.5
+            else:
+                slow.lerp_(trained, 0.5)
+
+    def forward(self, inputs):
+        if self.write:
+            self.follow()
+        return (self.trained(inputs) - self.slow(inputs)).square().mean()
+
+
 def state(model):
     return {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().double().clone()

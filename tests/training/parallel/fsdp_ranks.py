@@ -21,6 +21,7 @@ from tests.training.parallel.fsdp_models import (
     LR,
     MODELS,
     Block,
+    Momentum,
     Transformer,
     batch_of,
     by_hand,
@@ -199,6 +200,25 @@ def again(accel, rank):
     return found
 
 
+def written(accel, rank):
+    """What parameters that a forward pass or the script writes to say and do."""
+    found = {}
+    for way in ("data", "in place", None):
+        torch.manual_seed(0)
+        model = Momentum(way)
+        trainer = accel.trainer(
+            model, torch.optim.SGD(model.trained.parameters(), lr=LR), loss=lambda m, b: m(b), parallel="fsdp"
+        )
+        try:
+            for _ in range(3):
+                trainer(torch.ones(2, 4))
+                model.follow()
+            found[way] = [state(model.trained), state(model.slow)]
+        except accelcore.TrainingError as error:
+            found[way] = str(error)
+    return found
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -210,6 +230,7 @@ def main() -> None:
                 "options": options(accel, job.rank),
                 "refused": refused(accel, job.rank),
                 "again": again(accel, job.rank),
+                "written": written(accel, job.rank),
             }
         torch.save(found, folder / f"{job.rank}.pt")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.parallel.fsdp_models import BASIC, LR, STEPS, batch_of, loss_of, made
+from tests.training.parallel.fsdp_models import BASIC, LR, STEPS, Momentum, batch_of, loss_of, made
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 MODELS = ("transformer", "convolutions", "partly")
@@ -188,3 +188,25 @@ def test_state_that_the_optimizer_had_is_that_of_a_loop_on_one_process(pair):
         optimizer.step()
     expected = {name: value.double() for name, value in model.state_dict().items()}
     close(pair[0]["again"]["ours"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["data", "in place"])
+def test_a_forward_pass_that_writes_to_a_parameter_is_refused(pair, way):
+    for rank in pair:
+        assert "'slow.weight'" in rank["written"][way]
+        assert "after a step" in rank["written"][way]
+
+
+def test_a_script_may_write_to_shards_after_a_step(pair):
+    torch.manual_seed(0)
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.trained.parameters(), lr=LR)
+    for _ in range(3):
+        model(torch.ones(2, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.follow()
+    expected = [{name: value.double() for name, value in part.state_dict().items()} for part in model.children()]
+    for rank in pair:
+        for found, by_hand in zip(rank["written"][None], expected, strict=True):
+            close(found, by_hand, rtol=1e-6, atol=1e-7)
