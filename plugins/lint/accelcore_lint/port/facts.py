@@ -53,7 +53,8 @@ class Facts(DeviceNumbers):
 
     def is_own(self, index: cst.BaseExpression | None) -> bool:
         """Return whether an index is that of the process's only device, which some line makes current."""
-        lost = index is not None and self.place.by_hand and self.level is not Level.TORCH and self.is_local_rank(index)
+        is_apart = self.level is not Level.TORCH and (self.place.by_hand or bool(self.place.of_callers))
+        lost = index is not None and is_apart and self.is_local_rank(index)
         return super().is_own(index) and not (lost and not self._makes_rank_current)
 
     @cached_property

@@ -36,13 +36,17 @@ _ASKS = re.compile(
 """Words of lines that ask CUDA which devices there are, as a move does."""
 
 _VENDOR = re.compile(rf"(?i)\b({'|'.join((*DEVICES, *GROUPS))})\b|gpu")
-_OF_CALLER = re.compile(rf"(\w+) == [\"']({'|'.join(DEVICES)})[\"']")
+_NAMED = rf"[\"']({'|'.join(DEVICES)})[\"']"
+_OF_CALLER = re.compile(
+    rf"({_NAMED} in )?(str\()?(?P<name>\w+)[\w.]*\)?"
+    rf"( == {_NAMED}|\.startswith\({_NAMED}\)|(?<=cuda)|(?<=gpu))( and .*)?"
+)
+"""A condition on what a caller has chosen: the name of a device, or a flag."""
 _CLOCK = re.compile(
     r"(?m)^([\w.]+) *= *([\w.]*\.)?(time|perf_counter|monotonic|process_time|default_timer|now)(_ns)?\(\)\s*(#.*)?$"
 )
 """A line that reads a clock."""
 
-_WAITS = re.compile(r"(\s*[\w.]+\.(synchronize|empty_cache)\(\)\s*(#.*)?\n?)+")
 _NUMBERED = re.compile(r"(\.to\(|\bdevice *= *)(?![\w.]*dev)[\w.]+ *[,)]")
 """A device that may be given as this rank's number."""
 
@@ -256,24 +260,21 @@ class Place:
             return True  # it is set when another file imports this one
         return self.by_hand or (
             self._tree.spawns
-            and (function is None or function.name.value not in {*self._tree.spawned} - self._of_callers)
+            and (function is None or function.name.value not in {*self._tree.spawned} - self.of_callers)
         )
 
     @cached_property
-    def _of_callers(self) -> set[str]:
-        """Return the spawned functions that only wait for CUDA, below `if device_type == "cuda":` of a parameter.
+    def of_callers(self) -> set[str]:
+        """Return the spawned functions that only use CUDA below a condition of their caller, as `if args.cuda:`.
 
-        Their caller has chosen the device: perhaps the CPU, as there are fewer devices than ranks.
+        The caller has chosen the device: perhaps the CPU, as there are fewer devices than ranks.
         """
         tree, found = self._tree, set()
         for name in tree.spawned:
             body = tree.functions[name].body
-            guards = {
-                guard
-                for guard in find(body, cst.If)
-                if (asked := _OF_CALLER.fullmatch(text_of(guard.test))) and tree.is_given(asked[1], guard)
-                if _WAITS.fullmatch(text_of(guard.body))
-            }
+            branches: list[cst.If | cst.IfExp] = [*find(body, cst.If), *find(body, cst.IfExp)]
+            asked = [(each, _OF_CALLER.fullmatch(text_of(each.test))) for each in branches]
+            guards = {each for each, name in asked if name and tree.is_given(name["name"], each)}
             parts: list[cst.Name | cst.SimpleString | cst.FormattedStringText] = [*find(body, cst.Name)]
             parts += [*find(body, cst.SimpleString), *find(body, cst.FormattedStringText)]
             words = (node for node in parts if _VENDOR.search(node.value))

@@ -70,3 +70,13 @@ def test_a_choice_stays_of_an_option_that_is_called_a_number_and_is_a_text(optio
         f"parser.add_argument('--gpu', {option})\nargs = parser.parse_args()\ntorch.ones(1).to({choice})\n"
     )
     assert (choice in port_source(source, Level.ROLES).source) is kept
+
+
+@pytest.mark.parametrize(("name", "kept"), [("'cuda'", True), ("torch.device('cuda')", False)])
+@pytest.mark.parametrize(
+    "place", ["@pytest.mark.parametrize('d', [{}])\ndef test_a(d):\n    pass\n", "DEVICES = [{}]\n"]
+)
+def test_the_question_stays_by_which_a_test_is_skipped_for_a_name_that_stays(place, name, kept):
+    case = f"pytest.param({name}, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason=''))"
+    ported = port_source(f"import pytest\nimport torch\n\n{place.format(case)}", Level.TORCH).source
+    assert ("skipif(not torch.cuda.is_available()" in ported) is kept

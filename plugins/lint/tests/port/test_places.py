@@ -344,7 +344,7 @@ def test_the_device_is_chosen_above_a_clock_whose_time_would_hold_the_choice(lev
         ("    print(torch.cuda.device_count())\n    x = x.cuda()\n", True),
         ("    x = x.to(rank)\n", True),
         ("    x = torch.ones(2, device=rank)\n", True),
-        ("    if device_type == 'cuda':\n        x = x.cuda(rank)\n", True),
+        ("    if device_type == 'cuda':\n        x = x.cuda(rank)\n", False),
     ],
 )
 @pytest.mark.parametrize("given", ["device_type", "other"])
@@ -368,3 +368,22 @@ def test_a_rank_whose_number_is_the_only_word_for_its_device_selects_it(line):
     )
     ported = port_source(source, Level.ROLES).source
     assert "    accel = accelcore.select(local_rank=rank)\n" in ported
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "device = f'cuda:{rank}' if device == 'cuda' else 'cpu'",
+        "device = torch.device(f'cuda:{rank}' if args.use_cuda else 'cpu')",
+        "device = torch.device('cuda', rank) if args.gpu and args.fast else torch.device('cpu')",
+        "if args.device == 'cuda':\n        device = torch.device('cuda', rank)",
+    ],
+)
+def test_a_rank_keeps_its_number_below_a_condition_of_its_caller(line):
+    source = (
+        f"import torch\nimport torch.multiprocessing as mp\n\n\ndef work(rank, device, args):\n    {line}\n"
+        "    torch.ones(2).to(device)\n\n\nif __name__ == '__main__':\n    mp.spawn(work, args=('cpu', 0))\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert "select(" not in ported
+    assert "current_device.type}:{rank}" in ported or "torch.device(current_device.type, rank)" in ported

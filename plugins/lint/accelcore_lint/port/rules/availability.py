@@ -167,7 +167,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         return Left(_OTHER, node.children)
     if not all(map(facts.guards, facts.contexts)):
         return Left(_CONTEXT, node.children)
-    if any(isinstance(outer, cst.Subscript) and _named_in(outer.value) for outer in facts.parents(node)):
+    if any(map(_picks_name, facts.parents(node))):
         return Left(_LEFT, node.children)
     assign = next((outer for outer in facts.parents(node) if isinstance(outer, (cst.Assign, cst.BaseStatement))), None)
     around = list(facts.parents(node))
@@ -214,9 +214,11 @@ def _loads_to_cpu(holder: cst.If | cst.IfExp, test: cst.CSTNode, facts: Facts) -
     return other is not None and _MOVES.search(text_of(other)) is not None
 
 
-def _named_in(choices: cst.BaseExpression) -> bool:
-    """Return whether a list or a dict names a vendor's device, as in `["cpu", "cuda"][found]`: the name stays."""
-    return _NAMES.search(re.sub(r"\bdevice\([^()]*\)", "", text_of(choices))) is not None
+def _picks_name(outer: cst.CSTNode) -> bool:
+    """Return whether an answer picks a vendor's name, as in `["cpu", "cuda"][found]`, or skips a test's: it stays."""
+    is_case = isinstance(outer, cst.Call) and text_of(outer.func).endswith("pytest.param")
+    choices = outer.value if isinstance(outer, cst.Subscript) else outer if is_case else None
+    return choices is not None and _NAMES.search(re.sub(r"\bdevice\([^()]*\)", "", text_of(choices))) is not None
 
 
 def _takes_given_name(choice: cst.IfExp, facts: Facts) -> bool:
