@@ -202,6 +202,11 @@ def _reason_above(lines: list[str], line: int) -> str:
     return ""
 
 
+_TIGHT = (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation, cst.Attribute, cst.Subscript)
+_OPERATIONS = (*_TIGHT, cst.BooleanOperation, cst.IfExp, cst.CompFor, cst.StarredElement)
+"""Expressions that bind a choice, and those of them that also bind a comparison: a part of them needs parentheses."""
+
+
 class _Apply(cst.CSTTransformer):
     """Replaces nodes, and adds comments, imports and the line that chooses the device."""
 
@@ -222,9 +227,15 @@ class _Apply(cst.CSTTransformer):
     def on_visit(self, node: cst.CSTNode) -> bool:
         return node in self._around
 
-    def _bare(self, node: cst.CSTNode, made: object) -> object:
-        """Return a new expression without parentheses that its place does not need."""
+    def _fitted(self, node: cst.CSTNode, made: object) -> object:
+        """Return a new expression with the parentheses that its place needs, and without others."""
         holder = self._parent(node)
+        loose = (cst.IfExp, cst.BooleanOperation, cst.Comparison)
+        if isinstance(made, loose) and not made.lpar and not isinstance(node, type(made)):
+            binds = _OPERATIONS if isinstance(made, cst.IfExp) else _TIGHT
+            is_negated = isinstance(made, cst.Comparison) and isinstance(holder, cst.UnaryOperation)
+            if isinstance(holder, binds) and not is_negated:
+                return made.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
         is_plain = isinstance(holder, (cst.Assign, cst.AnnAssign, cst.Return)) or (
             isinstance(holder, cst.Arg) and not holder.star
         )
@@ -236,7 +247,7 @@ class _Apply(cst.CSTTransformer):
         result: object = super().on_leave(original_node, updated_node)
         rewrite = self._decisions.rewrites.get(original_node)
         if rewrite is not None:
-            result = self._bare(original_node, rewrite.build(result))
+            result = self._fitted(original_node, rewrite.build(result))
         if isinstance(result, cst.FormattedString) and result is not original_node:
             result = result.visit(_Requote(result.quote))
         if isinstance(original_node, cst.UnaryOperation) and isinstance(result, cst.UnaryOperation):

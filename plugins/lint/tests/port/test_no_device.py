@@ -233,3 +233,12 @@ def test_figures_of_a_device_that_may_be_none_are_those_of_the_current_one(defau
     monkeypatch.setattr(torch, "get_device_module", lambda: module)
     device = torch.device("meta", 1)
     assert (made["used"](None), made["used"](device)) == ([None], [device])
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_device_of_another_kind_stays_a_groups_device(level):
+    source = (
+        "import torch\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\nnet = f().cuda()\n"
+        "net = FSDP(net, device_id=torch.device('mps'))\n"
+    )
+    assert "device_id=torch.device('mps'))\n" in port_source(source, level).source

@@ -1,7 +1,9 @@
 """Source of unusual shape: what a rewrite leaves is valid Python and does what it did."""
 
 import pytest
+import torch
 from accelcore_lint.port import Level, port_source
+from port_sources import imported
 
 
 def _ported(source, level=Level.ROLES):
@@ -263,3 +265,28 @@ def test_a_batch_is_not_multiplied_by_no_devices(line, is_one):
 def test_a_seed_of_the_device_goes_from_a_line_with_others(level, line, after):
     ported = port_source(f"import random\nimport torch\nfrom data import draw\n\ns = 1\n{line}\n", level).source
     assert ported.splitlines()[-1] == (after or line)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("state = torch.cuda.get_rng_state().clone()", " else None).clone()"),
+        ("state = torch.cuda.get_rng_state()[0]", " else None)[0]"),
+        ("state = torch.cuda.get_rng_state() if keep else None", " else None) if keep else None"),
+        ("state = keep and torch.cuda.get_rng_state()", "keep and (torch."),
+        ("state = [*torch.cuda.get_rng_state()]", "[*(torch."),
+        ("return torch.cuda.get_rng_state()", "return torch."),
+        ("found = torch.cuda.is_available().real", ").real"),
+    ],
+)
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_choice_is_put_in_parentheses_where_something_binds_to_it(line, part, level):
+    assert part in port_source(f"import torch\n\n\ndef f(keep):\n    {line}\n", level).source
+
+
+@pytest.mark.parametrize("test", ["x.is_cuda == y.is_cuda", "x.is_cuda is False", "x.is_cuda != True"])
+def test_a_comparison_of_answers_stays_one(test):
+    source = f"import torch\n\n\ndef f(x, y):\n    if {test}:\n        return x.cuda()\n    raise ValueError\n"
+    ported = _ported(source, Level.TORCH).source
+    assert "x.to(" in ported
+    assert imported(ported).f(torch.ones(1), torch.ones(1)).device.type == "cpu"

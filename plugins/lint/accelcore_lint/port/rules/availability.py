@@ -74,13 +74,13 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
         source = f'"bfloat16" in {backend}.capabilities.autocast_dtypes'
         if not facts.guards(node):  # CUDA's function is false on the CPU, which has bfloat16
             source = f'{backend}.device.type != "cpu" and {source}'
-        return _as_operand(node, facts, source)
+        return whole(node, source)
     if name == "torch.cuda.get_rng_state":
         of = "" if facts.level is Level.TORCH else facts.place.device(node)
         source = f"{facts.torch}.get_device_module({of}).get_rng_state()"
         if not facts.guards(node):  # the CPU's module has none
             source = f"{source} if {available(facts, node)} else None"
-        return _as_operand(node, facts, source)
+        return whole(node, source, facts.needs_torch)
     if name not in _SAME:
         return None
     is_count = name.endswith(".device_count")
@@ -189,7 +189,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         asked = find(facts.module, cst.IfExp) if f"if {name} else" in facts.code else ()
         if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in asked):
             return Left(_ELSEWHERE, node.children)
-    return Left(_LEFT, node.children, retry=_as_operand(node, facts, available(facts, node)), some=True)
+    return Left(_LEFT, node.children, retry=whole(node, available(facts, node)), some=True)
 
 
 def _loads_to_cpu(holder: cst.If | cst.IfExp, test: cst.CSTNode, facts: Facts) -> bool | None:
@@ -290,13 +290,6 @@ def _is_location(choice: cst.IfExp, facts: Facts) -> bool:
     name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else keyword
     values = {text_of(choice.body), text_of(choice.orelse)}
     return name.endswith("map_location") and not values.isdisjoint({"None", "{}"})
-
-
-def _as_operand(node: cst.BaseExpression, facts: Facts, source: str) -> Rewrite:
-    """Return the decision to replace an operand, in parentheses where a comparison would bind to its neighbours."""
-    parent = facts.parent(node)
-    binds = isinstance(parent, (cst.Comparison, cst.ComparisonTarget, cst.UnaryOperation, cst.BinaryOperation))
-    return whole(node, f"({source})" if " " in source and binds else source)
 
 
 def available(facts: Facts, node: cst.CSTNode) -> str:

@@ -9,6 +9,7 @@ import libcst as cst
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import DEFAULT, UnplacedError
+from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.availability import available
 from accelcore_lint.port.rules.device_strings import DECLARED, whole
@@ -111,7 +112,8 @@ def _decide_id(node: cst.Arg, facts: Facts) -> Rewrite | None:
         return None
     if node.keyword is None or node.keyword.value != "device_id" or isinstance(node.value, cst.IfExp):
         return None
-    if "None" in (text_of(node.value), *map(text_of, facts.values(node.value))) or facts.guards(node):
+    given = (text_of(node.value), *map(text_of, facts.values(node.value)))
+    if "None" in given or any(map(OTHERS.search, given)) or facts.guards(node):
         return None
     is_current = facts.is_current(node.value)
     index = f"{facts.torch}.accelerator.current_device_index()" if is_current else "None"
