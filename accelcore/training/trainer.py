@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import ConfigurationError, logger
+from accelcore.errors import logger
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
@@ -260,15 +260,12 @@ class Trainer(Resumable):
         together = self._plan.strategy.layout == "shards"
         return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader, together=together)
 
-    def __call__(self, batch: Any, *more: NoReturn) -> Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
 
         Tensors of the batch that are elsewhere are moved to the device first. Several are one batch as a tuple:
-        `trainer((inputs, targets))`; `more` arguments raise ConfigurationError.
+        `trainer((inputs, targets))`.
         """
-        if more:
-            what, remedy = f"{1 + len(more)} arguments", "give several as one tuple: trainer((inputs, targets))"
-            raise ConfigurationError(f"trainer(batch) was given {what}, and takes one batch", remedy=remedy)
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
         step.calls.note_update("trainer(batch)")

@@ -39,16 +39,6 @@ def test_a_function_of_other_arguments_is_refused_when_the_trainer_is_made(accel
         accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, **options)
 
 
-def test_two_arguments_in_place_of_a_batch_are_refused(accel):
-    model = net()
-    trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of)
-    inputs, targets = data(1)[0]
-    with pytest.raises(accelcore.ConfigurationError, match=r"2 arguments[^$]*tuple"):
-        trainer(inputs, targets)
-    trainer((inputs, targets))
-    assert trainer.steps == 1
-
-
 def test_one_process_trains_a_model_with_statistics_over_ranks_on_any_device(accel):
     model = torch.nn.Sequential(net(), torch.nn.SyncBatchNorm(2))
     trainer = accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of, parallel="ddp")
