@@ -30,6 +30,18 @@ def notice(message: str, *values: object) -> None:
     logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, message, *values)
 
 
+class Once:
+    """Log of one trainer in a job: rank 0 alone writes it, and each warning once."""
+
+    def __init__(self, rank: int) -> None:
+        self.is_written, self._written = rank == 0, set[str]()
+
+    def warn(self, message: str, *values: object) -> None:
+        if self.is_written and message not in self._written:
+            self._written.add(message)
+            logger.warning(message, *values)
+
+
 class AccelError(Exception):
     """Base of all errors that accelcore raises on purpose.
 

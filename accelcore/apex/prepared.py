@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from accelcore.apex.state import AmpScaler, casts_suspended
 from accelcore.backend import Backend
-from accelcore.errors import AmpError, ConfigurationError, logger
+from accelcore.errors import AmpError, ConfigurationError, Once, logger
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.precision.policy import Policy
@@ -59,7 +59,7 @@ class Prepared:
         options = complete({"flat": flat or None, "parallel": "combine_ddp" if exchanges else None})
         self._models, self._optimizer = models, optimizer
         self._exchanges, self._warns = exchanges, warns
-        self._plan = plan = Plan(backend, nn.Module(), optimizer, options)
+        self._plan = plan = Plan(backend, nn.Module(), optimizer, options, Once(backend.collectives.rank))
         plan.policy = policy
         plan.strategy = create_strategy(backend, options) if exchanges else SingleProcess(backend, options)
         self._stage = Bind()

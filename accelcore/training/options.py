@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.errors import ConfigurationError, Settings, did_you_mean, logger
+from accelcore.errors import ConfigurationError, Once, Settings, did_you_mean
 from accelcore.precision.policy import Policy
 from accelcore.scaling.dynamic import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
@@ -191,7 +191,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 
-def unwrapped(model: nn.Module, options: TrainerOptions, *, warns: bool) -> nn.Module:
+def unwrapped(model: nn.Module, options: TrainerOptions, log: Once) -> nn.Module:
     """Return the module in a model that is compiled or wrapped in DDP, and set the options to do this again.
 
     The names of its parameters are then the module's own. The hooks of the first DDP stay on the parameters. They do
@@ -212,9 +212,9 @@ def unwrapped(model: nn.Module, options: TrainerOptions, *, warns: bool) -> nn.M
             'wrapped in DistributedDataParallel, and the trainer wraps its module again, as parallel="ddp", without '
             "the options and communication hooks of the first wrapper"
         )
-    if said and warns:
-        logger.warning("the model was %s", said)
-    return inner if inner is model else unwrapped(inner, options, warns=warns)
+    if said:
+        log.warn(f"the model was {said}")
+    return inner if inner is model else unwrapped(inner, options, log)
 
 
 def check_values(options: TrainerOptions) -> None:

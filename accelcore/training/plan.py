@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.backend import Backend
+from accelcore.errors import Once
 from accelcore.precision.policy import Policy
 from accelcore.precision.role import Contexts
 from accelcore.roles.compiler import Compiled
@@ -35,6 +36,7 @@ class Plan:
     model: nn.Module  # as given
     optimizer: Optimizer  # as given
     options: TrainerOptions  # as given, with defaults
+    log: Once
     policy: Policy = field(init=False)  # the precision of the whole training (stage `Cast`)
     contexts: Contexts = field(init=False)  # the policy's autocast and arithmetic (`Cast`)
     strategy: Strategy = field(init=False)  # the parallel strategy (`Shard`)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from accelcore.errors import AccelError, CheckpointError, ConfigurationError, TrainingError, did_you_mean, logger
+from accelcore.errors import AccelError, CheckpointError, ConfigurationError, Once, TrainingError, did_you_mean, logger
 from accelcore.torch_internals import expect_no_step
 from accelcore.util.text import bound, is_whole
 
@@ -52,7 +52,7 @@ class Schedule:
     scheduler: LRScheduler | None  # None without a scheduler, or before it is made
     updates: int | None = None  # the number of updates that it was made for; None if it was given, or is not made yet
 
-    def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy | None, warmup: float = 0) -> None:
+    def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy | None, warmup: float, log: Once) -> None:
         self._by_is_given = by is not None  # the script says what is counted: no warning of the schedule's length
         by = by or "window"
         if by not in get_args(ScheduleBy):
@@ -74,7 +74,7 @@ class Schedule:
         self._is_named = isinstance(scheduler, str)
         self._updates_are_checked = self._make is None  # by `check_updates`
         self._length_is_checked = self._is_named  # by `warn_of_length`; a schedule by name fits
-        self._has_warned = scheduler == "constant"  # of updates after the end; a constant rate has none
+        self._is_constant, self._log = scheduler == "constant", log
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         self._may_be_unknown = scheduler is None  # until `warn_if_unknown` has warned
@@ -192,8 +192,8 @@ class Schedule:
                 remedy='remove scheduler.step(), or set schedule_by="script"',
             )
 
-    def window_ended(self, *, warns: bool) -> None:
-        """Step by window; if `warns`, log once that the schedule had ended before this window.
+    def window_ended(self) -> None:
+        """Step by window; log once that the schedule had ended before this window.
 
         The script may do anything to the scheduler before the first window ends.
         """
@@ -203,9 +203,8 @@ class Schedule:
         self.check()
         done = _last_epoch(self.scheduler)
         has_ended = self.updates is not None and done is not None and done >= self.updates
-        if has_ended and warns and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
+        if has_ended and not self._is_constant:
+            self._log.warn(
                 "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
                 "further, load the model into a new trainer, which makes a new schedule",
                 self.updates,

@@ -13,7 +13,7 @@ from weakref import WeakSet, ref
 from torch import Tensor, is_grad_enabled, nn
 from torch.optim import Optimizer
 
-from accelcore.errors import TrainingError, logger
+from accelcore.errors import Once, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.optim.flat.memory import Slot
 from accelcore.optim.shards import to_local
@@ -53,13 +53,14 @@ class SharedParameters:
 
     own_backward = _OwnBackward()
 
-    def __init__(self, slots: Sequence[Slot], leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
-        self._slots, self._leaves = slots, leaves
+    def __init__(
+        self, slots: Sequence[Slot], leaves: Callable[[Sequence[Tensor]], Sequence[Tensor]], log: Once
+    ) -> None:
+        self._slots, self._leaves, self._log = slots, leaves, log
         self._parameters = [slot.parameter for slot in slots]
         self._foreign: list[Tensor] = []  # the first leaf with a gradient of a foreign backward pass
         self._hooks: Hooks | None = None
         self._slot_of: dict[int, Slot] = {}  # of each leaf with a hook
-        self._warned = False
         self._aside: list[Tensor | None] | None = None
         self.is_open = False  # whether the gradients must outlast the use by other trainers
         self.left: tuple[Tensor, int, Tensor, int] | None = None  # a parameter, its gradient, and their versions
@@ -88,12 +89,11 @@ class SharedParameters:
             self._aside = None
         _thread.holder = ref(self)
 
-    def open(self, *, warns: bool) -> bool:
-        """Open a window; return whether gradients may be left. If `warns`, report a foreign backward pass once."""
+    def open(self) -> bool:
+        """Open a window; return whether gradients may be left. Log once that a foreign backward pass has left some."""
         slot = self._first_foreign()
-        if slot is not None and warns and not self._warned:
-            self._warned = True
-            logger.warning(
+        if slot is not None:
+            self._log.warn(
                 "the parameter %r had a gradient before a window of the trainer, as loss.backward() leaves one. A "
                 "window begins without gradients: it was dropped. Add the losses up before trainer.backward(loss), or "
                 "call it for each. If the gradients train nothing, call torch.autograd.grad, or then model.zero_grad()",
@@ -152,9 +152,8 @@ class SharedParameters:
         if self.left is None:
             return
         parameter, updates, *_ = self.left
-        if parameter._version != updates and not counted and not self._warned:
-            self._warned = True
-            logger.warning(
+        if parameter._version != updates and not counted:
+            self._log.warn(
                 "the parameters have changed between two calls of trainer.backward(...), and trainer.update() was not "
                 "called: call it instead of optimizer.step()"
             )
@@ -167,8 +166,8 @@ class SharedParameters:
 
     def warn_if_zero(self) -> None:
         """Log that the script wrote to the gradients, and that all are 0. The loss, too, may have given them."""
-        if self.left is not None and self.left[0].grad is not None and self._is_cleared():
-            logger.warning(
+        if self._log.is_written and self.left is not None and self.left[0].grad is not None and self._is_cleared():
+            self._log.warn(
                 "all gradients of the first update are 0: it trains nothing. If zero_grad(set_to_none=False) was "
                 "called after trainer.backward(loss), remove it: each window begins without gradients"
             )
@@ -196,10 +195,9 @@ class ScriptCalls:
         added: whether a backward pass was added that no micro-batch has counted.
     """
 
-    def __init__(self, optimizer: Optimizer, job: Collectives, accumulate: int) -> None:
-        self._optimizer, self._job, self._accumulate = optimizer, job, accumulate
+    def __init__(self, optimizer: Optimizer, job: Collectives, accumulate: int, log: Once) -> None:
+        self._optimizer, self._job, self._accumulate, self._log = optimizer, job, accumulate, log
         self._binding = getattr(optimizer, "binding", None)
-        self._warned = False
         self.begin(opened=False)
         self.expect_step(False)
 
@@ -250,11 +248,8 @@ class ScriptCalls:
 
     def warn_if_idle(self) -> None:
         """Log once that no trainer of the job made a step since the epoch began."""
-        if self._steps_at_epoch is None or self._steps_at_epoch != self._job.steps or self._warned:
-            return
-        self._warned = True
-        if self._job.rank == 0:
-            logger.warning(
+        if self._steps_at_epoch is not None and self._steps_at_epoch == self._job.steps:
+            self._log.warn(
                 "an epoch of trainer.batches(...) has ended without a step of a trainer, and counts as one of "
                 "trainer.epochs(n): to train, call trainer(batch), or trainer.backward(loss) and trainer.update(), "
                 "instead of loss.backward() and optimizer.step(); to evaluate, loop over trainer.evaluate(loader)"
@@ -267,9 +262,9 @@ class ModelSnapshot:
     `rest` frees parameters that the strategy has gathered; the model then has the trained parameters.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None]) -> None:
-        self._model, self._optimizer, self._rest = model, optimizer, rest
-        self._training, self._warned = True, False
+    def __init__(self, model: nn.Module, optimizer: Optimizer, rest: Callable[[], None], log: Once) -> None:
+        self._model, self._optimizer, self._rest, self._log = model, optimizer, rest, log
+        self._training = True
         self._members = [list(group["params"]) for group in optimizer.param_groups]  # alive, so that ids stay theirs
         self._groups = self._groups_now()
         self._by_name = dict(model.named_parameters())
@@ -277,16 +272,15 @@ class ModelSnapshot:
         self._trainable = list(map(_TRAINABLE, self._parameters))
         self._dtypes, self._strides = list(map(_DTYPE, self._parameters)), list(map(Tensor.stride, self._parameters))
 
-    def check_known(self, *, warns: bool = False) -> None:
+    def check_known(self, *, trains: bool = False) -> None:
         """Raise TrainingError for a change of the known parameters or the optimizer's groups.
 
-        If it `warns`, log once that the model is in evaluation mode.
+        If it `trains`, log once that the model is in evaluation mode.
         """
-        if warns and self._model.training is not self._training and is_grad_enabled():  # else backward raises
+        if trains and self._model.training is not self._training and is_grad_enabled():  # else backward raises
             self._training = self._model.training
-            if not self._training and not self._warned:
-                self._warned = True
-                logger.warning(
+            if not self._training:
+                self._log.warn(
                     "the model is trained in evaluation mode, without dropout, and with frozen BatchNorm statistics. "
                     "Call model.train() after loading a pretrained model, and after an evaluation of your own. If this "
                     "is on purpose, call eval() of the parts that are meant, such as of each BatchNorm"

@@ -57,18 +57,18 @@ class Step:
         self._fused_step = FusedStep(plan.optimizer) if fused else None  # instead of the optimizer's slower own step
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
-        self._warns = self._job.rank == 0  # asked once: torch.distributed needs a microsecond to answer
+        self._log = plan.log
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
-        self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves)
+        self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves, plan.log)
         if self._is_captured:  # its parameters keep gradients between windows
             self.shared.watch()
-        self.calls = ScriptCalls(plan.optimizer, self._job, window.accumulate)
+        self.calls = ScriptCalls(plan.optimizer, self._job, window.accumulate, plan.log)
         self._norm: Tensor | None = None
         self._overflow: Tensor | None = None
         # The next call of a compiled model may overwrite the outputs and gradients of its last call.
         self._overwrites = plan.compiled is not None and plan.compiled.overwrites
-        self._snapshot = ModelSnapshot(plan.model, plan.optimizer, plan.strategy.reset)
+        self._snapshot = ModelSnapshot(plan.model, plan.optimizer, plan.strategy.reset, plan.log)
         self.check_replicas = partial(check_replicas, plan)
         self.finite = FiniteCheck(plan, window.steps)
         self.failure: TrainingError | None = None  # why the trainer can no longer train
@@ -82,7 +82,7 @@ class Step:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
         self.shared.acquire()
         if not self.shared.is_open:
-            if self.shared.open(warns=self._warns):
+            if self.shared.open():
                 self._gradients.clear()
         else:
             self.shared.check_foreign()
@@ -181,7 +181,7 @@ class Step:
         self.shared.acquire()
         try:
             self.shared.check_foreign()
-            if loss is None and not self._window.steps and self._warns:  # once, because it may wait for the device
+            if loss is None and not self._window.steps:  # once, because it may wait for the device
                 self.shared.warn_if_zero()
             if not updated:
                 self.update_parameters(full=full)
@@ -196,7 +196,7 @@ class Step:
         self._window.steps += 1
         lr = self._optimizer.param_groups[0].get("lr") if self._listeners.learning_rate else None
         lr = lr.clone() if isinstance(lr, Tensor) else lr  # the schedule writes to it
-        self._schedule.window_ended(warns=self._warns)
+        self._schedule.window_ended()
         if self._window.steps % _WALKED == 0 or self._window.steps.bit_count() == 1:  # the same windows on all ranks
             self._snapshot.check_model()  # before observers, which may call `Trainer.refresh`
             self.check_replicas()
@@ -299,8 +299,8 @@ class Step:
         if self.is_open and self._window.steps == began:
             self.discard("an epoch has ended without trainer.update()")
             raise no_update("an epoch has ended")
-        if self.is_open and self._warns:
-            logger.warning(
+        if self.is_open:
+            self._log.warn(
                 "an epoch has ended, and trainer.update() was not called after the last trainer.backward(...): call it "
                 "instead of optimizer.step(), and once more after the last batch"
             )
@@ -336,7 +336,7 @@ class Step:
     def check_unchanged(self, *, trains: bool = False) -> None:
         """Raise TrainingError, and drop the window, if the known parameters or the optimizer's groups have changed."""
         try:
-            self._snapshot.check_known(warns=trains and self._warns)
+            self._snapshot.check_known(trains=trains)
         except TrainingError:
             if self.is_open:
                 self.discard("the model or the optimizer has changed")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.backend import Backend
-from accelcore.errors import logger
+from accelcore.errors import Once
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
@@ -91,19 +91,20 @@ class Trainer(Resumable):
         given = complete(with_trial(options))
         given["precision"] = preset_name(given["precision"], lambda: fastest_dtype(backend))
         given["fp32"] = fp32_mode(given["fp32"], backend.capabilities.fast_fp32)
-        model = unwrapped(model, given, warns=backend.collectives.rank == 0)
+        log = Once(backend.collectives.rank)
+        model = unwrapped(model, given, log)
         check_loss(given["loss"], model)
         self._name = type(model).__name__  # "fsdp" gives the model a class of torch's
         check_values(given)
         self.backend, self._options = backend, given
-        self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"])
-        self._plan = plan = Plan(backend, model, optimizer, given)
+        self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"], log)
+        self._plan = plan = Plan(backend, model, optimizer, given, log)
         self._preparation = Preparation(plan)
         self._preparation.check("accel.trainer(...)")
         self._preparation.apply()
         self._scaler = create_scaler(backend.scaler, plan.policy)
         self._window = Window(given["accumulate"], backend, divisor=plan.strategy.divisor, tensors_only=given["graph"])
-        self._stream = DataStream(backend.runtime, backend.collectives)
+        self._stream = DataStream(backend.runtime, backend.collectives, log)
         self.state = TrainerState(
             plan, scaler=self.scaler, schedule=self._schedule, stream=self._stream, window=self._window
         )
@@ -197,8 +198,8 @@ class Trainer(Resumable):
 
     def _until_end(self, epochs: Iterator[int]) -> Iterator[int]:
         yield from epochs
-        if self._window.micro and self.backend.collectives.rank == 0:
-            logger.warning(
+        if self._window.micro:
+            self._plan.log.warn(
                 "trainer.epochs(...) ended within a window, after %d of %d micro-batches: trainer.flush() closes it",
                 *(self._window.micro, self.accumulate),
             )
@@ -229,7 +230,7 @@ class Trainer(Resumable):
         self._plan.gradients.refresh(thorough=True)
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
-        if self.backend.collectives.rank == 0:
+        if self._plan.log.is_written:
             self._schedule.warn_of_length(self._stream.total_epochs, self.total_steps)
         began = None if self._step.is_open else self.steps
         self._step.calls.epoch_begins()
@@ -305,12 +306,11 @@ class Trainer(Resumable):
         self._check_step(begins=not self._step.is_open)  # the forward pass may have bypassed `forward`
         if self._lacks_autocast:
             self._lacks_autocast = False
-            if self.backend.collectives.rank == 0:
-                logger.warning(
-                    "the first step has not entered trainer.autocast(): if it entered no other autocast, its forward "
-                    "pass ran in the dtype of the model. Write: with trainer.autocast(): loss = "
-                    "criterion(trainer.forward(inputs), targets)"
-                )
+            self._plan.log.warn(
+                "the first step has not entered trainer.autocast(): if it entered no other autocast, its forward pass "
+                "ran in the dtype of the model. Write: with trainer.autocast(): loss = "
+                "criterion(trainer.forward(inputs), targets)"
+            )
         self._step.backward(loss, weight, retain_graph=retain_graph, place=self._stream.place)
 
     def update(self) -> bool:

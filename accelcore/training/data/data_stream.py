@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accelcore.errors import CheckpointError, ConfigurationError, DistributedError, TrainingError, logger, notice
+from accelcore.errors import CheckpointError, ConfigurationError, DistributedError, Once, TrainingError, logger, notice
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
@@ -40,9 +40,8 @@ class DataStream:
         loop: number of the current loop over the batches: an older loop has lost its position.
     """
 
-    def __init__(self, runtime: Runtime, collectives: Collectives) -> None:
-        self._runtime, self._collectives = runtime, collectives
-        self._warned = self._warned_untrained = False
+    def __init__(self, runtime: Runtime, collectives: Collectives, log: Once) -> None:
+        self._runtime, self._collectives, self._log = runtime, collectives, log
         self._keeps_epoch = False  # whether the script has set the epoch
         self.total_epochs: int | None = None
         self._batches: int | None = None  # of an epoch
@@ -136,7 +135,7 @@ class DataStream:
                 given, remedy = kind_of(total), f"{remedy}, and the data to trainer.batches(loader)"
             raise ConfigurationError(f"{given} is not a number of epochs", remedy=remedy)
         self.total_epochs = total
-        if 0 < total <= self.epoch and self._collectives.rank == 0:
+        if 0 < total <= self.epoch and self._log.is_written:
             notice(
                 "this training is finished (epochs done: %d, asked for: %d); to continue, ask for more; to start over, "
                 "delete the checkpoints, or save to another folder",
@@ -199,28 +198,24 @@ class DataStream:
 
         In a job a script may divide its data itself. It looks the same as a script that forgot to.
         """
-        if self._keeps_epoch or self._warned or any(stream.epoch or stream.taken for stream in _all):
+        if self._keeps_epoch or any(stream.epoch or stream.taken for stream in _all):
             return
-        self._warned = True
         in_job = self._collectives.world_size > 1
         same = ", and all ranks train on the same data unless the script divides it" if in_job else ""
-        if self._collectives.rank == 0:
-            logger.warning(
-                "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
-                "data%s. Write `for batch in trainer.batches(loader):`. If the script finds its place in the data "
-                "itself, let it set trainer.epoch = epoch before each epoch: this warning then ends",
-                same,
-            )
+        self._log.warn(
+            "no batch of this training came through trainer.batches(loader): checkpoints have no position in the "
+            "data%s. Write `for batch in trainer.batches(loader):`. If the script finds its place in the data "
+            "itself, let it set trainer.epoch = epoch before each epoch: this warning then ends",
+            same,
+        )
 
     def warn_if_untrained(self) -> None:
         """Log once if no trainer has made a step since the loop got its last batch."""
-        if self.taken and self._given == self._collectives.steps and not self._warned_untrained:
-            self._warned_untrained = True
-            if self._collectives.rank == 0:
-                logger.warning(
-                    "trainer.save() was called before a step on the batch that the loop got last: a run that resumes "
-                    "from this checkpoint skips the batch. Call save after trainer(batch)"
-                )
+        if self.taken and self._given == self._collectives.steps:
+            self._log.warn(
+                "trainer.save() was called before a step on the batch that the loop got last: a run that resumes "
+                "from this checkpoint skips the batch. Call save after trainer(batch)"
+            )
 
     def _one_ahead(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; the transfer of each starts before the previous batch is used."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.__future__ import get_swap_module_params_on_conversion as swaps_parameters
 from torch.__future__ import set_swap_module_params_on_conversion as swap_parameters
 
-from accelcore.errors import ConfigurationError, UnsupportedError, logger
+from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.binding import joint_groups
 from accelcore.optim.engine import check_members, needs_closure
 from accelcore.optim.flat.memory import Run, Slot, unfit
@@ -61,8 +61,8 @@ class Place(Stage):
         loss = plan.options["loss"]
         of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
         own = [name for name, one in of_loss if one.requires_grad and id(one) not in names]
-        if own and plan.backend.collectives.rank == 0:
-            logger.warning(
+        if own:
+            plan.log.warn(
                 "loss= has trainable parameters that are not in the model, such as %r: the trainer neither trains them "
                 "nor moves them to the device. Put loss and model into one module, and give it as the model; or freeze "
                 "them by requires_grad_(False)",
@@ -108,7 +108,6 @@ class Cast(Stage):
     """
 
     def __init__(self) -> None:
-        self._warned = False
         self._state_dict, self._boundary = Hooks(), Hooks()
         self._bounded = False
 
@@ -157,17 +156,15 @@ class Cast(Stage):
             plan.backend.precision.prepare(low_dtype)
         trained = [(name, parameter) for name, parameter in plan.model.named_parameters() if parameter.requires_grad]
         low = [name for name, parameter in trained if parameter.dtype in LOW_PRECISION]
-        if low and not plan.policy.masters and not self._warned:
-            self._warned = True
-            logger.warning(
+        is_fp16 = torch.float16 in (parameter.dtype for _, parameter in trained)
+        if low and not plan.policy.masters:
+            plan.log.warn(
                 "%d parameters, such as %s, are held in low precision without fp32 masters: small updates are lost",
                 len(low),
                 low[0],
             )
-        is_fp16 = torch.float16 in (parameter.dtype for _, parameter in trained)
-        if is_fp16 and (policy.model_dtype, policy.loss_scale) == (None, None) and not self._warned:
-            self._warned = True
-            logger.warning(
+        elif is_fp16 and (policy.model_dtype, policy.loss_scale) == (None, None):
+            plan.log.warn(
                 "the model has fp16 parameters, and its gradients no loss scale: small ones become zero; give "
                 'precision="16-true", which has one, or call model.float() before the optimizer is made'
             )
