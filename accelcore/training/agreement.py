@@ -129,7 +129,7 @@ def check_replicas(plan: Plan) -> None:
     job = plan.backend.collectives
     if job.world_size == 1:
         return
-    slots = [] if plan.strategy.layout == "shards" else plan.gradients.slots
+    slots = [] if plan.strategy.is_sharded else plan.gradients.slots
     norms = torch._foreach_norm([slot.parameter for slot in slots]) if slots else []
     # Also what some optimizers measure over all parameters, such as Prodigy's distance. A wrapper may have no defaults.
     groups, options = plan.optimizer.param_groups, sorted({"lr", *getattr(plan.optimizer, "defaults", ())})

@@ -258,8 +258,8 @@ class Trainer(Resumable):
                 error.
         """
         self._step.check_failure()
-        together = self._plan.strategy.layout == "shards"
-        return evaluate(self.backend, self.model, self._plan.contexts.make_region, loader, together=together)
+        plan = self._plan
+        return evaluate(self.backend, self.model, plan.contexts.make_region, loader, together=plan.strategy.is_sharded)
 
     def __call__(self, batch: Any) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.

@@ -28,7 +28,7 @@ class DDP(Strategy):
     which parameters received a gradient, so that None stays None if no rank had one.
     """
 
-    layout = "tensors"
+    uses_buckets = True
 
     def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)

@@ -36,7 +36,7 @@ class FullySharded(Strategy):
     Gradients are reduced after each backward pass, also within a window: whole gradients would take the memory that
     sharding saves.
 
-    What `layout = "shards"` changes:
+    What `is_sharded` changes:
 
     - Checks: `Shard` refuses `clip=`. `Bind` refuses `flat=True`, and routes that need whole parameters.
     - Preparation: `Place` does not move the model. `Cast` keeps fp32 parameters if there are masters: the shards are
@@ -48,7 +48,7 @@ class FullySharded(Strategy):
     - Checkpoints: each rank saves and reads its own rows.
     """
 
-    layout = "shards"
+    is_sharded = True
 
     def __init__(self, backend: Backend, options: TrainerOptions) -> None:
         super().__init__(backend, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ class Strategy(ABC):
     `check`, `shard` and `replicate` again.
     """
 
-    # layout of gradients: "tensors" if each must stay a tensor; "shards" if the model is divided among the ranks
-    layout: Literal["any", "tensors", "shards"] = "any"
+    is_sharded = False  # whether the model is divided among the ranks
+    uses_buckets = False  # whether torch exchanges the gradients of backward itself, so that they cannot lie flat
     divisor: int = 1  # what backward divides gradients by, so that their sum over ranks is their mean
     # the rank that updates each parameter, by name, and has its optimizer state; None: every rank updates all
     owners: Mapping[str, int] | None = None
@@ -214,7 +214,7 @@ def broadcast_buffers(collectives: Collectives, model: nn.Module) -> None:
 def broadcast_masters(strategy: Strategy, gradients: Gradients) -> None:
     """Give all ranks the fp32 masters of rank 0, after its parameters; masters of shards stay."""
     gradients.refresh()
-    if strategy.collectives.world_size > 1 and strategy.layout != "shards":
+    if strategy.collectives.world_size > 1 and not strategy.is_sharded:
         masters = [slot.trained for slot in gradients.slots if slot.trained is not slot.parameter]
         broadcast_tensors(strategy.collectives, masters)
 

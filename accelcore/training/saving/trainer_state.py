@@ -118,7 +118,7 @@ class TrainerState:
     def sharded(self) -> Mapping[str, Tensor]:
         """The parameters that are divided among the ranks, by all of their names."""
         plan = self._plan
-        return dict(plan.model.named_parameters(remove_duplicate=False)) if plan.strategy.layout == "shards" else {}
+        return dict(plan.model.named_parameters(remove_duplicate=False)) if plan.strategy.is_sharded else {}
 
     def parts(self, extra: dict[str, Any], *, writes: bool) -> TrainingParts:
         """Return the parts of this trainer's state, in the order in which they are restored; `writes`: to save them.

@@ -83,7 +83,7 @@ class Place(Stage):
             )
 
     def apply(self, plan: Plan) -> None:
-        if plan.strategy.layout == "shards":  # moved group by group: the device need not hold all of the model
+        if plan.strategy.is_sharded:  # moved group by group: the device need not hold all of the model
             return
         optimizer, device, before = plan.optimizer, plan.backend.device, swaps_parameters()
         # Outside of torch, tensors of the device may be unable to share an object with the host's. torch would then
@@ -142,7 +142,7 @@ class Cast(Stage):
         self._state_dict.close()
         if dtype is not None:
             # Shards stay in fp32: they are the masters, and are gathered in low precision.
-            whole = not (plan.strategy.layout == "shards" and policy.masters)
+            whole = not (plan.strategy.is_sharded and policy.masters)
             plan.exact = hold(plan.model, dtype, keep_batchnorm_fp32=policy.keep_batchnorm_fp32, parameters=whole)
             if dtype in LOW_PRECISION:
                 self._state_dict.add(*fp32_state_dict(plan.model))  # again, because the model may have new parts
@@ -180,7 +180,7 @@ class Shard(Stage):
         if not hasattr(plan, "strategy"):  # `trainer.refresh()` keeps it
             plan.strategy = create_strategy(plan.backend, plan.options)
         plan.strategy.check(plan.model, plan.optimizer, plan.policy)
-        if plan.strategy.layout == "shards" and plan.options["clip"] is not None:
+        if plan.strategy.is_sharded and plan.options["clip"] is not None:
             raise ConfigurationError(
                 "clip= cannot be used with a sharded model: it would see only this rank's shards of the gradients",
                 remedy='set clip_norm=, which is computed over all ranks, or choose parallel="ddp"',
@@ -202,7 +202,7 @@ class Bind(Stage):
     """
 
     def check(self, plan: Plan) -> None:
-        flat, sharded, optimizer = plan.options["flat"], plan.strategy.layout == "shards", plan.optimizer
+        flat, sharded, optimizer = plan.options["flat"], plan.strategy.is_sharded, plan.optimizer
         unfit_reason = "each rank has shards of the parameters" if sharded else unfit(_trained(plan))
         if flat and unfit_reason is not None:
             raise ConfigurationError(f"flat=True is not possible: {unfit_reason}", remedy="remove flat")
@@ -261,7 +261,7 @@ def _slots(plan: Plan) -> list[Slot]:
 def _gradients(plan: Plan) -> Gradients:
     slots = _slots(plan)
     gradients: Gradients
-    if plan.strategy.layout == "shards":
+    if plan.strategy.is_sharded:
         gradients = ShardedGradients(slots)
     elif slots and _lies_flat(plan):
         name = plan.optimizer.name if isinstance(plan.optimizer, RoutedOptimizer) else ""
@@ -292,7 +292,7 @@ def _lies_flat(plan: Plan) -> bool:
     has_sparse = any(getattr(module, "sparse", False) is True for module in plan.model.modules())  # torch's embeddings
     if route.memory != "any" or has_sparse:
         return route.memory == "flat"
-    if plan.strategy.layout == "tensors":
+    if plan.strategy.uses_buckets:
         return False
     # A route that updates many scattered tensors at once gains nothing, and pays for copying the gradients.
     return not route.scattered and sum(parameter.numel() for parameter in trained) < _FLAT_BELOW * len(trained)
