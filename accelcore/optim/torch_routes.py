@@ -301,7 +301,7 @@ class FusedStep:
             type(tensor) in (Tensor, Parameter) and tensor.is_floating_point() for tensor in tensors
         )
 
-    def __call__(self) -> None:
+    def step(self) -> None:
         if self._needs_own_step():
             self._optimizer.step()
         else:

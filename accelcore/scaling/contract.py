@@ -161,10 +161,8 @@ class NoScaler(LossScaler):
             )
 
 
-class StaticScaler(NoScaler):
+class StaticScaler(LossScaler):
     """Fixed loss scale. It never looks for overflows and never skips, as in apex with a number for `loss_scale`."""
-
-    reads_gradients = True
 
     def __init__(self, scale: float) -> None:
         self._scale, self._has_scaled = scale, False

@@ -54,12 +54,13 @@ class Step:
         # `FusedStep` cannot skip an overflow. A graph needs torch's own step, which checks what the graph bakes in.
         self._is_captured = plan.captured is not None
         fused = not self._is_captured and not scaler.reads_gradients and FusedStep.serves(plan.optimizer)
-        self._fused_step = FusedStep(plan.optimizer) if fused else None  # instead of the optimizer's slower own step
+        self._stepped: Any = FusedStep(plan.optimizer) if fused else plan.optimizer
         self._device, self._to_device = plan.backend.device, plan.backend.runtime.to_device
         self._job, self._world_size = plan.backend.collectives, plan.backend.collectives.world_size
         self._log = plan.log
         self._reads_norm = norm is None and plan.listeners.measures_norm
         self._unscales = norm is not None or self._clip_by is not None or self._reads_norm
+        self._reads = self._unscales or scaler.reads_gradients
         self.shared = SharedParameters(plan.gradients.slots, plan.strategy.leaves, plan.log)
         if self._is_captured:  # its parameters keep gradients between windows
             self.shared.watch()
@@ -242,8 +243,7 @@ class Step:
         """Return the weighted gradients, unscaled if they are clipped or observed; none if they are not read."""
         gradients = self._gradients
         correction = self._window.correction(full=full)
-        reads = self._unscales or self._scaler.reads_gradients or correction is not None
-        buffers = gradients.buffers() if reads else []
+        buffers = gradients.buffers() if self._reads or correction is not None else []
         if correction is not None:
             torch._foreach_mul_(buffers, correction)
         if self._sets_grad:
@@ -267,10 +267,7 @@ class Step:
         self.calls.expect_step(True)
         try:
             with self._arithmetic, self._strategy.updating(self._gradients):  # some optimizers multiply matrices
-                if self._fused_step is None:
-                    self._scaler.step(self._optimizer, buffers, self._strategy.agree)
-                else:
-                    self._fused_step()
+                self._scaler.step(self._stepped, buffers, self._strategy.agree)
         except BaseException as error:
             self.give_up(
                 "its optimizer raised within a step, and may have updated a part of the parameters",
