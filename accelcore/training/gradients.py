@@ -250,17 +250,17 @@ class Masters(Gradients):
             for number in self._low_slots:
                 if (value := exact.get(id(self.slots[number].parameter))) is not None:
                     self.slots[number].trained.copy_(value)
-        self._seen: list[tuple[int, int]] = []  # nothing yet: ranks may still receive rank 0's parameters
+        self._seen: list[tuple[int, int]] | None = None  # not yet: ranks may still receive rank 0's parameters
 
     def refresh(self, *, thorough: bool = False) -> None:
-        now = self._versions()
-        if now == self._seen and not thorough:
+        now, before = self._versions(), None if thorough else self._seen
+        if now == before:
             return
         self._inner.refresh()
         with torch.no_grad():
             for number in self._low_slots:
                 slot = self.slots[number]
-                written = thorough or not self._seen or self._seen[number] != now[number]
+                written = before is None or before[number] != now[number]
                 if written and not torch.equal(slot.trained.to(slot.parameter), slot.parameter):
                     slot.trained.copy_(slot.parameter)
         self._seen = self._versions()
