@@ -1,13 +1,20 @@
-"""The commands `record` and `replay`. The script runs in a process of its own, started as `accelcore run` starts it."""
+"""The commands `record` and `replay`, and the page of a replay.
+
+The script runs in a process of its own, started as `accelcore run` starts it.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,14 +31,16 @@ from accelcore.cli.options import (
 from accelcore.devices.plugins import without_autoload
 from accelcore.errors import ConfigurationError
 from accelcore.util import child_process
-from accelcore.util.files import beside
+from accelcore.util.files import beside, plot, table, write_html
 
 if TYPE_CHECKING:
     from accelcore.parity.compare import Result
+    from accelcore.parity.events import SeenStep
 
 _RUNNER = Path(__file__).with_name("recorded_script.py")  # not imported: it imports torch
 _AFTER_THE_SCRIPT = {"allow_interspersed_args": False}
 _NOTHING, _INVALID = 2, 64
+_MOST_STEPS = 500  # of a page
 
 _device = device_option("--device", "DEVICE", "What select() chooses in the script, as ACCEL_DEVICE does.")
 _emulate = device_option("--emulate", "NAME", "Run on an emulation of the backend NAME, on this host.")
@@ -164,8 +173,6 @@ def replay(
     else:
         _show(found)
     if report:
-        from accelcore.parity.html_report import write_page
-
         write_page(Path(report), found, Path(reference), folder)
     return 0 if found.agrees else 1
 
@@ -223,3 +230,65 @@ def _show(found: Result) -> None:
     for note in found.notes:
         console.print(f"note: {note}", highlight=False)
     console.print(str(found), highlight=False)
+
+
+def write_page(path: Path, result: Result, reference: Path, other: Path) -> None:
+    """Write the page of a comparison of two recordings: of the rank that diverges, or the first."""
+    from accelcore.layerwise import distance, unit_of
+    from accelcore.parity.events import PHASE_OF
+    from accelcore.parity.recording import Reader, ranks_of
+
+    ranks, others = ranks_of(reference), ranks_of(other)
+    rank = result.rank if result.rank is not None else min(others)
+    readers = [Reader(ranks.get(rank, ranks[min(ranks)])), Reader(others[rank])]
+    losses, norms, phases = (defaultdict[str, dict[int, float]](dict) for _ in range(3))
+    modules: dict[str, float] = {}
+    for step_number in sorted(set(readers[0].steps) & set(readers[1].steps))[:_MOST_STEPS]:
+        steps = [reader.step(step_number) for reader in readers]
+        for side, step in zip(("recorded", "replayed"), steps, strict=True):
+            norms[side][step_number], losses[side][step_number] = _norm(step), _loss(step)
+        theirs = {seen.event: seen for seen in steps[1].seen}
+        for seen in steps[0].seen:
+            if (unit := unit_of(seen.values.dtype)) and seen.event in theirs:
+                ratio = min(distance(seen.values, theirs[seen.event].values).ratio(unit), 1e16)
+                of_phase = phases[PHASE_OF[seen.event.kind]]
+                of_phase[step_number] = max(of_phase.get(step_number, 0.0), ratio)
+                if step_number == (result.step or readers[0].steps[-1]):
+                    modules[seen.event.module] = max(modules.get(seen.event.module, 0.0), ratio)
+    plots = [plot("loss", losses), plot("norm of all gradients", norms)] + [
+        plot(f"largest difference, {phase}, in units of rounding", {"difference": values}, logarithmic=True)
+        for phase, values in phases.items()
+        if any(values.values())
+    ]
+    first = "" if result.agrees else "<h2>The first difference</h2>" + table(result.rows)
+    rows = [(each.name, f"{each.recorded} → {each.replayed}") for each in result.settings]
+    settings = "<h2>Settings that differ</h2>" + table(rows) if rows else ""
+    parts = [f"<p>{escape(str(result))}</p>", first, settings, *plots, _tree(modules, result)]
+    write_html(path, "Record and replay", parts)
+
+
+def _norm(step: SeenStep) -> float:
+    """Estimate the norm of all gradients from their samples."""
+    gradients = [seen for seen in step.seen if seen.event.kind == "reduced"]
+    return math.sqrt(sum(seen.values.double().square().mean().item() * math.prod(seen.shape) for seen in gradients))
+
+
+def _loss(step: SeenStep) -> float:
+    """Return the mean loss of the step; NaN if no loss was seen."""
+    losses = [loss for seen in step.seen if seen.event.kind == "loss" for loss in seen.values.double().tolist()]
+    return fmean(losses) if losses else math.nan
+
+
+def _tree(modules: Mapping[str, float], result: Result) -> str:
+    """Return the modules of the step that diverges, each with a colour for its difference."""
+    lines = []
+    for name, ratio in modules.items():
+        share = 0.0 if ratio <= 0 else min(1.0, math.log10(max(ratio, 1.0)) / 7 + 0.1)
+        first = " ← first" if not result.agrees and name == result.module else ""
+        depth = name.count(".") + bool(name)
+        lines.append(
+            f'<div style="margin-left:{depth * 1.5}em;background:rgba(214,39,40,{share:.2f})">'
+            f"{escape(name or '(the model itself)')}: {ratio:.3g}{first}</div>"
+        )
+    step = f"step {result.step}" if result.step else "the last step"
+    return f'<h2>Modules in {step}, in units of rounding</h2><div class="tree">{"".join(lines)}</div>' if lines else ""

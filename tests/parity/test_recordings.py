@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import accelcore
+from accelcore.cli.parity import write_page
 from accelcore.parity.compare import compare
-from accelcore.parity.html_report import write_page
 
 
 def train(scale=1.0, draws=0):
