@@ -14,7 +14,7 @@ import torch
 
 from accelcore.backend import Backend, Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
-from accelcore.precision.o1.autocast import Region, listed_operators, torch_operators
+from accelcore.precision.o1.autocast import O1Region, TorchRegion, listed_operators, torch_operators
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.policy import Policy
 from accelcore.torch_internals import operator_name
@@ -107,7 +107,8 @@ class TorchPrecision(Precision):
         if not enabled:
             return torch.autocast(self._device_type, dtype=dtype, enabled=False)
         assert dtype is not None, "it is a declared dtype"
-        return Region(self._device_type, dtype, table, self._dispatch_key)
+        region = O1Region if table == "O1" else TorchRegion
+        return region(self._device_type, dtype, self._dispatch_key)
 
     def fp32(self, mode: str) -> AbstractContextManager[None]:
         known = ("ieee", "fast") if self._capabilities.fast_fp32 else ("ieee",)

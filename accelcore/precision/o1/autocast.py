@@ -2,8 +2,8 @@
 
 A kernel must know by which table it casts, also where a backward pass recomputes a checkpointed part of a region, maybe
 in another thread. torch then restores three facts about autocast: whether it is on, its dtype, and whether its cache of
-casts is on. Compiled code guards on the same three. The third one carries the table: a `Region` by table O1 turns
-torch's cache off, and keeps casts itself (`_State.casts`). One by torch's table leaves it on.
+casts is on. Compiled code guards on the same three. The third one carries the table: an `O1Region` turns torch's cache
+off, and keeps casts itself (`_State.casts`). A `TorchRegion` leaves it on.
 """
 
 from __future__ import annotations
@@ -69,49 +69,45 @@ def _mark_compiled_code(change: int) -> None:
         torch.compiler.config.cache_key_tag = tag + _mark * (_threads_in_o1 > 0)
 
 
-class Region:
-    """Context of autocast by table O1, or by torch's table for a device. It can be entered again after it was left.
+class O1Region:
+    """Context of autocast by table O1. It can be entered again after it was left.
 
     The first one that is entered installs the kernels at `dispatch_key`, the key of the device's autocast.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype, table: str, dispatch_key: str) -> None:
-        self._is_o1 = table == "O1"
-        self._device_type, self._dtype = device_type, dtype
-        self._outer: torch.dtype | None = None  # of the casts that torch's cache held when this region was entered
-        self._autocast = torch.autocast(device_type, dtype, cache_enabled=not self._is_o1)
-        kernels = _o1_kernels if self._is_o1 else _refusals
-        name = dispatch_key if self._is_o1 else f"refused on {dispatch_key}"
-        self._kernels = name, partial(kernels, device_type, dispatch_key)
+    def __init__(self, device_type: str, dtype: torch.dtype, dispatch_key: str) -> None:
+        self._autocast = torch.autocast(device_type, dtype, cache_enabled=False)  # by which the kernels know it
+        self._kernels = dispatch_key, partial(_o1_kernels, device_type, dispatch_key)
 
     def __enter__(self) -> None:
         overrides.install(*self._kernels)
-        if not self._is_o1:
-            self._enter_cache()
         self._autocast.__enter__()
-        if not self._is_o1:
-            _state.torch_depth += 1
-            return
         if not _state.depth:
             _mark_compiled_code(+1)
         _state.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        if not self._is_o1:
-            _state.torch_depth -= 1
-        else:
-            _state.depth -= 1
-            if not _state.depth:
-                _mark_compiled_code(-1)
-                _state.casts.clear()
+        _state.depth -= 1
+        if not _state.depth:
+            _mark_compiled_code(-1)
+            _state.casts.clear()
         self._autocast.__exit__(*error)
-        if not self._is_o1:
-            _state.cached[self._device_type] = self._outer
-            if self._outer is not self._dtype:
-                torch.clear_autocast_cache()
 
-    def _enter_cache(self) -> None:
-        """Drop the casts of an outer region in another dtype: torch's cache would return them for this one's."""
+
+class TorchRegion:
+    """Context of autocast by torch's table. It can be entered again after it was left.
+
+    On entering, it drops the casts of an outer region in another dtype: torch's cache would return them for this one's.
+    """
+
+    def __init__(self, device_type: str, dtype: torch.dtype, dispatch_key: str) -> None:
+        self._device_type, self._dtype = device_type, dtype
+        self._outer: torch.dtype | None = None  # of the casts that torch's cache held when this region was entered
+        self._autocast = torch.autocast(device_type, dtype, cache_enabled=True)  # also in a region by O1
+        self._kernels = f"refused on {dispatch_key}", partial(_refusals, device_type, dispatch_key)
+
+    def __enter__(self) -> None:
+        overrides.install(*self._kernels)
         kind = self._device_type
         self._outer = _state.cached.get(kind)
         if self._outer is None and torch.is_autocast_enabled(kind):  # by torch.autocast itself
@@ -119,10 +115,19 @@ class Region:
         if self._outer not in (None, self._dtype):
             torch.clear_autocast_cache()
         _state.cached[kind] = self._dtype
+        self._autocast.__enter__()
+        _state.torch_depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        _state.torch_depth -= 1
+        self._autocast.__exit__(*error)
+        _state.cached[self._device_type] = self._outer
+        if self._outer is not self._dtype:
+            torch.clear_autocast_cache()
 
 
 def is_o1_active() -> bool:
-    """Return whether autocast follows table O1 now: in a `Region` of this thread, or where backward recomputes a part.
+    """Return whether autocast follows table O1 now: in an `O1Region` of this thread, or in a recomputation.
 
     Under an inner autocast by torch's table, it does not. Compilers trace without the cache, too: no recomputation.
     """
