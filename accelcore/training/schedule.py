@@ -77,7 +77,6 @@ class Schedule:
         self._is_constant, self._log = scheduler == "constant", log
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
-        self._may_be_unknown = scheduler is None  # until `warn_if_unknown` has warned
         if scheduler is not None:
             expect_no_step(optimizer)  # a trainer may update without calling `step`
 
@@ -173,9 +172,8 @@ class Schedule:
 
         torch's schedulers, except ReduceLROnPlateau, write `initial_lr` into the optimizer's groups.
         """
-        if self._may_be_unknown and any("initial_lr" in group for group in self._optimizer.param_groups):
-            self._may_be_unknown = False
-            logger.warning(
+        if self._kind == _NONE and any("initial_lr" in group for group in self._optimizer.param_groups):
+            self._log.warn(
                 "the optimizer has a scheduler that the trainer does not know: the checkpoint lacks its state, and a "
                 "resumed run starts it again. Give it to the trainer: accel.trainer(..., scheduler=scheduler, "
                 'schedule_by="script"), if you step it yourself. Or save it by trainer.save(folder, '

@@ -227,7 +227,8 @@ class Step:
         if self._zeroes_grad:
             self._optimizer.zero_grad()
         gradients.clear()
-        self._window.forget_weights()
+        if self._is_captured:  # else `begin` does
+            self._window.forget_weights()
 
     def _check_received(self) -> None:
         if True not in self._gradients.received:

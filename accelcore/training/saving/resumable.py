@@ -113,8 +113,7 @@ class Resumable(ABC):
         for training in trainings.values():
             training.state.step.check_replicas()
         rank, saved, doing = backend.collectives.rank, "", "save its files of the checkpoint"
-        if rank == 0:
-            _warn_of_unknown_schedules([part for training in trainings.values() for part in training.parts])
+        _warn_of_unknown_schedules([part for training in trainings.values() for part in training.parts])
         trainers = {name: training.state.steps for name, training in trainings.items()}
         steps = max(trainers.values())
         facts = {
