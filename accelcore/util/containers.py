@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 _PLAIN = (str, int, float, bool, type(None))
 
+_CHECKED = 4096  # number of values of each tensor that a checksum takes
 _SHOWN = 8  # number of parts of a container that `described` tells
 
 
@@ -69,6 +71,16 @@ def bytes_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor's elements in their order; they may share its memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element may have any stride
+
+
+def checksum(batch: Any) -> int | None:
+    """Return a checksum of some of the values in a batch; None if it has no dense tensors."""
+    found = None
+    for tensor in tensors(batch):
+        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta):
+            some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _CHECKED)]
+            found = crc32(bytes_of(some.cpu()).numpy().tobytes(), found or 0)
+    return found
 
 
 def with_tensors(value: T, others: Iterable[Tensor]) -> T:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -21,11 +22,14 @@ from accelcore.errors import CheckpointError, ConfigurationError, DistributedErr
 from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import EveryNth, share
+from accelcore.util.containers import checksum
 from accelcore.util.text import is_whole, kind_of
 
 _BEGINNING: dict[str, Any] = {
     "epoch": 0, "taken": 0, "seed": None, "start": {}, "generators": [], "form": {}, "loader": None,
 }  # fmt: skip
+
+_FIRST = "first batch"  # its checksum, in the form
 
 _all: WeakSet[DataStream] = WeakSet()
 """The data of all trainers: a GAN's generator trains on batches that the critic's trainer reads."""
@@ -95,7 +99,7 @@ class DataStream:
             self._start = self._runtime.rng_state()
             self._generators_start = [generator.get_state() for generator in generators]
             iterator = self._begin(source)
-        self._form = _form_of(source)
+        self._form = {**_form_of(source), _FIRST: self._form.get(_FIRST)}
         self._given = None
         self.loop += 1
         loop = self.loop
@@ -105,6 +109,10 @@ class DataStream:
         reads_ahead = isinstance(source, DataLoader) and source.num_workers > 0 and source.pin_memory
         ahead = reads_ahead and self._stateful is None
         try:
+            if not self.taken:
+                begun = list(islice(iterator, 1))
+                self._form[_FIRST] = checksum(begun)
+                iterator = _joined(begun, iterator)
             for batch in self._one_ahead(iterator) if ahead else map(self._runtime.to_device, iterator):
                 self.taken += 1
                 self._given = dict(self._collectives.steps)
@@ -255,7 +263,8 @@ class DataStream:
             )
         self._resuming = False
         now = self._runtime.rng_state()
-        if getattr(source, "persistent_workers", False) and self.epoch:
+        draws_anew = getattr(source, "persistent_workers", False) and self.epoch > 0
+        if draws_anew:
             logger.warning("persistent loader workers start with new random numbers after a resume")
             iter(source)  # starts the workers, which draws a number that later epochs do not draw
             self._runtime.set_rng_state(now)
@@ -278,13 +287,26 @@ class DataStream:
             )
         iterator = self._begin(source)
         for done in range(self.taken if saved is None else 0):
-            if next(iterator, self) is self:
+            batch = next(iterator, self)
+            if batch is self:
                 raise CheckpointError(
                     f"the checkpoint was saved after {self.taken} batches of an epoch, and the loader has only {done}",
                     remedy="give the loader the dataset and batch size it had when the checkpoint was saved",
                 )
+            if not done and not draws_anew and self._form.get(_FIRST) not in (None, checksum(batch)):
+                self._warn_of_another_order()
         self._runtime.set_rng_state(now)  # `iter` and the earlier batches have drawn numbers
         return iterator
+
+    def _warn_of_another_order(self) -> None:
+        if self._collectives.rank == 0:
+            logger.warning(
+                "epoch %d began with another batch in the run that saved this checkpoint: the rest of the epoch may "
+                "repeat rows, and omit others. If the data count epochs or draw an order themselves, give them "
+                "set_epoch(epoch), or give the loader state_dict() and load_state_dict(state); or save at the ends of "
+                "epochs",
+                self.epoch,
+            )
 
     def _source_of(self, loader: Iterable[Any], shard: bool) -> Iterable[Any]:
         if not shard or self._collectives.world_size == 1:
@@ -308,6 +330,12 @@ class DataStream:
                 )
             self._seed = seed
         return self._seed
+
+
+def _joined(begun: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    while begun:
+        yield begun.pop()  # which does not keep the batch alive
+    yield from rest
 
 
 def _form_of(source: Any) -> dict[str, Any]:

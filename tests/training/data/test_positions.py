@@ -96,3 +96,46 @@ def test_a_second_loop_over_one_stream_ends_the_first(accel):
     with pytest.raises(accelcore.TrainingError, match="another loop"):
         next(outer)
     assert trainer.epoch == 2
+
+
+class Counting:
+    """Counts epochs itself, and has another order in each."""
+
+    def __init__(self, told=False):
+        self.epoch = 0
+        if told:
+            self.set_epoch = lambda epoch: setattr(self, "epoch", epoch)
+
+    def __iter__(self):
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch))
+        self.epoch += 1
+        return iter([(torch.tensor([[float(row)]]),) for row in order])
+
+
+@pytest.mark.parametrize(
+    ("data", "is_same"),
+    [
+        (Counting, False),
+        (lambda: Counting(told=True), True),
+        (lambda: DataLoader(TensorDataset(torch.rand(12, 1)), 2, shuffle=True, num_workers=1), False),  # other values
+        (lambda: DataLoader(TensorDataset(torch.arange(12.0).view(12, 1)), 2, shuffle=True), True),
+        (lambda: [["text"], ["more"], ["last"]], True),
+    ],
+)
+def test_a_resume_within_an_epoch_of_another_order_is_reported(accel, tmp_path, caplog, data, is_same):
+    loader = data()
+    trainer, _ = make(accel)
+    list(trainer.batches(loader))
+    loop = trainer.batches(loader)
+    next(loop)
+    next(loop)
+    trainer.save(tmp_path)
+    rest = [repr(batch) for batch in loop]
+
+    trainer, _ = make(accel)
+    torch.manual_seed(1)
+    trainer.resume(tmp_path)
+    loader = data()
+    resumed = [repr(batch) for batch in trainer.batches(loader)]
+    assert (resumed == rest) == is_same
+    assert ("may repeat rows" in caplog.text) != is_same
