@@ -62,7 +62,7 @@ class Facts(DeviceNumbers):
         """Return whether a line may make the device of the process's local rank current."""
         ranks = any(index is not None and self.is_local_rank(index) for index in self.made_indexes)
         engine = self.engine is not None and self.engine[0] not in _LATE
-        return ranks or self._is_set_up_elsewhere or engine
+        return ranks or self._sets_up or engine
 
     def _chooses_by_hand(self, contexts: list[cst.Call]) -> bool:
         """Return whether the script gives a process its device by a number that no launcher's variable shows."""
@@ -74,7 +74,7 @@ class Facts(DeviceNumbers):
             and not (_DEVICE.search(text_of(index)) and index in self.made_current)
             and not self.is_local_rank(index)
         ]
-        elsewhere = "rank" in self.options or self._is_set_up_elsewhere
+        elsewhere = "rank" in self.options or self._sets_up or self.known.steered
         several = self.has_several and not (self.spawns or self.backends)
         return (
             bool(unknown or several or _PORTED in self.code)
@@ -84,13 +84,12 @@ class Facts(DeviceNumbers):
         )
 
     @cached_property
-    def _is_set_up_elsewhere(self) -> bool:
-        """Return whether a function of another file may choose the device, such as DeiT's `init_distributed_mode`."""
+    def _sets_up(self) -> bool:
+        """Return whether it calls a function that chooses the rank's device, such as DeiT's `init_distributed_mode`."""
         names = [self.name(call.func) or "" for call in self.calls]
         helpers = any(
             _SETS_UP.search(name) and not name.startswith(("torch.", "accelcore.", "deepspeed.")) for name in names
         )
-        helpers = helpers or self.known.steered
         lists = [argument(call, "device_ids") for call in self.calls]
         lists = [ids.body if isinstance(ids, cst.IfExp) else ids for ids in lists]
         given = [each.value for ids in lists if isinstance(ids, (cst.List, cst.Tuple)) for each in ids.elements]

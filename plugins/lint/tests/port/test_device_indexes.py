@@ -58,3 +58,14 @@ def test_a_device_for_a_move_needs_no_index(level):
     source = "import torch\n\n\ndef put(x):\n    return x.to(torch.device('cuda', torch.cuda.current_device()))\n"
     ported = port_source(source, level, Known(imported=True)).source
     assert "current_device_index" not in ported
+
+
+@pytest.mark.parametrize("steered", [False, True])
+@pytest.mark.parametrize(("line", "keeps"), [("", True), ("torch.cuda.set_device(local_rank)\n", False)])
+def test_a_rank_keeps_its_number_if_only_an_imported_file_may_make_its_device_current(line, keeps, steered):
+    source = (
+        "import os\nimport deepspeed\nimport torch\n\nlocal_rank = int(os.getenv('LOCAL_RANK', '0'))\n"
+        f"{line}device = torch.device(f'cuda:{{local_rank}}')\nnet = torch.nn.Linear(2, 2).to(device)\n"
+    )
+    ported = port_source(source, Level.ROLES, Known(steered=steered)).source
+    assert (", local_rank)\nnet = " in ported) is keeps
