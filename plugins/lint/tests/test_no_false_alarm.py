@@ -149,3 +149,35 @@ def test_a_loss_that_decides_something_in_each_step_is_read_there(line, found):
         f"        value = loss.item()\n        {line}\n"
     )
     assert ("ACC314" in [finding.code for finding in check(source)]) is found
+
+
+EPOCHS = """
+{head}from torch.utils.data import DistributedSampler
+
+{base}
+class Trainer({name}):
+    def load(self, data):
+        sampler = DistributedSampler(data)
+        return {answer}
+
+    def train(self, loader):
+        {prepare}
+        for epoch in range(3):
+            self.run(loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("head", "base", "answer", "prepare", "found"),
+    [
+        ("", "", "Loader(data, sampler)", "", True),
+        ("", "class Base:\n    pass\n\n", "Loader(data, sampler), sampler", "", True),
+        ("from trainers import Base\n", "", "Loader(data, sampler), sampler", "", False),
+        ("from accelerate import Accelerator\n", "", "Loader(data, sampler)", "loader = self.a.prepare(loader)", False),
+        ("", "", "Loader(data, sampler)", "loader = self.a.prepare(loader)", True),
+    ],
+)
+def test_set_epoch_may_be_called_by_a_base_class_or_by_accelerate(head, base, answer, prepare, found):
+    name = "Base" if "Base" in head + base else ""
+    source = EPOCHS.format(head=head, base=base, name=name, answer=answer, prepare=prepare or "pass")
+    assert ("ACC309" in [finding.code for finding in check(source)]) is found

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from accelcore_lint.rule import Mark, Rule
 from accelcore_lint.script import Script, argument, last_name
 
+_ACCELERATE = re.compile(r"^\s*(from|import) accelerate\b", re.MULTILINE)
 _CLASSES = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
 
 
 def _check(script: Script) -> Iterator[Mark]:
     # Whoever gets the sampler, or its loader, may call it; in a script that trains no epochs, another module does.
     loops: list[ast.For | ast.While] = [*script.all(ast.For), *script.all(ast.While)]
-    if "set_epoch" in script.text or not any(map(_trains_epochs, loops)):
+    prepares = _ACCELERATE.search(script.text) is not None and ".prepare(" in script.text  # its loader does so
+    if "set_epoch" in script.text or prepares or not any(map(_trains_epochs, loops)):
         return
     samplers = [call for call, _ in script.calls(lambda name: name in _CLASSES) if _shuffles(call)]
     evaluates = [call for call in samplers if _evaluates(script, call)]
     for call in samplers:
-        if call not in evaluates and not _has_own_data(script, call):
+        if call not in evaluates and not _has_own_data(script, call) and not _is_given_to_base(script, call):
             yield Mark(
                 call,
                 "Nothing in this script calls set_epoch: each epoch has the same order, and each rank the same share.",
@@ -53,6 +56,18 @@ def _has_own_data(script: Script, call: ast.Call) -> bool:
         and reasons & {ast.unparse(node) for node in ast.walk(line.value)}
         for line in made
     )
+
+
+def _is_given_to_base(script: Script, call: ast.Call) -> bool:
+    """Return whether a method returns the sampler, so that a base class of another file may call `set_epoch`."""
+    above = [*script.names.ancestors(call)]
+    made = [ast.unparse(target) for node in above if isinstance(node, ast.Assign) for target in node.targets]
+    method = next((node for node in above if isinstance(node, ast.FunctionDef)), None)
+    bases = [last_name(base) for node in above if isinstance(node, ast.ClassDef) for base in node.bases]
+    answers = [node.value for node in ast.walk(method) if isinstance(node, ast.Return)] if method else []
+    returned = {ast.unparse(part) for value in answers if value for part in getattr(value, "elts", [value])}
+    own = {node.name for node in script.all(ast.ClassDef)}
+    return not returned.isdisjoint(made) and not own.issuperset(bases)
 
 
 def _shuffles(call: ast.Call) -> bool:
