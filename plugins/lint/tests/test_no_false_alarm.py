@@ -140,6 +140,10 @@ def test_a_loss_that_is_read_once_an_epoch_is_not_read_in_each_step(steps, found
         ("best = min(best, value)", True),
         ("if not math.isfinite(value): sys.exit(1)", False),
         ("if value < best: best, kept = value, model.state_dict()", False),
+        ("if loss < best: best = loss", False),
+        ("if torch.isnan(loss): raise ValueError", False),
+        ("if loss is not None: best = loss", True),
+        ("if best: best = 1 if loss < best else 2", True),
     ],
 )
 def test_a_loss_that_decides_something_in_each_step_is_read_there(line, found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from typing import cast
 
@@ -23,7 +24,8 @@ def _check(script: Script) -> Iterator[Mark]:
             loop = backward.loop
             steps = [step.loop for step in flow.of(STEP) if step.loop is not None]
             inner = any(_is_epoch(script, loop, other) for other in flow.of(BACKWARD) if other.loop in steps)
-            if loop is not None and loop not in marked and any(map(backward.in_loop, steps)) and not inner:
+            steps_here = loop is not None and any(map(backward.in_loop, steps)) and not inner
+            if loop is not None and steps_here and loop not in marked and not _asks(script, loop, backward.loss):
                 waits = [call for call in _waits(script, loop, backward) if not _guarded(script, call, loop)]
                 if waits:
                     marked.add(loop)
@@ -59,6 +61,23 @@ def _waits(script: Script, loop: ast.stmt, backward: Event) -> Iterator[ast.Call
             read = read.value
         if isinstance(read, ast.Name) and (read.id == backward.loss.id or (is_item and is_loss(read))):
             yield call
+
+
+def _asks(script: Script, loop: ast.stmt, loss: ast.expr | None) -> bool:
+    """Return whether a condition asks the loss itself in each step, as `if loss < best:`: the host waits for that."""
+    for branch in (node for node in ast.walk(loop) if isinstance(node, ast.If)):
+        around = itertools.takewhile(lambda node: node is not loop, script.names.ancestors(branch))
+        if any(isinstance(node, _NOT_EACH_STEP) for node in around):
+            continue
+        for part in ast.walk(branch.test):
+            given: list[ast.expr] = []
+            if isinstance(part, ast.Compare) and not isinstance(part.ops[0], (ast.Is, ast.IsNot)):
+                given = [part.left, *part.comparators]
+            elif isinstance(part, ast.Call) and last_name(part.func) in ("isnan", "isfinite", "isinf"):
+                given = part.args
+            if loss is not None and any(ast.unparse(each) == ast.unparse(loss) for each in given):
+                return True
+    return False
 
 
 def _guarded(script: Script, call: ast.Call, loop: ast.stmt) -> bool:
