@@ -133,30 +133,18 @@ class GroupBinding:
     """Binding to the parameters in the optimizer's own groups, for a loop without a trainer.
 
     The state that it begins with is loaded in the first step: until then a trainer may bind the optimizer to masters,
-    which are more exact. If the implementation updates `flat` memory only, that is laid out in the first step, too.
+    which are more exact.
     """
 
     on_leaves = True
 
-    def __init__(
-        self,
-        name: str,
-        implementation: Optimizer,
-        groups: list[dict[str, Any]],
-        entries: dict[Tensor, Entry],
-        flat: bool,
-    ) -> None:
-        self._name, self._implementation, self._waiting, self._is_flat = name, implementation, entries, flat
-        # Shared dictionaries, so that a changed option needs no copy.
-        implementation.param_groups[:] = [dict(group) for group in groups] if flat else groups
+    def __init__(self, implementation: Optimizer, groups: list[dict[str, Any]], entries: dict[Tensor, Entry]) -> None:
+        self._implementation, self._waiting = implementation, entries
+        implementation.param_groups[:] = groups  # shared dictionaries, so that a changed option needs no copy
         self._replaced, self._layouts = as_engine(implementation).replaced, _layouts(groups)
-        self._memories: list[FlatMemory] = []
-        self._flat: RunBinding | None = None
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        if self._flat is not None:
-            return self._flat.state
         return self._implementation.state | self._waiting if self._waiting else self._implementation.state
 
     def is_outdated(self, groups: Groups) -> bool:
@@ -164,25 +152,46 @@ class GroupBinding:
         return self._replaced() and self._layouts != _layouts(groups)
 
     def prepare(self, groups: Groups) -> None:
-        """Load the state that waits, and bring flat memory up to date. Called before each update."""
-        if self._is_flat:
-            for memory in self._memories:
-                memory.refresh()
-            if self._flat is None:
-                self._memories = lay_flat(_slots(groups), joint_groups(self._name, groups))
-                runs = list(chain.from_iterable(each.runs(each.values, each.gradients) for each in self._memories))
-                self._flat = RunBinding(self._implementation, runs, groups, self.state)
-                self.on_leaves = False
-            for memory in self._memories:
-                memory.collect()
-            self._flat.prepare(groups)
-        elif self._waiting:
+        """Load the state that waits. Called before each update."""
+        if self._waiting:
             load_state(self._waiting, [Run([slot], slot.parameter) for slot in _slots(groups)], self._implementation)
             self._waiting = {}
 
     def increment_versions(self) -> None:
-        if self._flat is not None:
-            self._flat.increment_versions()
+        """Do nothing: only updates of flat memory leave the versions of parameters as they are."""
+
+
+class FlatGroupBinding(GroupBinding):
+    """Binding for an implementation that updates flat memory only, which is laid out in the first step."""
+
+    def __init__(
+        self, name: str, implementation: Optimizer, groups: list[dict[str, Any]], entries: dict[Tensor, Entry]
+    ) -> None:
+        super().__init__(implementation, [dict(group) for group in groups], entries)
+        self._name = name
+        self._memories: list[FlatMemory] = []
+        self._flat: RunBinding | None = None
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return super().state if self._flat is None else self._flat.state
+
+    def prepare(self, groups: Groups) -> None:
+        """Lay flat memory out, or bring it up to date. Called before each update."""
+        for memory in self._memories:
+            memory.refresh()
+        if self._flat is None:
+            self._memories = lay_flat(_slots(groups), joint_groups(self._name, groups))
+            runs = list(chain.from_iterable(each.runs(each.values, each.gradients) for each in self._memories))
+            self._flat = RunBinding(self._implementation, runs, groups, self.state)
+            self.on_leaves = False
+        for memory in self._memories:
+            memory.collect()
+        self._flat.prepare(groups)
+
+    def increment_versions(self) -> None:
+        assert self._flat is not None, "prepare comes first"
+        self._flat.increment_versions()
 
 
 def joint_groups(name: str, groups: Groups) -> Sequence[int]:

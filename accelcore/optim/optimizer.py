@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelcore.errors import TrainingError, UnsupportedError
-from accelcore.optim.binding import SWITCHES, Entry, GroupBinding, RunBinding, read_state
+from accelcore.optim.binding import SWITCHES, Entry, FlatGroupBinding, GroupBinding, RunBinding, read_state
 from accelcore.optim.engine import Request, Route, as_engine, check_members, loss_by, needs_closure
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
@@ -215,8 +215,8 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def _bind_groups(self, entries: dict[Tensor, Entry]) -> None:
         """Update the parameters in the groups, with this state."""
-        flat = self._route.memory == "flat"
-        self.binding = GroupBinding(self.name, self.implementation, self.param_groups, entries, flat)
+        given = self.implementation, self.param_groups, entries
+        self.binding = FlatGroupBinding(self.name, *given) if self._route.memory == "flat" else GroupBinding(*given)
 
     def _choose_for(self, members: Sequence[list[Tensor]], *, flat: bool = True, sharded: bool = False) -> None:
         """Choose the route for these tensors, a list for each group, and for the groups' options as they are now."""
