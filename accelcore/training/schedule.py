@@ -53,7 +53,9 @@ class Schedule:
     updates: int | None = None  # the number of updates that it was made for; None if it was given, or is not made yet
 
     def __init__(self, scheduler: Any, optimizer: Optimizer, by: ScheduleBy | None, warmup: float, log: Once) -> None:
-        self._by_is_given = by is not None  # the script says what is counted: no warning of the schedule's length
+        self._named = scheduler if isinstance(scheduler, str) else ""
+        # A schedule by name fits, and with `schedule_by` the script says what is counted.
+        self._may_not_fit = not self._named and by is None  # until `warn_of_length` has looked
         by = by or "window"
         if by not in get_args(ScheduleBy):
             raise ConfigurationError(
@@ -71,10 +73,8 @@ class Schedule:
             _check_step(scheduler)
         self.scheduler, self.by, self._optimizer = None if self._make else scheduler, by, optimizer
         self._steps_by_window = scheduler is not None and by == "window"
-        self._is_named = isinstance(scheduler, str)
         self._updates_are_checked = self._make is None  # by `check_updates`
-        self._length_is_checked = self._is_named  # by `warn_of_length`; a schedule by name fits
-        self._is_constant, self._log = scheduler == "constant", log
+        self._log = log
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
         if scheduler is not None:
@@ -121,9 +121,9 @@ class Schedule:
 
     def warn_of_length(self, epochs: int | None, updates: int | None) -> None:
         """Log once that the scheduler seems to be made for another number of steps than that of the updates."""
-        if self._length_is_checked or self._by_is_given or not (self._steps_by_window and epochs and updates):
+        if not (self._may_not_fit and self._steps_by_window and epochs and updates):
             return
-        self._length_is_checked = True
+        self._may_not_fit = False
         if (
             _length(self.scheduler) > updates
             or 0 < _end(self.scheduler) < updates * (1 if isinstance(self.scheduler, OneCycleLR) else 0.9)
@@ -201,7 +201,7 @@ class Schedule:
         self.check()
         done = _last_epoch(self.scheduler)
         has_ended = self.updates is not None and done is not None and done >= self.updates
-        if has_ended and not self._is_constant:
+        if has_ended and self._named != "constant":  # a constant rate has no end
             self._log.warn(
                 "the schedule ended at update %d, and a later update was trained at the learning rate %s. To train "
                 "further, load the model into a new trainer, which makes a new schedule",
@@ -209,7 +209,7 @@ class Schedule:
                 " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self._optimizer.param_groups)),
             )
         try:
-            if not (has_ended and self._is_named):
+            if not (has_ended and self._named):
                 self.scheduler.step()
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)

@@ -77,7 +77,7 @@ class Step:
     @property
     def is_open(self) -> bool:
         """Whether a window has begun, with gradients or without."""
-        return self._window.micro > 0 or self.shared.is_open
+        return self.shared.is_open
 
     def _open(self) -> None:
         """Open a window if none is open: clear gradients that others, such as another trainer, have left."""
