@@ -294,19 +294,15 @@ class DataStream:
                     remedy="give the loader the dataset and batch size it had when the checkpoint was saved",
                 )
             if not done and not draws_anew and self._form.get(_FIRST) not in (None, checksum(batch)):
-                self._warn_of_another_order()
+                self._log.warn(
+                    "epoch %d began with another batch in the run that saved this checkpoint: the rest of the epoch may "
+                    "repeat rows, and omit others. If the data count epochs or draw an order themselves, give them "
+                    "set_epoch(epoch), or give the loader state_dict() and load_state_dict(state); or save at the ends "
+                    "of epochs",
+                    self.epoch,
+                )
         self._runtime.set_rng_state(now)  # `iter` and the earlier batches have drawn numbers
         return iterator
-
-    def _warn_of_another_order(self) -> None:
-        if self._collectives.rank == 0:
-            logger.warning(
-                "epoch %d began with another batch in the run that saved this checkpoint: the rest of the epoch may "
-                "repeat rows, and omit others. If the data count epochs or draw an order themselves, give them "
-                "set_epoch(epoch), or give the loader state_dict() and load_state_dict(state); or save at the ends of "
-                "epochs",
-                self.epoch,
-            )
 
     def _source_of(self, loader: Iterable[Any], shard: bool) -> Iterable[Any]:
         if not shard or self._collectives.world_size == 1:
