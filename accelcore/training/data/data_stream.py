@@ -295,8 +295,8 @@ class DataStream:
                 )
             if not done and not draws_anew and self._form.get(_FIRST) not in (None, checksum(batch)):
                 self._log.warn(
-                    "epoch %d began with another batch in the run that saved this checkpoint: its rest may repeat rows, "
-                    "and omit others. If the data count epochs or draw an order themselves, give them "
+                    "epoch %d began with another batch in the run that saved this checkpoint: its rest may repeat "
+                    "rows, and omit others. If the data count epochs or draw an order themselves, give them "
                     "set_epoch(epoch), or give the loader state_dict() and load_state_dict(state); or save at the ends "
                     "of epochs",
                     self.epoch,
