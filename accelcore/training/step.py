@@ -215,7 +215,8 @@ class Step:
         self.calls.check_bound()
         gradients.collect()
         self._strategy.reduce(gradients, full=full)
-        self._check_received()
+        if True not in gradients.received:
+            raise self._nothing_received()
         gradients.grads_to_masters()
         buffers = self._unscale_and_clip(full=full)
         try:
@@ -230,15 +231,13 @@ class Step:
         if self._is_captured:  # else `begin` does
             self._window.forget_weights()
 
-    def _check_received(self) -> None:
-        if True not in self._gradients.received:
-            self._snapshot.check_model()  # if all layers were replaced, this names one
-            raise TrainingError(
-                "no parameter received a gradient in this window",
-                remedy="look for frozen parameters, for zero_grad() after trainer.backward(loss), or for a loss of "
-                "another model: loss(model, batch) must call the model that it gets; a loop of your own must call "
-                "trainer.forward",
-            )
+    def _nothing_received(self) -> TrainingError:
+        self._snapshot.check_model()  # if all layers were replaced, this names one
+        return TrainingError(
+            "no parameter received a gradient in this window",
+            remedy="look for frozen parameters, for zero_grad() after trainer.backward(loss), or for a loss of another "
+            "model: loss(model, batch) must call the model that it gets; a loop of your own must call trainer.forward",
+        )
 
     def _unscale_and_clip(self, *, full: bool) -> list[Tensor]:
         """Return the weighted gradients, unscaled if they are clipped or observed; none if they are not read."""
