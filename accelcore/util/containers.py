@@ -74,10 +74,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def checksum(batch: Any) -> int | None:
-    """Return a checksum of some of the values in a batch; None if it has no dense tensors."""
+    """Return a checksum of some of the values in a batch; None if it has no dense tensors of torch's own class."""
     found = None
     for tensor in tensors(batch):
-        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta):
+        is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+        if is_dense and type(tensor) is Tensor:
             some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _CHECKED)]
             found = crc32(bytes_of(some.cpu()).numpy().tobytes(), found or 0)
     return found
