@@ -36,7 +36,7 @@ class Plan:
     model: nn.Module  # as given
     optimizer: Optimizer  # as given
     options: TrainerOptions  # as given, with defaults
-    log: Once
+    log: Once  # warnings of this trainer
     policy: Policy = field(init=False)  # the precision of the whole training (stage `Cast`)
     contexts: Contexts = field(init=False)  # the policy's autocast and arithmetic (`Cast`)
     strategy: Strategy = field(init=False)  # the parallel strategy (`Shard`)
