@@ -67,7 +67,9 @@ def device_source(facts: Facts, site: cst.CSTNode, index: cst.BaseExpression | N
         made = f"{facts.torch}.device({facts.place.kind(site)}, {index_source(index)})"
         return _or_cpu(facts, site, made) if _is_located(facts, site) else made
     if facts.sets_device(index, site):
-        return facts.place.device(site)
+        device = facts.place.device(site)
+        is_read = _may_be_read(facts, site, index)
+        return with_index(facts.torch, device, index_source(index)) if is_read else device
     if facts.in_default(site) is None and isinstance(site, cst.Call) and facts.name(site.func) == "torch.device":
         made = f"{facts.torch}.device({with_type(site, facts.place.kind(site), index_source(index))})"
         return _or_cpu(facts, site, made) if _is_located(facts, site) else made

@@ -69,3 +69,15 @@ def test_a_rank_keeps_its_number_if_only_an_imported_file_may_make_its_device_cu
     )
     ported = port_source(source, Level.ROLES, Known(steered=steered)).source
     assert (", local_rank)\nnet = " in ported) is keeps
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_device_that_a_function_returns_by_a_number_keeps_it(level):
+    source = (
+        "import torch\n\n\ndef setup(backend, rank):\n"
+        "    if backend == 'nccl':\n        torch.cuda.set_device(rank)\n\n\n"
+        "def get_device(rank):\n    if torch.cuda.is_available():\n        return torch.device(f'cuda:{rank}')\n"
+        "    return torch.device('cpu')\n"
+    )
+    ported = port_source(source, level, Known(imported=True)).source
+    assert "device.type, rank)" in ported
