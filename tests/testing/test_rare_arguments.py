@@ -364,7 +364,7 @@ def _with_the_last_twice(func, one, other):
     ("products of long rows", {"bmm": _with_the_last_twice}),
     ("products of long rows", {"mm": _with_the_last_twice}),
     ("product of matrices of whole numbers", {"mm": lambda func, one, other: func(one.float(), other.float()).long()}),
-    ("product of many whole numbers", {"prod": lambda func, x: func(x).int().long()}),
+    ("product of many torch.int64", {"prod": lambda func, x: func(x).int().long()}),
     ("powers of whole numbers", {"pow": lambda func, x, power: func(x, power.clamp(min=0))}),
     ("rows of a long embedding", {"embedding": lambda func, weight, rows, *args: func(weight, rows % 2**16, *args)}),
     ("gradient of rows of a long embedding", {

@@ -236,20 +236,6 @@ class TestRuntime(DrawnTests, DroppedTests, TransferTests, DeviceTests):
         for way, back in (("cpu", there.cpu()), ("copy_", torch.empty_like(view).copy_(there)), ("fetch", ready())):
             assert torch.equal(back, view), f"by {way} a view on the device comes back as other elements of its memory"
 
-    def test_transfers_keep_values(self, accel: Backend) -> None:
-        """Tensors of every dtype arrive unchanged."""
-        for tensor in (
-            torch.tensor([2**40, -1]),
-            torch.tensor([True, False]),
-            torch.ones(3).expand(2, 3),
-            torch.tensor([2**31 - 1], dtype=torch.int32),
-            torch.tensor([255], dtype=torch.uint8),
-            *(torch.ones(2, dtype=getattr(torch, name)) / 3 for name in accel.capabilities.model_dtypes),
-        ):
-            moved = accel.runtime.to_device(tensor)
-            assert moved.dtype == tensor.dtype, f"{tensor.dtype} arrived as {moved.dtype}"
-            assert torch.equal(moved.cpu(), tensor)
-
     def test_no_needless_copy(self, accel: Backend) -> None:
         """A tensor that is already on the device is not copied."""
         there = torch.ones(3, device=accel.device)

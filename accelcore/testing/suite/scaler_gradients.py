@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -139,6 +140,13 @@ class GradientsOfScaler:
             assert parameter.grad is not None
             found = parameter.grad.tolist()
             assert found == [0.25, 2.0**110, -(2.0**-110)], f"of gradients in {parameter.dtype} it makes {found}"
+        scaler.update()
+        for spoilt, value in product(parameters, (math.inf, -math.inf, math.nan)):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            spoil(spoilt, value, 1)
+            take_step(scaler, optimizer)
+            assert all(bool((each == 1).all()) for each in parameters), f"{value} in {spoilt.dtype} is no overflow"
 
     def test_sparse_gradients(self, accel: Backend) -> None:
         """Rows that come twice in a sparse gradient add up; it is unscaled, and an overflow in it skips the step."""

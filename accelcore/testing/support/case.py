@@ -169,7 +169,7 @@ class Case:
                 self._check_out("with out= of whole numbers", values, exact, refused=True, dtype=torch.int64)
             if usual and self._fits_its_input(exact, values):
                 self._check_out("with out= beside its input", values, exact, refused=True, shifted=True)
-            if answers and self.name not in ROUNDED_OUT:  # 0 and 1
+            if answers and (self.name not in ROUNDED_OUT or self.dtype in (torch.int64, torch.bool)):  # 0 and 1
                 numbers = [each.cast(torch.uint8) for each in values]
                 self._check_out("with out= of another dtype", numbers, exact, dtype=torch.uint8)
             elif self.dtype in (torch.bfloat16, torch.float16) and not self.what:

@@ -106,7 +106,8 @@ def convolutions(name: str, dtype: torch.dtype) -> Iterator[Any]:
         shapes = (images[: 2 + count], kernel, *([(8,)] if number % 3 else []))
         given = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
         yield tuple(given), {**options, "groups": groups}
-    for size, stride, groups in ((3, 1, 1), (5, 1, 33), (7, 2, 1)):  # as many channels and points as a kernel has tiles
+    # As many channels and points as a kernel has tiles; and a product of matrices, of every second point.
+    for size, stride, groups in ((3, 1, 1), (5, 1, 33), (7, 2, 1), (1, 2, 1)):
         shapes = ((1, 33, *(19, 17, 3)[:count]), (33, 33 // groups, *[size] * min(count, 2), *[1] * (count - 2)), (33,))
         given = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
         yield tuple(given), {"stride": stride, "padding": (size // 2, size // 2, 0)[:count], "groups": groups}

@@ -16,7 +16,8 @@ from accelcore.devices.plugins import find
 from accelcore.known_faults import TORCH_FAULTS, KnownFault
 
 _REFUSES = re.compile(
-    r"not (currently )?(implemented|supported)|unsupported|only supports|no kernel|EMULATED|requires dtype|"
+    r"(not|n't) (currently )?(implement|support)|unsupported|only supports|no (kernel|implementation)|EMULATED|"
+    r"requires dtype|"
     r"must be .*(Half|BFloat16)",
     re.I,
 )

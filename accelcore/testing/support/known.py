@@ -64,6 +64,15 @@ def _bits(x: Tensor) -> Tensor:
     return torch.cat([*shifted, x & 6, x | 1, x ^ 3, ~x])
 
 
+def _small(x: Tensor) -> Tensor:
+    """Return numbers of fp16 below its least normal one: converted in several ways, and computed; 2 ** 24 times."""
+    half, larger = x.half(), (1024 * x).half()
+    made = [half, x.double().half(), x.bfloat16().half(), torch.zeros_like(half).copy_(x)]
+    made += [torch.stack([x, x], -1).half()]
+    made += [larger / 1024, larger * 2.0**-10, torch.stack([half, half, -half]).sum(0), half + half - half]
+    return torch.cat([each.float().view(len(x), -1)[:, -1] for each in made]) * 2**24
+
+
 def _causal(dtype: torch.dtype) -> Compute:
     def compute(device: torch.device) -> Tensor:
         zeros, values = (
@@ -158,6 +167,7 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     "fill in place": (of_values(_in_place(lambda x: x.zero_()), 1.0, 2.0), [1, 0, 2, 0]),
     "cat with nothing": (of_values(lambda x: torch.cat([x[:0], x, x[:0]]), 1.0, 2.0), [1, 2]),
     "rounding to bf16": (of_values(lambda x: x.bfloat16().float(), 1 + 2**-8, 1 + 3 * 2**-8), [1, 1 + 2**-6]),
+    "small numbers of fp16": (of_values(_small, 2.0**-24, 3 * 2.0**-24, -(2.0**-16)), [1, 3, -256] * 9),
     "conversion of a transposed matrix": (of_values(lambda x: x.t().bfloat16(), *_ROWS, shape=(2, 2)), [1, 3, 2, 4]),
     "copy of another dtype to a transposed matrix": (
         of_values(lambda x: torch.zeros_like(x, dtype=torch.bfloat16).t().copy_(x), *_ROWS, shape=(2, 2)),

@@ -234,11 +234,21 @@ _NORMS: dict[str, Callable[..., Tensor]] = {
     "batch_norm by running statistics": _evaluated,
 }
 
+
+def _medians(x: Tensor) -> Tensor:
+    """Return medians of rows that share memory: of all, and of each row; torch's own kernel is wrong of columns."""
+    rows = x.expand(3, -1)
+    return torch.stack(
+        [rows.median(), rows.nanmedian(), *rows.median(1)[0], *rows.nanmedian(1)[0], rows.median(1)[1][2]]
+    )
+
+
 KNOWN_OF_FORMS: dict[str, tuple[Compute, list[float]]] = {
     "repetition by counts of 0": (
         of_values(_repeated, *range(10, 15)),
         [*(10, 10, 12, 13, 13, 13) * 2, *(4, 0, 2, 6, 0), *(0, 0, 2, 3, 3, 3)],
     ),
+    "medians of expanded memory": (of_values(_medians, 5.0, 9.0, 6.0, 8.0, 7.0), [*[7] * 8, 4]),
     "gather by a narrow index": (_narrow(lambda x, dim, index: x.gather(dim, index)), _GATHERED),
     **{f"{name} by a narrow index": (_narrow(write), _SCATTERED) for name, write in _WRITES.items()},
     **{

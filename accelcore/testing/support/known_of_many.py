@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -123,7 +124,20 @@ def _attention_to_the_rest(x: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(values[:, :, :1], values.mul(0), values, ~hidden[None])
 
 
+def _product(kind: torch.dtype, x: Tensor) -> Tensor:
+    return (x[:70] % 2 + 1).to(kind).prod()
+
+
+def _sums(number: int, ones: Tensor) -> Tensor:
+    x = ones * number
+    columns = x[:, None].expand(-1, 2)
+    return torch.stack([x.sum(), x.nansum(), x.cumsum(0)[-1], columns.sum(0)[1], columns.cumsum(0)[-1, 1]])
+
+
 _COUNT = sum(2 * number // (1 + number // 90) for number in range(100))  # of the elements of `_many`
+
+_KINDS = {torch.bool: 1, torch.uint8: 255, torch.int8: -128, torch.int16: -(2**15), torch.int32: 2**20}
+"""A number of each kind, of which many have a sum in int64 alone."""
 
 KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.sum()), [_LONG]),
@@ -213,18 +227,21 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
         _of(_range, _rows_by_ones),
         [700**2 * row + 700 * 699 / 2 for row in (0, 16)],
     ),
-    "product of many whole numbers": (
-        lambda device: (torch.arange(1, 71, device=device) % 2 + 1).prod(),
-        [2**35],
-    ),
+    **{
+        f"product of many {kind}": (_of(_range, partial(_product, kind)), [2**35])
+        for kind in [*_KINDS, torch.int64]
+        if kind != torch.bool
+    },
     "rows of a long embedding": (
         _of(_range, lambda x: functional.embedding(x[[0, 2**16 - 1, 2**16, -1]], x.float()[:, None])),
         [0, 2**16 - 1, 2**16, _ROWS - 1],
     ),
     "gradient of rows of a long embedding": (_of(_range, _gradient_of_embedding), [1, 2, 3, 9, 15]),
     "running sum of many": (_of(_ones(_ROWS), lambda x: x.cumsum(0)[-1]), [_ROWS]),
-    "running count of many": (_of(_ones(_ROWS, torch.bool), lambda x: x.cumsum(0)[-1]), [_ROWS]),
-    "count of many": (_of(_ones(_ROWS, torch.bool), lambda x: x.sum()), [_ROWS]),
+    **{
+        f"sums of many {kind}": (_of(_ones(_ROWS, kind), partial(_sums, one)), [one * _ROWS] * 5)
+        for kind, one in _KINDS.items()
+    },
     "place of the largest of many": (_of(_range, torch.argmax), [_ROWS - 1]),
     "largest 64 of many": (_of(_range, lambda x: x.float().topk(64)[1][[0, 31, 32, 63]] - _ROWS), [-1, -32, -33, -64]),
     "order of many": (_of(_range, lambda x: x.neg().sort()[1][[0, -1]]), [_ROWS - 1, 0]),

@@ -45,7 +45,7 @@ def seed_that_leaves_a_kept_number(backend):
     return replaced(backend, "runtime", seed=seed)
 
 
-@lie("TestRuntime.test_transfers_keep_values", says="float64 arrived as torch.float32")
+@lie("TestRuntime.test_every_dtype_travels", says="arrived as torch.float32", name="float64", way="to_device")
 def transfer_that_casts_fp64(backend):
     def to_device(honest, batch):
         return batch.float() if batch.dtype == torch.float64 else honest.to_device(batch)

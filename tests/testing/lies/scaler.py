@@ -41,6 +41,13 @@ class _ThroughFp16(GradScaler):
         return found
 
 
+class _SeesNoNan(GradScaler):
+    def check(self, gradients, multiplier):
+        found = super().check(gradients, multiplier)
+        low = [each for each in gradients if each.dtype == torch.bfloat16]
+        return found * (not any(bool(each.isnan().any()) for each in low))
+
+
 class _FirstRowOfGaps(GradScaler):
     def check(self, gradients, multiplier):
         dense = [each if each.is_contiguous() else each[0].clone() for each in gradients]
@@ -256,6 +263,7 @@ for _name, _kind, _test, _says, _arguments in (
      {"group": 0, "element": 0}),
     ("scaler_of_bf16_through_fp16", _ThroughFp16, "test_gradients_of_several_dtypes", "of gradients in torch.bfloat16",
      {}),
+    ("scaler_that_sees_no_nan_in_bf16", _SeesNoNan, "test_gradients_of_several_dtypes", "nan in torch.bfloat16", {}),
     ("scaler_that_steps_with_zeroes", _ZeroesGradients, "test_overflow_ages_no_state", "skipped update changed",
      {"make": _own}),
     ("scaler_that_unscales_twice", _AllowsTwo, "test_calls_out_of_order", "DID NOT RAISE", {"make": _plain}),

@@ -95,6 +95,21 @@ drawn("poisson_that_is_a_whole_normal", "test_moments", "poisson of rate 100 has
       draw="poisson of rate 100")  # fmt: skip
 
 
+def _of_neighbours(func, grad, x, weight, biases, stride, *args):
+    found = func(grad, x, weight, biases, stride, *args)
+    if weight.shape[2:].numel() > 1 or max(stride) == 1:
+        return found
+    return found[0][..., torch.arange(x.shape[-1]) // stride[-1] * stride[-1]], *found[1:]
+
+
+swept("gradient_of_points_that_no_kernel_reads", "nn.functional.conv2d", "the gradient 0",
+      {"convolution_backward": _of_neighbours})  # fmt: skip
+known("sums_of_int8_in_int16", "sums of many torch.int8", {
+      "sum.dim_IntList": lambda func, x, *args, **named: func(x, *args, **named).short().long()})  # fmt: skip
+known("quotients_without_small_numbers", "small numbers of fp16", {
+      "div": lambda func, x, y: torch.where((found := func(x, y)).abs() > 2**-14, found, 0)})  # fmt: skip
+
+
 class _CountsTwice(torch.optim.Adam):
     """A kernel with a launch for each dtype, which counts the steps of the group."""
 
