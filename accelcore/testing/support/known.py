@@ -83,6 +83,16 @@ def _causal(dtype: torch.dtype) -> Compute:
     return compute
 
 
+def _attention_to_nothing(x: Tensor) -> Tensor:
+    """Return attention of two queries to two keys, of which the second query sees none, and its gradient."""
+    rows, sees = x.view(1, 1, 2, 2).clone().requires_grad_(), torch.tensor([[True, False], [False, False]]).to(x.device)
+    for mask in (sees, torch.zeros_like(rows[0, 0]).masked_fill(~sees, -_INF)):
+        found = functional.scaled_dot_product_attention(rows, rows.detach(), rows.detach(), attn_mask=mask)
+        found.sum().backward()
+    assert rows.grad is not None
+    return torch.cat([found.flatten(), rows.grad[0, 0, 1]]).detach()
+
+
 _ROWS = (1.0, 2.0, 3.0, 4.0)
 _FAR = [-27.0, -9.0, 9.0, 27.0] * 2  # 20 times -1.5, -0.5, 0.5 and 1.5 over their standard deviation
 _LARGE = (300.0, 400.0)  # of which fp16 holds no square
@@ -158,6 +168,7 @@ KNOWN: dict[str, tuple[Compute, list[float]]] = {
     ),
     "attention that is causal": (_causal(torch.float32), [2, 3]),
     "attention that is causal, in bf16": (_causal(torch.bfloat16), [2, 3]),
+    "attention to nothing": (of_values(_attention_to_nothing, *_ROWS, shape=(2, 2)), [1, 2, 0, 0, 0, 0]),
     "an expanded tensor": (of_values(lambda x: x.expand(2, 2) + 0, 1.0, 2.0), [1, 2, 1, 2]),
     "addmm with out= that is transposed": (
         of_values(lambda x: torch.addmm(x, x, x, out=torch.full_like(x, 77.0).t()), *_ROWS, shape=(2, 2)),

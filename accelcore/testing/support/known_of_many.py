@@ -124,6 +124,13 @@ def _attention_to_the_rest(x: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(values[:, :, :1], values.mul(0), values, ~hidden[None])
 
 
+def _of_columns(x: Tensor) -> Tensor:
+    """Return places of the first and last number in order, along a dimension whose elements are not neighbours."""
+    columns = x.float()[:, None].repeat(1, 2).neg()
+    orders = columns.sort(0)[1], columns.argsort(0), columns.topk(5_000, 0, largest=False)[1]
+    return torch.cat([*(each[[0, 1, 4_999], 1] for each in orders), columns.argmin(0)[1:]]) - _ROWS
+
+
 def _product(kind: torch.dtype, x: Tensor) -> Tensor:
     return (x[:70] % 2 + 1).to(kind).prod()
 
@@ -245,6 +252,7 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "place of the largest of many": (_of(_range, torch.argmax), [_ROWS - 1]),
     "largest 64 of many": (_of(_range, lambda x: x.float().topk(64)[1][[0, 31, 32, 63]] - _ROWS), [-1, -32, -33, -64]),
     "order of many": (_of(_range, lambda x: x.neg().sort()[1][[0, -1]]), [_ROWS - 1, 0]),
+    "order of many in columns": (_of(_range, _of_columns), [*[-1, -2, -5_000] * 3, -1]),
     "row of many": (_of(_range, lambda x: x.float()[:, None].index_select(0, x[-1:])), [_ROWS - 1]),
     "loss that ignores a long run": (_of(_range, _loss_of_the_rest), [2, 1, 0, 1]),
     "softmax that leaves a long run out": (_of(_range, _softmax_of_the_rest), [1, 0, 1, 4300]),

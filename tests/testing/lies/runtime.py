@@ -145,7 +145,7 @@ def fetch_into_one_buffer(backend):
     return replaced(backend, "runtime", fetch=fetch)
 
 
-@lie("TestRuntime.test_fetch_keeps_values", says="int64 was fetched with other values")
+@lie("TestRuntime.test_every_dtype_travels", says="it came back as tensor", name="int64", way="to")
 def fetch_by_way_of_fp32(backend):
     def fetch(honest, tensor):
         ready = honest.fetch(tensor.float())

@@ -294,7 +294,7 @@ def nested_transfer_that_is_contiguous(backend):
     return replaced(backend, "runtime", to_device=to_device)
 
 
-@lie("TestRuntime.test_fetch_keeps_values", says="bfloat16")
+@lie("TestRuntime.test_every_dtype_travels", says="came back as torch.float32", name="bfloat16", way="to")
 def fetch_that_widens(backend):
     def fetch(honest, tensor):
         ready = honest.fetch(tensor)
