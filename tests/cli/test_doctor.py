@@ -53,6 +53,7 @@ def test_on_a_sound_machine_it_says_what_works_and_what_does_not_and_exits_with_
     assert text.rstrip().endswith("usable: cpu")
     assert "numpy " in text.splitlines()[0]
     assert f"{os.cpu_count()} cores" in text.splitlines()[1]
+    assert ("import torch was not tried" in text) == (machine.doctor()[1]["import_torch"] is None)
     assert "  OMP_NUM_THREADS='3'" in text.splitlines()
     assert "s3cret" not in text
     assert text.isascii()

@@ -90,7 +90,9 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     """Yield the lines of a diagnosis, without details such as distributions that are not installed."""
     yield 0, ", ".join(f"{name} {version or 'not installed'}" for name, version in diagnosis.versions.items()), "bold"
     yield 0, f"{diagnosis.platform}, {diagnosis.executable}", ""
-    if diagnosis.import_torch is not None:
+    if diagnosis.import_torch is None:
+        yield 0, "import torch was not tried: accelcore doctor --deep tries it", ""
+    else:
         yield 0, "", ""
         yield from _attempt("import torch", diagnosis.import_torch)
     yield from _misfits(diagnosis.misfits)
