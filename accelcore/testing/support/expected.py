@@ -142,15 +142,15 @@ class Expected:
             return ""
         compared = compared & found.isfinite()
         right, limits = right[compared], torch.finfo(self.dtype)
-        power = float(right.square().sum())
-        if not power > 0:
+        power, fourth = (float(right.pow(exponent).sum()) for exponent in (2, 4))
+        if not fourth > 0:  # or so small that it vanishes in float64
             return ""
 
         def excess(tensor: Tensor) -> float:
             values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             return float((values.double()[compared] * right).nan_to_num(0.0).sum()) / power - 1
 
-        count = power**2 / float(right.pow(4).sum())  # of elements that matter
+        count = power**2 / fourth  # of elements that matter
         allowed = (_SYSTEMATIC + 3 / count**0.5) * limits.eps + limits.tiny * (len(right) / power) ** 0.5
         allowed += max((abs(excess(each)) for each in others), default=0.0)
         off = excess(found)
