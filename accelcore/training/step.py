@@ -225,11 +225,14 @@ class Step:
             gradients.masters_to_params()
         self._overflow = self._scaler.overflowed if self._listeners.overflow else None
         self._scaler.update(self._find_bad, captured=self._is_captured)
-        if self._zeroes_grad:
-            self._optimizer.zero_grad()
-        gradients.clear()
+        self._clear_gradients()
         if self._is_captured:  # else `begin` does
             self._window.forget_weights()
+
+    def _clear_gradients(self) -> None:
+        if self._zeroes_grad:
+            self._optimizer.zero_grad()
+        self._gradients.clear()
 
     def _nothing_received(self) -> TrainingError:
         self._snapshot.check_model()  # if all layers were replaced, this names one
@@ -385,6 +388,6 @@ class Step:
             )
         self._strategy.reset()
         self.shared.acquire()
-        self._gradients.clear()
+        self._clear_gradients()
         self._scaler.abandon()
         self.begin()

@@ -181,3 +181,21 @@ def test_an_optimizers_own_zero_grad_is_called_after_each_update(accel, precisio
     assert optimizer.used == [4, 4]
     assert not optimizer.kept
     assert all(torch.count_nonzero(a - b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_an_optimizers_own_zero_grad_is_called_for_a_window_that_is_dropped(accel):
+    def loss_of(model, batch):
+        if batch.isnan().any():
+            raise ValueError("no such row")
+        return model(batch).square().mean()
+
+    model = nn.Linear(3, 2)
+    optimizer = Clearing(model.parameters())
+    trainer = accel.trainer(model, optimizer, loss=loss_of, accumulate=2)
+    first, second, third, _ = batches()
+    trainer(first)
+    with pytest.raises(ValueError, match="no such row"):
+        trainer(second * torch.nan)
+    trainer(second)
+    trainer(third)
+    assert optimizer.used == [4]
