@@ -115,6 +115,9 @@ def main() -> None:
             "schedule": attempt(scheduler="cosine" if rank == 1 else "linear", total_steps=5),
             "refused": attempt(graph=rank == 1),
             "statistics": [attempt(norm=nn.SyncBatchNorm, parallel=each) for each in ("ddp", "combine_ddp", "fsdp")],
+            "frozen statistics": [
+                attempt(norm=lambda width: nn.SyncBatchNorm(width).eval(), parallel=each) for each in ("ddp", "zero1")
+            ],
         }
         whole, torch.__version__ = torch.__version__, torch.__version__ if rank else "2.0.0"
         found["version"] = attempt()

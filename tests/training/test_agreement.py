@@ -97,6 +97,9 @@ def test_statistics_over_ranks_are_refused_where_the_device_has_no_kernels_for_t
             assert "'1' is a SyncBatchNorm" in what
             assert "sync_batchnorm" in why
             assert untouched
+        of_torchs_wrapper, of_zero1 = rank["frozen statistics"]
+        assert of_torchs_wrapper[0] == "UnsupportedError"
+        assert not of_zero1
 
 
 def test_the_most_common_is_taken_for_right_and_rank_0_where_opinion_is_divided():

@@ -232,7 +232,8 @@ class Replicate(Stage):
         if backend.capabilities.sync_batchnorm or backend.collectives.world_size == 1:
             return
         for name, module in plan.model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
+            # In evaluation mode it exchanges nothing; torch's DistributedDataParallel refuses it there, too.
+            if isinstance(module, nn.SyncBatchNorm) and (module.training or plan.strategy.uses_buckets):
                 raise UnsupportedError(
                     f"the module {name!r} is a SyncBatchNorm, which {backend.name} does not have",
                     why="the backend does not declare sync_batchnorm",
