@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import accelcore
 
@@ -93,6 +94,15 @@ def main() -> None:
                 trainer.update()
             return model.weight.tolist()
 
+        def redundant():
+            model = nn.Linear(2, 3)
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            try:
+                accel.trainer(model, optimizer, parallel="ddp")
+            except accelcore.ConfigurationError as error:
+                return [error.what, error.remedy]
+            return []
+
         found = {
             "twice": [twice("ddp"), twice("combine_ddp")],
             "no drift": drift(None, parallel="ddp", saves=True),
@@ -114,6 +124,7 @@ def main() -> None:
             "loss": attempt(loss=None if rank == 1 else lambda model, batch: model(batch).sum()),
             "schedule": attempt(scheduler="cosine" if rank == 1 else "linear", total_steps=5),
             "refused": attempt(graph=rank == 1),
+            "redundant": redundant(),
             "statistics": [attempt(norm=nn.SyncBatchNorm, parallel=each) for each in ("ddp", "combine_ddp", "fsdp")],
             "frozen statistics": [
                 attempt(norm=lambda width: nn.SyncBatchNorm(width).eval(), parallel=each) for each in ("ddp", "zero1")

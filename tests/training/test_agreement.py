@@ -102,6 +102,13 @@ def test_statistics_over_ranks_are_refused_where_the_device_has_no_kernels_for_t
         assert not of_zero1
 
 
+def test_an_optimizer_that_divides_the_parameters_itself_is_refused(found):
+    for rank in found:
+        what, remedy = rank["redundant"]
+        assert "ZeroRedundancyOptimizer" in what
+        assert "zero1" in remedy
+
+
 def test_the_most_common_is_taken_for_right_and_rank_0_where_opinion_is_divided():
     assert differences([{"a": "1"}, {"a": "2"}])[0] == "rank 1"
     assert differences([{"a": "1"}, {"a": "2"}, {"a": "2"}])[0] == "rank 0"

@@ -204,3 +204,11 @@ def test_tensors_in_an_object_that_the_trainer_does_not_know(accel):
     with pytest.raises(RuntimeError, match="same device") as raised:
         trainer(types.SimpleNamespace(inputs=torch.ones(2, 4)))
     assert any("to(device)" in note and "dataclasses" in note for note in raised.value.__notes__)
+
+
+def test_an_optimizer_that_keeps_the_gradients_of_its_first_step_is_refused(accel):
+    from torch_npu import optim
+
+    model = accel.runtime.to_device(nn.Linear(4, 1))
+    with pytest.raises(accelcore.ConfigurationError, match=r"NpuFusedAdam(.|\n)*by name"):
+        accel.trainer(model, optim.NpuFusedAdam(model.parameters(), lr=0.1))
