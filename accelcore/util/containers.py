@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 from zlib import crc32
@@ -43,13 +44,15 @@ def moved(value: T, device: torch.device) -> T:
     """Return `value` with its tensors, and everything with a method `to`, on a device. Nothing there is copied."""
 
     def move(part: Any) -> Any:
-        if isinstance(part, type):
-            return part
-        # A dict whose attributes are its entries may raise KeyError, or have an entry of this name.
-        owner = type(part) if isinstance(part, Mapping) else part
-        return part.to(device) if callable(getattr(owner, "to", None)) else NotImplemented
+        return part.to(device) if _moves_itself(part) else NotImplemented
 
     return _mapped(value, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), others=move)
+
+
+def _moves_itself(part: Any) -> bool:
+    # A dict whose attributes are its entries may raise KeyError, or have an entry of this name.
+    owner = type(part) if isinstance(part, Mapping) else part
+    return not isinstance(part, type) and callable(getattr(owner, "to", None))
 
 
 def item(value: object) -> object:
@@ -76,11 +79,19 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def checksum(batch: Any) -> int | None:
     """Return a checksum of some of the values in a batch; None if it has no dense tensors of torch's own class."""
     found = None
-    for tensor in tensors(batch):
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal found
         is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
         if is_dense and type(tensor) is Tensor:
             some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _CHECKED)]
             found = crc32(bytes_of(some.cpu()).numpy().tobytes(), found or 0)
+        return tensor
+
+    def leave(part: Any) -> Any:  # a class that moves itself need not let others read its parts
+        return part if _moves_itself(part) and not isinstance(part, (dict, list, tuple, UserDict)) else NotImplemented
+
+    _mapped(batch, add, others=leave, reuse=True)
     return found
 
 

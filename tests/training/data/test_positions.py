@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
@@ -139,3 +141,26 @@ def test_a_resume_within_an_epoch_of_another_order_is_reported(accel, tmp_path, 
     resumed = [repr(batch) for batch in trainer.batches(loader)]
     assert (resumed == rest) == is_same
     assert ("may repeat rows, and omit others" in caplog.text) != is_same
+
+
+class Closed(Mapping):
+    """Moves itself to a device, and lets nobody else read its entries, as a stack of rows of unequal length."""
+
+    def __getitem__(self, name):
+        raise RuntimeError("the rows are of unequal length")
+
+    def __iter__(self):
+        return iter(["rows"])
+
+    def __len__(self):
+        return 1
+
+    def to(self, device):
+        return (torch.ones(2, 1, device=device),)
+
+
+def test_a_batch_whose_parts_only_its_class_may_read_is_no_error(accel):
+    trainer, _ = make(accel)
+    for batch in trainer.batches([Closed()]):
+        trainer(batch)
+    assert trainer.steps == 1
