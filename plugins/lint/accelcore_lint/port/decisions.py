@@ -28,7 +28,7 @@ from accelcore_lint.port.guards import (
     tests_of,
     turned_off,
 )
-from accelcore_lint.port.imports import imports_torch
+from accelcore_lint.port.imports import brought_for_one, imports_torch
 from accelcore_lint.port.place import LATE, UnplacedError
 from accelcore_lint.port.questions import (
     PARTS,
@@ -52,7 +52,10 @@ from accelcore_lint.port.splits import is_idle, is_split, places
 from accelcore_lint.port.syntax import is_import, loses_comment, reasons_above, text_of
 from accelcore_lint.port.walk import find
 
-_FAILS = ("unknown name", "unknown function", "device call", "wait", "load", "move")
+KEPT_IMPORT = "kept import"
+"""Rule of notes on imports in branches that stay."""
+
+_FAILS = ("unknown name", "unknown function", "device call", "wait", "load", "move", KEPT_IMPORT)
 """Rules by which lines are left that raise an error on other devices. These ran without them so far."""
 
 _QUESTIONS = ("condition", "is_cuda", "device check")
@@ -70,11 +73,13 @@ class Decisions(cst.CSTVisitor):
     """Asks the rules about each node, from the outside to the inside.
 
     A statement below a comment of an earlier run stays as it is: what that run has rewritten may have been the reason.
+
+    `kept`: modules of one vendor whose imports stay.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, kept: frozenset[str]) -> None:
         super().__init__()
-        self._facts = facts
+        self._facts, self._kept_modules = facts, kept
         self._rules: dict[type[cst.CSTNode], list[Rule]] = defaultdict(list)
         for rule in RULES:
             for kind in rule.nodes:
@@ -125,6 +130,8 @@ class Decisions(cst.CSTVisitor):
                 self.left += [Note(self._facts.line(node), "earlier run", reason) for reason in reasons]
                 choices = find(node, cst.IfExp) if isinstance(node, cst.SimpleStatementLine) else ()
                 self._split = self._split or (bool(reasons) and any(map(is_split, (node, *choices))))
+        if isinstance(node, (cst.Import, cst.ImportFrom)) and brought_for_one(node) & self._kept_modules:
+            self._add_kept_import(node)
         if self._was_left and self._was_left[-1]:
             return True
         if id(node) in self._claimed or isinstance(node, (cst.Import, cst.ImportFrom)):
@@ -198,7 +205,8 @@ class Decisions(cst.CSTVisitor):
             _, actions, left = self._marks[original_node]
             actions = self._done()[1] - actions
             lines = sum(note.rule != "replicas" for note in self.left[left:])
-            closed = lines > 0 and (isinstance(original_node, Test) or not actions)
+            imports = any(note.rule == KEPT_IMPORT for note in self.left[left:])
+            closed = imports or (lines > 0 and (isinstance(original_node, Test) or not actions))
             if isinstance(original_node, cst.For):
                 self._guarded.append((self._scope_of(original_node), text_of(original_node.iter), closed, not lines))
             for test in tests_of(original_node):
@@ -239,6 +247,11 @@ class Decisions(cst.CSTVisitor):
         lines = body.body if isinstance(body, cst.IndentedBlock) else filter(None, [body])
         gone = [line in self.rewrites and self.rewrites[line].build in (removed, removed_suite) for line in lines]
         return bool(gone) and all(gone) and cst.ensure_type(guard, cst.If).orelse is None
+
+    def _add_kept_import(self, node: cst.CSTNode) -> None:
+        """Count an import below an `if` that stays as a line that is left. Another pass reports it."""
+        if any(isinstance(outer, cst.If) for outer in self._facts.parents(node)):
+            self.left.append(Note(self._facts.line(node), KEPT_IMPORT, ""))
 
     def _scope_of(self, node: cst.CSTNode) -> cst.CSTNode:
         scope = self._facts.function_of(node) or self._facts.module

@@ -14,7 +14,7 @@ from accelcore_lint.port.syntax import dotted, is_guard, is_import, reasons_abov
 from accelcore_lint.port.tree import Tree
 from accelcore_lint.port.uses import STOPS
 from accelcore_lint.port.vendors import DEVICES, MODULES
-from accelcore_lint.port.walk import children
+from accelcore_lint.port.walk import children, find
 
 APEX: Mapping[str, frozenset[str]] = {
     "apex.amp": frozenset(
@@ -47,6 +47,9 @@ _WRAPPER = "FP16_Optimizer"
 _IMPOSTOR = "transfer_to_npu"
 _EXTENSION = re.compile(rf"(^|_)({'|'.join(DEVICES)})(_|$)")
 """Names of a vendor's functions and compiled modules."""
+
+_ONE_DEVICES = (*MODULES, "torch.npu", "acl", "mindspeed", "torchair", "transformer_engine", "xformers")
+"""Modules that a host with another device may not have. That of `torch.cuda` can be imported everywhere."""
 
 _VENDORS_ONLY = ("bitsandbytes", "cupy", "flash_attn", "nvidia", "pycuda", "pynvml", "tensorrt", "triton")
 _CUDNN = "torch.backends.cudnn"
@@ -118,8 +121,34 @@ def extensions_in(imports: Iterable[cst.CSTNode], own: Collection[str]) -> froze
     return frozenset(found)
 
 
+def brought_for_one(node: cst.Import | cst.ImportFrom) -> set[str]:
+    """Return the modules of an import that only hosts with one vendor's device have."""
+    if isinstance(node, cst.ImportFrom):
+        module = "" if node.relative or node.module is None else dotted(node.module)
+        names = () if isinstance(node.names, cst.ImportStar) else node.names
+        found = {module, *(f"{module}.{dotted(each.name)}" for each in names if module == "torch")}
+    else:
+        found = {dotted(each.name) for each in node.names}
+    return {module for module in found if _is_of(module, _ONE_DEVICES)}
+
+
+def in_branches(module: cst.Module) -> frozenset[str]:
+    """Return such modules that a file imports in a branch of an `if`."""
+    found = set[str]()
+    for branch in find(module, cst.If):
+        for node in find(branch, cst.Import):
+            found |= brought_for_one(node)
+        for made in find(branch, cst.ImportFrom):
+            found |= brought_for_one(made)
+    return frozenset(found)
+
+
 def _is_vendor(module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in _VENDOR)
+    return _is_of(module, _VENDOR)
+
+
+def _is_of(module: str, packages: Collection[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in packages)
 
 
 def names_used(module: cst.Module) -> Counter[str]:

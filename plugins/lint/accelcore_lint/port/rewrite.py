@@ -10,10 +10,10 @@ from typing import cast
 import libcst as cst
 from libcst import metadata
 
-from accelcore_lint.port.decisions import Decisions
+from accelcore_lint.port.decisions import KEPT_IMPORT, Decisions
 from accelcore_lint.port.engines import engine_in, engine_note
 from accelcore_lint.port.facts import Facts
-from accelcore_lint.port.imports import Imports, names_used
+from accelcore_lint.port.imports import Imports, in_branches, names_used
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.removed import sweep, without_backend, without_ranks, without_unused
 from accelcore_lint.port.rule import TODO, Level, Note
@@ -107,7 +107,8 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
     return outcome
 
 
-def _port(source: str, level: Level, known: Known) -> Outcome:
+def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozenset()) -> Outcome:
+    """Rewrite a source. `kept`: modules of one vendor that branches still import then, which keep their conditions."""
     if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=known.meets_torch):
         engine, lines = engine_in(source), settings_lines(source)
         notes, text = [engine_note(*engine)] if engine else [], source.split("\n")
@@ -122,9 +123,10 @@ def _port(source: str, level: Level, known: Known) -> Outcome:
         return Outcome(source, left=[Note(line, "build", _BUILDS)] if before else [], before=before, after=before)
     wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
     facts = Facts(wrapper, level, known)
-    decisions = Decisions(facts)
+    decisions = Decisions(facts, kept)
     walk(module, decisions)
-    outcome = Outcome(source, decisions.rewritten, decisions.left, decisions.harmless, before=before)
+    left = [note for note in decisions.left if note.rule != KEPT_IMPORT]
+    outcome = Outcome(source, decisions.rewritten, left, decisions.harmless, before=before)
     outcome.splits, outcome.answers, outcome.closed = decisions.splits, decisions.answers, decisions.closed
     if engine := facts.engine or engine_in(module.code):
         outcome.harmless.append(engine_note(*engine))
@@ -134,11 +136,13 @@ def _port(source: str, level: Level, known: Known) -> Outcome:
         before=names_used(module),
         after=names_used(rewritten),
         lines={text_of(node): facts.line(node) for node in reversed(facts.imports)},
-        complete=not decisions.left,
+        complete=not left,
         strange=facts.strange_apex,
         taken=facts.known.taken,
     )
     swept = without_ranks(sweep(rewritten.visit(imports)), module, facts.known.taken)
+    if more := in_branches(swept) - kept:
+        return _port(source, level, known, kept | more)
     name = facts.place.current
     swept = swept if name in facts.identifiers else without_unused(swept, name)
     if level is not Level.TORCH and all(note.rule != "device call" for note in outcome.rewritten):
