@@ -199,3 +199,35 @@ def test_an_optimizers_own_zero_grad_is_called_for_a_window_that_is_dropped(acce
     trainer(second)
     trainer(third)
     assert optimizer.used == [4]
+
+
+class Both(torch.optim.Optimizer):
+    """Steps two optimizers, whose groups it shares or has as copies."""
+
+    def __init__(self, params, *, shares):
+        weight, bias = params
+        self.each = [torch.optim.SGD([weight], lr=0.1), torch.optim.SGD([bias], lr=0.1)]
+        super().__init__([weight, bias], {"lr": 0.1})
+        if shares:
+            self.param_groups = [group for one in self.each for group in one.param_groups]
+
+    def step(self, closure=None):
+        for one in self.each:
+            one.step()
+
+
+@pytest.mark.parametrize("precision", ["bf16", accelcore.Policy(model_dtype="bfloat16", cast_boundary=True)])
+@pytest.mark.parametrize("shares", [True, False])
+def test_an_optimizer_of_optimizers_trains_or_is_refused(accel, precision, shares):
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    optimizer = Both(model.parameters(), shares=shares)
+    options = {"loss": lambda m, b: m(b).square().mean(), "precision": precision}
+    if not shares and precision != "bf16":
+        with pytest.raises(accelcore.ConfigurationError, match=r"Both\.each has parameter groups(.|\n)*param_groups"):
+            accel.trainer(model, optimizer, **options)
+        assert model.weight.dtype == torch.float32
+        return
+    trainer = accel.trainer(model, optimizer, **options)
+    trainer(batches()[0])
+    assert (model.weight.float() - before).abs().max() > 1e-3

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.__future__ import get_swap_module_params_on_conversion as swaps_parameters
 from torch.__future__ import set_swap_module_params_on_conversion as swap_parameters
+from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.optim.binding import joint_groups
@@ -214,6 +215,9 @@ class Bind(Stage):
                 f"a trainer cannot step {getattr(optimizer, 'name', type(optimizer).__name__)}",
                 remedy="call its step(closure) in a loop of your own, or choose another optimizer",
             )
+        replaced = sharded or (plan.policy.masters and not _model_dtypes(plan).isdisjoint(LOW_PRECISION))
+        if replaced and not isinstance(optimizer, RoutedOptimizer):
+            _check_inner(optimizer)
 
     def apply(self, plan: Plan) -> None:
         plan.gradients.refresh(thorough=True)
@@ -275,12 +279,31 @@ def _gradients(plan: Plan) -> Gradients:
     return gradients
 
 
-def _dtypes(plan: Plan) -> set[torch.dtype]:
-    name, masters = plan.policy.model_dtype, plan.policy.masters
+def _model_dtypes(plan: Plan) -> set[torch.dtype]:
+    name = plan.policy.model_dtype
     dtypes = {getattr(torch, name) if name else parameter.dtype for parameter in _trained(plan)}
-    if plan.policy.keep_batchnorm_fp32:
-        dtypes.add(torch.float32)
-    return {torch.float32 if masters and dtype in LOW_PRECISION else dtype for dtype in dtypes}
+    return {*dtypes, torch.float32} if plan.policy.keep_batchnorm_fp32 else dtypes
+
+
+def _dtypes(plan: Plan) -> set[torch.dtype]:
+    masters = plan.policy.masters
+    return {torch.float32 if masters and dtype in LOW_PRECISION else dtype for dtype in _model_dtypes(plan)}
+
+
+def _check_inner(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps others whose groups it does not share: they would keep the old parameters."""
+    own = set(map(id, optimizer.param_groups))
+    for name, value in vars(optimizer).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for inner in values:
+            if isinstance(inner, Optimizer) and not own.issuperset(map(id, inner.param_groups)):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__}.{name} has parameter groups of its own",
+                    why="fp32 masters or shards take the place of parameters in the groups of the optimizer that the "
+                    "trainer has; others would train nothing",
+                    remedy=f"let {type(optimizer).__name__}.param_groups hold the groups of its optimizers themselves, "
+                    'not copies; or choose precision="bf16" or "fp32" and parallel="ddp"',
+                )
 
 
 def _lies_flat(plan: Plan) -> bool:
