@@ -66,6 +66,19 @@ class Hiding:
             for each in self._tree.hidden_by
         )
 
+    def is_before(self, site: cst.CSTNode) -> bool:
+        """Return whether a site certainly runs before a statement that hides devices, also by a call of its function.
+
+        The module's own lines count as if they ran before what a function does.
+        """
+        scope, tree = self._scope(site), self._tree
+        calls = [call for call in tree.calls if scope is not None and text_of(call.func) == scope.name.value]
+        return any(
+            tree.line(run) < tree.line(target) and self._scope(run) in (self._scope(target), None)
+            for target in tree.hidden_by
+            for run in (site, *calls)
+        )
+
     def _is_below(self, site: cst.CSTNode, target: cst.CSTNode) -> bool:
         """Return whether a site is in a statement below one that hides devices, in the same block."""
         holder = self._scope(target) or common_guard([site, target], self._tree.parents)

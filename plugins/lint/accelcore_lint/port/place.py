@@ -97,6 +97,8 @@ class Place:
         free = (name for name in (*candidates, *(f"{candidates[-1]}_{n}" for n in range(2, 99))) if name not in taken)
         self.name = chosen[0].value if chosen else next(free)
         self._hiding = Hiding(tree, at_torch_level=self._torch_level)
+        remedy = "set it where the script is started" if self._torch_level else "choose the device by ACCEL_DEVICE"
+        self._hidden = f"an environment variable may hide devices below this line: {remedy} instead"
         self._sites: list[cst.CSTNode] = []
         self._local: dict[tuple[cst.FunctionDef, str], list[cst.CSTNode]] = defaultdict(list)
         current = made.get(self._current_value)
@@ -187,12 +189,8 @@ class Place:
 
     def check_question(self, site: cst.CSTNode) -> None:
         """Raise an error if a line that asks for no device in the original must not ask: some are hidden below it."""
-        scope, tree = scope_of(self._tree, site), self._tree
-        late = any(
-            tree.line(site) < tree.line(each) and scope in (scope_of(self._tree, each), None) for each in tree.hidden_by
-        )
-        if self._torch_level and late and not self._asks(site, _FIXES):
-            raise UnplacedError(self._obstacle(site))
+        if self._hiding.is_before(site) and not self._asks(site, _FIXES):
+            raise UnplacedError(self._hidden)
 
     def forget(self, site: cst.CSTNode) -> None:
         """Take back what was asked for an expression that is left after all."""
@@ -229,8 +227,7 @@ class Place:
         if not self._hiding.is_placed(site) or (
             not is_apart and self._is_repeated(function) and self._hiding.hides(site)
         ):
-            remedy = "set it where the script is started" if self._torch_level else "choose the device by ACCEL_DEVICE"
-            return f"an environment variable may hide devices below this line: {remedy} instead"
+            return self._hidden
         if is_apart:
             return "the script chooses the device of this process itself: pass the backend to this function"
         if self._existing:

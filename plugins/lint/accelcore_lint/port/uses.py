@@ -57,6 +57,7 @@ _USES = {
         rf"str\([^()]*\) *[!=]= *[\"']({_DEVICES})[\"']|[!=]= *torch\.device\([\"']({_DEVICES})[\"']\)"
         rf"|torch\.device\([\"']({_DEVICES})[\"']\) *[!=]="
     ),
+    "hides": re.compile(r"_VISIBLE_DEVICES[\"'](?:\] *=[^=]| *,)"),
     "located": re.compile(
         r"\bmap_location *= *(?:str\()?(?!None\b|lambda\b|torch\.)(?:\w+\.)*\w+ *[,)\n]"
         r"|\btorch\.load\([^\n]*, *(?:\w+\.)*\w*(?:dev|loc)\w* *[,)]"
@@ -82,6 +83,7 @@ _USES = {
 - fork: processes of the project that cannot use CUDA if their parent has asked for it.
 - hidden: a condition below which all devices are hidden, so that the answer of CUDA is that there is none.
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
+- hides: lines that hide devices by an environment variable.
 - located: a `map_location` by the name of a device, which may not be "cpu:0".
 """
 

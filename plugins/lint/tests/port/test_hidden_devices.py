@@ -2,7 +2,8 @@
 
 import pytest
 from accelcore_lint.port import Level, port_source
-from port_sources import left_by_rules
+from accelcore_lint.port.project import read_project
+from port_sources import left_by_rules, written
 
 SPAWNED = """import os
 import torch
@@ -228,3 +229,65 @@ def test_variables_for_another_process_hide_no_device(made, hides):
     )
     outcome = port_source(source, Level.ROLES)
     assert len(left_by_rules(outcome)) == hides
+
+
+ABOVE = """import os
+import torch
+
+
+def build(data):
+    return torch.utils.data.DataLoader(data, 8, pin_memory=True)
+
+
+def free():
+    torch.cuda.empty_cache()
+
+
+def main(args):
+    {above}
+    os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus
+    torch.cuda.set_device(args.gpu)
+    {below}
+    return torch.ones(2).cuda()
+
+
+if __name__ == "__main__":
+    main(parse())
+"""
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.utils.data.DataLoader([1], 8, pin_memory=True)",
+        "build([1])",
+        "torch.cuda.empty_cache()",
+        "free()",
+        "torch.cuda.reset_peak_memory_stats()",
+        "torch.cuda.manual_seed(3)",
+    ],
+)
+def test_no_line_above_the_one_that_hides_devices_begins_to_ask_for_one(level, line):
+    once, below = (
+        port_source(ABOVE.format(above=a, below=b), level).source for a, b in ((line, "pass"), ("pass", line))
+    )
+    assert "accelerator" not in once.partition("def main")[2].partition("os.environ[")[0]
+    called = once.partition(f"def {line.partition('(')[0]}(")[2].partition("\n\n")[0]
+    assert "accelerator" not in called
+    assert "accelerator.set_device_index(" in once.partition("os.environ[")[2]
+    assert below.count("torch.cuda.") <= once.count("torch.cuda.")
+    assert port_source(once, level).source == once
+
+
+@pytest.mark.parametrize(("line", "stays"), [('os.environ["CUDA_VISIBLE_DEVICES"] = "1"', True), ("pass", False)])
+def test_a_module_beside_a_script_that_hides_devices_does_not_ask_to_pin_memory(tmp_path, line, stays):
+    files = {
+        "loaders.py": "import torch\n\n\ndef build(data):\n    torch.cuda.synchronize()\n"
+        "    return torch.utils.data.DataLoader(data, pin_memory=True)\n",
+        "train.py": f"import os\nfrom loaders import build\n\nloader = build([1])\n{line}\n",
+    }
+    paths = written(tmp_path, files)
+    outcome = port_source(files["loaders.py"], Level.ROLES, read_project(paths).known(paths[0]))
+    assert ("pin_memory=True" in outcome.source) is stays
+    assert not outcome.left

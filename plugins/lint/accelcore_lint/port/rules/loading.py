@@ -42,6 +42,9 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
     if (text_of(node.value) != "True" and not asks) or any(arg.star == "*" for arg in follows):
         return None
     if facts.level is Level.TORCH or facts.place.is_apart(node):
+        facts.place.check_question(node)
+        if facts.is_library and "hides" in facts.uses_of:
+            return None  # it may run before a script hides devices, and a question would make CUDA read the variable
         value = cst.parse_expression(f"{facts.torch}.accelerator.is_available()")
         return Rewrite(lambda updated: updated.with_changes(value=value), node.children, facts.needs_torch)
     value = cst.parse_expression(f"{facts.place.backend(node)}.loading()")
