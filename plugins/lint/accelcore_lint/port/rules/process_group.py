@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import libcst as cst
@@ -10,6 +11,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import DEFAULT, UnplacedError
 from accelcore_lint.port.project import OTHERS
+from accelcore_lint.port.questions import guard_of
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.availability import available
 from accelcore_lint.port.rules.device_strings import DECLARED, whole
@@ -20,6 +22,11 @@ _INIT = ("torch.distributed.init_process_group", "torch.distributed.distributed_
 _SHARDED = ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel")
 _BOUND = (*_INIT, *(f"{module}.FullyShardedDataParallel" for module in _SHARDED))
 """Functions with a `device_id`: torch refuses the CPU's, or one with an index."""
+
+_ASKED = "a question for one vendor's process group: ask torch.distributed.is_backend_available for the one in use"
+_CHOOSES = re.compile(rf"[\"']({'|'.join(GROUPS)}|gloo)[\"']|\binit_process_group\(")
+_SHOWS = re.compile(r"(\w+\.)*(print|log|info|debug|warn|warning|write)")
+"""Names of functions that show what they get."""
 
 
 def _is_group(node: cst.CSTNode) -> bool:
@@ -96,13 +103,21 @@ def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
     return Left("a process-group backend's name in a place where it is not certain what it is for")
 
 
-def _decide_question(node: cst.Call, facts: Facts) -> Rewrite | None:
-    """Ask for the backend that is used instead of "nccl"."""
+def _decide_question(node: cst.Call, facts: Facts) -> Left | None:
+    """Ask for the backend that is used instead of "nccl" where that is chosen by it. A report keeps its question."""
     if facts.name(node.func) != "torch.distributed.is_nccl_available" or node.args:
         return None
-    return whole(
-        node, f"{facts.torch}.distributed.is_backend_available({_default_name(facts, node)})", facts.needs_torch
-    )
+    if any(map(_shows, facts.parents(node))):
+        return None
+    guard = guard_of(node, facts)
+    if guard is None or not _CHOOSES.search(text_of(guard)):
+        return Left(_ASKED, node.children)
+    source = f"{facts.torch}.distributed.is_backend_available({_default_name(facts, node)})"
+    return Left(_ASKED, node.children, retry=whole(node, source, facts.needs_torch), some=True)
+
+
+def _shows(outer: cst.CSTNode) -> bool:
+    return isinstance(outer, cst.Call) and _SHOWS.fullmatch(text_of(outer.func)) is not None
 
 
 def _decide_id(node: cst.Arg, facts: Facts) -> Rewrite | None:
