@@ -9,7 +9,7 @@ USE = "print(torch_npu.__version__)\n"
 
 STAYS = [
     f"{SYNC}else:\n    torch.cuda.synchronize()\n{USE}",
-    "if x.is_npu:\n    try:\n        import torch_npu\n        x = x.npu()\n    except ImportError:\n        x = None\n",
+    "if x.is_npu:\n    try:\n        import torch_npu\n        x = x.npu()\n    except ImportError:\n        x = 0\n",
     'if x.device.type == "npu" and step > 0:\n    import torch_npu\n    torch_npu.npu.empty_cache()\n' + USE,
     'if device_type == "npu":\n    import torch_npu, os\n    torch.npu.synchronize()\n',
     f'if device_type == "npu": import torch_npu\n{USE}',

@@ -20,6 +20,14 @@ _VENDORS = re.compile(rf"torch\.({'|'.join(DEVICES)})\b|[\"']({'|'.join(DEVICES)
 _ONE_LINE = {"synchronize": "accelerator", "empty_cache": "get_device_module()"}
 """Where torch has the functions that need no argument where there is a device, for all accelerators."""
 
+_NUMBER = re.compile(
+    r"(?i).*(?:rank|gpu|npu|card|id|idx|index|num|number|\b[a-z]|get_device\(|current_device\()s?[])\d[]*"
+)
+"""Names of numbers of devices, also of one of a list."""
+
+_DEVICE = re.compile(rf"\btorch\.device\(|[\"']({'|'.join(DEVICES)})\b")
+_NO_INDEX = "set_device of a device that may have no index: torch.accelerator.set_device_index needs a number"
+
 _CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS)
 
 
@@ -76,6 +84,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
         if name == "synchronize" and own and facts.place.can_choose(node):
             return None  # an expression, wherever it stands
         if name == "set_device" and device is not None and _is_known(facts, node, device):
+            if _may_lack_index(facts, call, device):
+                return Left(_NO_INDEX)
             # What follows takes the current device.
             number = index_source(index or device)
             if index is not None and not (facts.is_whole(index) or facts.is_local_rank(index)):
@@ -83,6 +93,8 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
             return _guarded(facts, node, f"{module}.set_device_index({number})")
         if name == "set_device":
             return _set_device(facts, node, device)
+    if name == "set_device" and device is not None and _may_lack_index(facts, call, device):
+        return Left(_NO_INDEX)
     device = index if named else device
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
     given = "" if device is None or new == "empty_cache" else index_source(device)
@@ -104,6 +116,21 @@ def _is_known(facts: Facts, node: cst.CSTNode, device: cst.BaseExpression) -> bo
         return False
     chosen = facts.is_local_rank(device) or (facts.place.by_hand and index_of(device) != (True, None))
     return facts.place.is_apart(node) and chosen
+
+
+def _may_lack_index(facts: Facts, call: cst.Call, device: cst.BaseExpression) -> bool:
+    """Return whether a device may have no index: torch_npu takes that, and level TORCH writes a device without one."""
+    named, index = index_of(device)
+    if named or facts.is_whole(device) or facts.is_local_rank(device):
+        return named and index is None
+    if facts.level is Level.TORCH and _is_chosen(facts, device):
+        return True
+    if "cuda" in text_of(call.func) or "npu" not in facts.code:
+        return False
+    values = [value for value in facts.values(device) if index_of(value)[1] is None]
+    is_named = bool(facts.values(device)) and not values and not facts.is_given(text_of(device), device)
+    is_number = is_named or _NUMBER.fullmatch(text_of(device)) is not None
+    return not is_number or any(_DEVICE.search(text_of(value)) for value in values)
 
 
 def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
