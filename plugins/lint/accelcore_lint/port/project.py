@@ -24,7 +24,7 @@ from accelcore_lint.port.own_classes import (
     without_aliases,
 )
 from accelcore_lint.port.splits import KEPT
-from accelcore_lint.port.vendors import DEVICES, imports_torch
+from accelcore_lint.port.vendors import imports_torch
 
 _IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
 OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
@@ -42,11 +42,6 @@ _CHOOSES = re.compile(
 _READS_DEVICE = re.compile(r"\b(args?|cfg|conf|configs?|opts?|options?|h?params)\.device\b(?! *=[^=])")
 _SETS_DEVICE = re.compile(
     r"(?m)(?<!self)\.device *=(?!=)|--device\b(?![^()]*=[\"']cpu\b)|[\"']device[\"']|^[ \t]+device *:"
-)
-_REPLACES = re.compile(
-    rf"\b(?:patch|setattr)\(\s*[\"'](torch\.(?:{'|'.join(DEVICES)})\.[\w.]+)[\"']"
-    rf"|(?m:^)[ \t]*(torch\.(?:{'|'.join(DEVICES)}))\.(\w+) *=(?!=)"
-    rf"|\b(?:patch\.object|setattr)\(\s*(torch\.(?:{'|'.join(DEVICES)})(?:\.\w+)*),\s*[\"'](\w+)[\"']"
 )
 _SETTING = re.compile(
     r"\bcudnn(?:\.|[ \t]*,[ \t]*[\"'])(\w+)(?=[^=\n#;]*=(?!=)[ \t]*([^\n#;]*)|[\"'][ \t]*,[ \t]*([^\n)#;]*))"
@@ -200,7 +195,7 @@ def read_project(paths: Iterable[Path]) -> Project:
             (key, (one or other).strip()) for text in texts.values() for key, one, other in _SETTING.findall(text)
         ),
         modules=frozenset(modules),
-        replaced=frozenset(name for text in texts.values() for name in _replaced(text)),
+        replaced=frozenset(name for text in texts.values() for name in uses.replaced_in(text)),
         hiders=frozenset(name for text in texts.values() for name in uses.functions_with(_HIDES, text)),
         hiding=frozenset(name for text in texts.values() for name in uses.flags_that_hide(text)),
         typed=typed_defaults(texts.values()),
@@ -290,7 +285,7 @@ def _is_untested(path: Path, replaced: Collection[str], texts: Mapping[Path, str
     """Return whether a file is a script that no file imports, and that none which replaces functions names."""
     if not replaced or "__main__" not in texts[path]:
         return False
-    named = any(path.stem in text for each, text in texts.items() if each != path and any(_replaced(text)))
+    named = any(path.stem in text for each, text in texts.items() if each != path and any(uses.replaced_in(text)))
     return not named and _by_name({path}, texts) == {path}
 
 
@@ -389,9 +384,3 @@ def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[P
                 if file is not None:
                     yield file.resolve(), name
                     break
-
-
-def _replaced(text: str) -> Iterator[str]:
-    """Yield the vendor's functions that a test replaces, as `mock.patch("torch.cuda.synchronize")` does."""
-    for name, owner, assigned, module, attribute in _REPLACES.findall(text):
-        yield (name or f"{owner or module}.{assigned or attribute}").replace("torch.npu", "torch.cuda")

@@ -175,6 +175,15 @@ _GROUPS = re.compile(
 )
 
 
+_OF_TORCH = rf"torch\.(?:(?:{_DEVICES})\.[\w.]+|(?:amp\.)?autocast)"
+_OWNER = rf"torch(?:\.(?:amp|(?:{_DEVICES})(?:\.\w+)*))?"
+_REPLACES = re.compile(
+    rf"\b(?:patch|setattr)\(\s*[\"'](?:[\w.]+\.)?({_OF_TORCH})[\"']"
+    rf"|(?m:^)[ \t]*((?:\w+\.)*?{_OWNER})\.(\w+) *=(?!=)"
+    rf"|\b(?:patch\.object|setattr)\(\s*((?:\w+\.)*?{_OWNER}),\s*[\"'](\w+)[\"']"
+)
+"""A function of a vendor's module, or torch's autocast, that a test or a script replaces; perhaps as a module's."""
+
 _LOOKED_UP = re.compile(
     rf"\{{(?=[^{{}}]*[\"']({_DEVICES})[\"'] *:)[^{{}}]*[\"']cpu[\"'] *:|(?m:^)[ \t]*case [\"']({_DEVICES})[\"']"
 )
@@ -323,6 +332,14 @@ def _goes_on_without_apex(text: str) -> bool:
             if not STOPS.search("\n".join([handler, *body])):
                 return True
     return False
+
+
+def replaced_in(text: str) -> Iterator[str]:
+    """Yield the functions of torch that a test replaces, as `mock.patch("torch.cuda.synchronize")` does."""
+    for name, owner, assigned, module, attribute in _REPLACES.findall(text):
+        found = name or re.sub(r".*?\b(?=torch\b)", "", f"{owner or module}.{assigned or attribute}", count=1)
+        if re.fullmatch(_OF_TORCH, found):
+            yield found.replace("torch.npu", "torch.cuda")
 
 
 def _depth(line: str) -> int:
