@@ -29,7 +29,9 @@ _SHOWS = re.compile(r"(\w+\.)*(print|log|info|debug|warn|warning|write)")
 """Names of functions that show what they get."""
 
 
-def _is_group(node: cst.CSTNode) -> bool:
+def _is_group(node: cst.CSTNode, facts: Facts) -> bool:
+    if isinstance(node, cst.Attribute):
+        return facts.name(node) == "torch.distributed.Backend.NCCL"
     return isinstance(node, cst.SimpleString) and str(node.raw_value).lower() in GROUPS
 
 
@@ -46,7 +48,7 @@ def _decide_init(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left 
     if not isinstance(call, cst.Call) or facts.name(call.func) not in _INIT:
         return None
     given = arguments(call, "backend", "init_method", "timeout", "world_size", "rank")
-    if given is None or not _is_group(given["backend"].value if "backend" in given else call):
+    if given is None or not _is_group(given["backend"].value if "backend" in given else call, facts):
         return None
     address = given.get("init_method")
     fixed = address is None or isinstance(address.value, cst.SimpleString)
@@ -69,9 +71,9 @@ def _rank_is_local(facts: Facts, rank: cst.BaseExpression, node: cst.CSTNode) ->
     return function is not None and facts.spawned.get(function.name.value) == text_of(rank)
 
 
-def _decide_name(node: cst.SimpleString, facts: Facts) -> Rewrite | Left | None:
+def _decide_name(node: cst.SimpleString | cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     """Replace a backend's name by torch's default for the device."""
-    if not _is_group(node):
+    if not _is_group(node, facts):
         return None
     parent = facts.parent(node)
     while isinstance(parent, cst.IfExp):
@@ -140,8 +142,8 @@ def _decide_id(node: cst.Arg, facts: Facts) -> Rewrite | None:
     return Rewrite(build, [node.value] if is_current else [], facts.needs_torch)
 
 
-def _default(facts: Facts, node: cst.SimpleString, *, joins: bool = False) -> Rewrite:
-    return Rewrite(whole(node, _default_name(facts, node, joins=joins)).build, (), facts.needs_torch)
+def _default(facts: Facts, node: cst.SimpleString | cst.Attribute, *, joins: bool = False) -> Rewrite:
+    return Rewrite(whole(node, _default_name(facts, node, joins=joins)).build, node.children, facts.needs_torch)
 
 
 def _default_name(facts: Facts, node: cst.CSTNode, *, joins: bool = False) -> str:
@@ -179,7 +181,7 @@ DEVICE_IDS = Rule(
 BACKEND_NAMES = Rule(
     "backend name",
     "names of process-group backends",
-    (cst.SimpleString, cst.Call),
+    (cst.SimpleString, cst.Attribute, cst.Call),
     lambda node, facts: (_decide_question if isinstance(node, cst.Call) else _decide_name)(node, facts),
     (
         Example(
