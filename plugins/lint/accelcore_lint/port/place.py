@@ -114,7 +114,9 @@ class Place:
             UnplacedError: the device cannot be chosen before this expression.
         """
         if is_scripted(site, self._tree):
-            raise UnplacedError("a function that torch.jit compiles, which asks for no device")
+            raise UnplacedError(
+                "torch.jit.script compiles this function or may do so: compiled code asks for no device"
+            )
         if self._in_context(site):
             raise UnplacedError("the device of the context around this line, which is one vendor's")
         if self._may_lack_torch:

@@ -54,6 +54,7 @@ _TYPED = "{} names a type of tensor of CUDA by {}: write torch.zeros(..., device
 _LOADED = "{} loads a state by {} to where CUDA saved it, or to the CPU: give torch.load the device itself"
 _REST = "{} gives a function for the CPU all tensors that are not CUDA's, also those of other devices"
 _FLAGGED = "{} chooses the device by {}, which may be off: choose it by that flag here, too"
+_BESIDE = "{}, which imports this file or is imported by it, also through others,"
 _CLASS = re.compile(r"(?m)^class ")
 _WORD = re.compile(r"\w+")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
@@ -238,7 +239,11 @@ def _known_of_each(
     forking = {path for path, text in texts.items() if uses.FORKS.search(text)}
     with_torch = {path for path, text in texts.items() if imports_torch(text.encode("utf-8", "replace"))}
     scripts = {path: text for path, text in texts.items() if not _TEST.fullmatch(path.name)}
-    kept = {path: reason for path, text in scripts.items() if (reason := uses.kept_questions(text))}
+    kept = {
+        path: reason
+        for path, text in scripts.items()
+        if (reason := uses.kept_questions(text, _BESIDE.format(path.name)))
+    }
     flags = {
         path: {name: (_OWN if path in given else _ASKED).format(path.name, name) for name in found}
         for path, text in scripts.items()
@@ -270,7 +275,8 @@ def _known_of_each(
             device_given=not reading.isdisjoint({path, *files}) and setting.isdisjoint({path, *files}),
             meets_torch=not with_torch.isdisjoint({path, *files}),
             # A package may load its files by names in a configuration, so that those in folders below count, too.
-            keeps_questions=next((kept[each] for each in (path, *sorted(files | users)) if each in kept), "")
+            keeps_questions=(uses.kept_questions(texts[path]) if path in kept else "")
+            or next((kept[each] for each in sorted(files | users) if each in kept), "")
             or _flagged(path, {*files, *users}, flagged, texts)
             or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
             uses=known.uses

@@ -225,8 +225,8 @@ def scaler_loads(text: str) -> set[frozenset[str]]:
     return found
 
 
-def kept_questions(text: str) -> str:
-    """Return the reason why questions for a device stay in a program with a file of this text; "" if there is none."""
+def kept_questions(text: str, name: str = "this program") -> str:
+    """Return why questions for a device stay in a program with a file of this text, and a name; "" if there is none."""
     if library := _CPU_OR_CUDA.search(text) or _BY_MPI.search(text):
         return f"{library[1]} knows tensors of CUDA and of the CPU only: other devices need torch.distributed"
     if _BY_RANK.search(text):
@@ -242,7 +242,7 @@ def kept_questions(text: str) -> str:
         return "the process group is chosen for CUDA, another accelerator or the CPU: choose one for each device there"
     engine = engine_in(text)
     if engine is not None and ("lightning" in engine[0] or engine[0] == "composer"):
-        return f"{engine[0]} trains this program and chooses its devices, CUDA's and not those of every vendor"
+        return f"{engine[0]} trains {name} and chooses its devices, CUDA's and not those of every vendor"
     return ""
 
 

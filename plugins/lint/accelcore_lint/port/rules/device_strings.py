@@ -47,7 +47,7 @@ _MAY_LACK = "device index {} under a condition that asks for any device: there m
 _CALLED = re.compile(r"assert_(?:\w+_)?(?:called|calls|awaited|awaits)\w*$")
 _EXPECTED = Left("a name that a test expects of what it replaces: change it with the line that gives it")
 
-_AUTOCAST = Left("autocast of one device, which does nothing on the CPU: write enabled= with the device's type")
+_AUTOCAST = Left("the device of an autocast: write the device's type, and enabled= if autocast shall be off on the CPU")
 
 
 def whole(node: cst.BaseExpression, text: str, imports: Sequence[str] = ()) -> Rewrite:

@@ -87,7 +87,7 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
     if name is None:
         return _unresolved(node, facts)
     if name == "torch.distributed.Backend.NCCL":
-        return Left("the backend of one vendor: other devices have others, and take another branch", node.children)
+        return Left("the backend of one vendor: other devices have others", node.children)
     if name.startswith(_SWITCHES):
         return Left(f"{name}: other devices ignore it", node.children, harmless=True)
     if name in _VERSIONS:

@@ -1,0 +1,58 @@
+"""Reasons in comments, each true of its line; and torch's member for the name of a process group."""
+
+import pytest
+from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import read_project
+from port_sources import written
+
+HEAD = "import torch\nimport torch.distributed as dist\n"
+
+
+def test_the_file_is_named_that_lightning_trains(tmp_path):
+    asked = "import torch\n\nif not torch.cuda.is_available():\n    print('slow')\n\n\ndef get_parser():\n    pass\n"
+    main = "import pytorch_lightning as pl\nfrom shared import net\npl.Trainer().fit(net)\n"
+    files = {"asr.py": asked, "shared.py": "from asr import get_parser\nnet = 1\n", "main.py": main}
+    paths = written(tmp_path, files)
+    (note,) = port_source(asked, Level.ROLES, read_project(paths).known(paths[0])).left
+    assert "pytorch_lightning trains main.py" in note.text
+    own = main + asked
+    assert "trains this program" in port_source(own, Level.ROLES).left[0].text
+
+
+@pytest.mark.parametrize("kind", ['"cuda" if "cuda" in name else "cpu"', '"cuda"'])
+def test_the_device_of_an_autocast_is_not_said_to_be_off_on_the_cpu(kind):
+    source = f"import torch\nkind = {kind}\ncontext = torch.amp.autocast(device_type=kind, dtype=torch.bfloat16)\n"
+    texts = [note.text for note in port_source(source, Level.TORCH).left]
+    assert any("enabled=" in text for text in texts)
+    assert not any("does nothing" in text for text in texts)
+
+
+def test_a_module_that_may_be_compiled_is_not_said_to_be():
+    source = (
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x.cuda()\n\n\n"
+        "made = torch.jit.script(container(torch.nn.LSTM(2, 2)))\n"
+    )
+    (note,) = port_source(source, Level.ROLES).left
+    assert "may" in note.text
+
+
+@pytest.mark.parametrize(
+    ("line", "ported"),
+    [
+        ('dist.init_process_group(backend=dist.Backend.NCCL, init_method="env://")', "accel.join()"),
+        ("group = dist.new_group(backend=dist.Backend.NCCL)", "backend=torch.distributed.get_default_backend"),
+        ("backend = dist.Backend.NCCL\ndist.init_process_group(backend)", "backend = torch.distributed.get_default"),
+    ],
+)
+def test_a_backend_that_is_a_member_is_chosen_by_the_device(line, ported):
+    outcome = port_source(f"{HEAD}{line}\n", Level.ROLES)
+    assert ported in outcome.source
+    assert "NCCL" not in outcome.source
+    assert outcome.left == []
+
+
+@pytest.mark.parametrize("line", ["same = dist.get_backend() == dist.Backend.NCCL", "f(dist.Backend.NCCL)"])
+def test_a_backend_that_is_a_member_stays_in_other_places(line):
+    outcome = port_source(f"{HEAD}{line}\n", Level.ROLES)
+    assert f"\n{line}\n" in outcome.source
+    assert "branch" not in outcome.left[0].text
