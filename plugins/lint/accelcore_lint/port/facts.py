@@ -16,7 +16,7 @@ from accelcore_lint.port.place import Place
 from accelcore_lint.port.project import OTHERS, Known
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import argument, is_kept, text_of
-from accelcore_lint.port.uses import drives_apex, kept_questions, scaler_loads, uses_in
+from accelcore_lint.port.uses import RANKS, drives_apex, kept_questions, scaler_loads, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 from accelcore_lint.port.walk import find
 
@@ -75,6 +75,7 @@ class Facts(DeviceNumbers):
             and not self.is_local_rank(index)
         ]
         elsewhere = "rank" in self.options or self._sets_up or self.known.steered
+        elsewhere = elsewhere or "ranked" in self.known.uses or RANKS.search(self.code) is not None
         several = self.has_several and not (self.spawns or self.backends)
         return (
             bool(unknown or several or _PORTED in self.code)

@@ -39,10 +39,6 @@ _CHOOSES = re.compile(
 )
 """Lines that make a device current or hide some, and libraries that do so."""
 
-_READS_DEVICE = re.compile(r"\b(args?|cfg|conf|configs?|opts?|options?|h?params)\.device\b(?! *=[^=])")
-_SETS_DEVICE = re.compile(
-    r"(?m)(?<!self)\.device *=(?!=)|--device\b(?![^()]*=[\"']cpu\b)|[\"']device[\"']|^[ \t]+device *:"
-)
 _SETTING = re.compile(
     r"\bcudnn(?:\.|[ \t]*,[ \t]*[\"'])(\w+)(?=[^=\n#;]*=(?!=)[ \t]*([^\n#;]*)|[\"'][ \t]*,[ \t]*([^\n)#;]*))"
 )
@@ -98,7 +94,8 @@ class Known:
             on, and why: the file is not ported, or the lines move objects of the project's own.
         typed: functions and their parameters that are always a type of one vendor's tensors.
         uses: what the project needs of the original's objects; the words are those of `uses_in`. "copied": the file's
-            program saves or copies an optimizer itself. "scaled_below": a file that it imports makes a scaler.
+            program saves or copies an optimizer itself. "scaled_below", "ranked": a file that it imports makes a
+            scaler, or numbers processes in its own way.
         loads: the words in the conditions above each line of the project that loads the state of a scaler.
     """
 
@@ -233,9 +230,10 @@ def _known_of_each(
                 taken.setdefault(path, set()).update(_taken(name, texts[user]))
     taken |= {path: set() for path in given - set(taken) if _TEST.fullmatch(path.name) and _TESTS.search(texts[path])}
     choosing = {path for path, text in texts.items() if _CHOOSES.search(text)}
-    reading, setting = (
-        {path for path, text in texts.items() if pattern.search(text)} for pattern in (_READS_DEVICE, _SETS_DEVICE)
-    )
+    words = {path: set(uses.devices_of(text)) for path, text in texts.items()}
+    reading, setting, declaring = ({path for path in texts if word in words[path]} for word in uses.OF_DEVICE)
+    programs = {path for path, text in texts.items() if "__main__" in text}  # whose options are their own
+    ranking = {path for path, text in texts.items() if uses.RANKS.search(text)}
     forking = {path for path, text in texts.items() if uses.FORKS.search(text)}
     with_torch = {path for path, text in texts.items() if imports_torch(text.encode("utf-8", "replace"))}
     scripts = {path: text for path, text in texts.items() if not _TEST.fullmatch(path.name)}
@@ -272,7 +270,9 @@ def _known_of_each(
             steered=not choosing.isdisjoint(files),
             meets_movers=path in meeting,
             forks=not forking.isdisjoint(files),
-            device_given=not reading.isdisjoint({path, *files}) and setting.isdisjoint({path, *files}),
+            device_given=not reading.isdisjoint({path, *files})
+            and (setting | (declaring - programs)).isdisjoint({path, *files})
+            and path not in declaring,
             meets_torch=not with_torch.isdisjoint({path, *files}),
             # A package may load its files by names in a configuration, so that those in folders below count, too.
             keeps_questions=(uses.kept_questions(texts[path]) if path in kept else "")
@@ -281,7 +281,8 @@ def _known_of_each(
             or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
             uses=known.uses
             | (set() if copying.isdisjoint(files | users) else {"copied"})
-            | (set() if scaling.isdisjoint(files) else {"scaled_below"}),
+            | (set() if scaling.isdisjoint(files) else {"scaled_below"})
+            | (set() if ranking.isdisjoint(files) else {"ranked"}),
             asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )
     return known_of

@@ -153,6 +153,24 @@ _BY_MPI = re.compile(
 )
 """Calls such as `comm.Allreduce(MPI.IN_PLACE, p.grad)`, which take memory and not objects, for what may be a tensor."""
 
+RANKS = re.compile(
+    r"(?m)^[ \t]*(?:from|import)[ \t]+mpi4py\b"
+    r"|[\"'](?!LOCAL_RANK\b|SLURM_LOCALID\b|OMPI_COMM_WORLD_LOCAL_RANK\b)[A-Z0-9_]*LOCAL_?(?:RANK|ID)[A-Z]*[\"']"
+    r"|\benviron(?:\[|\.setdefault\()[\"'](?:MASTER_ADDR|RANK|LOCAL_RANK|WORLD_SIZE)[\"'](?:\] *=(?!=)|,) *"
+    r"(?! |[\"'](?:localhost|127\.0\.0\.1|\d+)[\"'])"
+)
+"""Lines that number processes by MPI or a launcher that accelcore does not know, or set the launcher's variables."""
+
+OF_DEVICE = ("read", "set", "declared")
+_SETTINGS = r"\b(?:args?|cfg|conf|configs?|opts?|options?|h?params)"
+_OF_DEVICE = (
+    re.compile(rf"{_SETTINGS}(?:\.\w+)?(?:\.device\b|(?:\[|\.get\()[\"']device[\"'][\]),])(?! *=[^=])"),
+    re.compile(
+        r"(?m)(?<!self)\.device *=(?!=)|(?<!\.get\()[\"']device[\"'](?!\])|[\"']device[\"']\] *=(?!=)|^[ \t]+device *:"
+    ),
+    re.compile(r"--device\b(?![^()]*=[\"']cpu\b)"),
+)
+
 TAKES_REST = re.compile(r"\bnot [\w.]+\.is_cuda\b[^\n]*:\s*\n[^\n]*_cpu\w*[.(]")
 """Conditions by which a compiled function for the CPU gets each tensor that is not CUDA's."""
 
@@ -307,6 +325,11 @@ def flags_of_moves(text: str, moved: Collection[str] | None) -> set[str]:
     found = {(member, name) for test in tests for member, name in _FLAG.findall(test)}
     own = {name for member, name in found if not member} & set(_SET.findall(text))
     return {name for _, name in found} - own - set(_ASKED.findall(text))
+
+
+def devices_of(text: str) -> Iterator[str]:
+    """Yield whether a file reads, sets or declares an option for a device in settings, such as `args.device`."""
+    return (word for word, pattern in zip(OF_DEVICE, _OF_DEVICE, strict=True) if pattern.search(text))
 
 
 def uses_in(text: str) -> Iterator[str]:

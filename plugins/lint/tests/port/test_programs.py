@@ -248,3 +248,50 @@ def test_a_flag_called_is_cuda_is_not_what_a_tensor_of_another_file_answers(tmp_
     paths = written(tmp_path, files)
     ported = port_source(files["train.py"], Level.ROLES, read_project(paths).known(paths[0])).source
     assert ("torch.cuda.is_available()" in ported) is kept
+
+
+HYDRA = """import hydra
+import torch
+from solver import Solver
+
+
+@hydra.main(config_path="conf")
+def main(args):
+    model = torch.nn.Linear(2, 2)
+    {move}
+    Solver(args).train(model)
+
+
+main()
+"""
+MOVE = "if torch.cuda.is_available():\n        model.cuda()"
+OPTION = "import argparse\n\nparser = argparse.ArgumentParser()\nparser.add_argument('--device', default='cuda')\n"
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("move", "reads", "other", "kept"),
+    [
+        (MOVE, "args.device", f"{OPTION}\nif __name__ == '__main__':\n    print(parser.parse_args())\n", True),
+        (MOVE, "args.device", OPTION, False),
+        (MOVE, "args.train.device", "", True),
+        (MOVE, "args['device']", "", True),
+        (MOVE, "args['device']", "args['device'] = 'cuda'\n", False),
+        (MOVE, "args.get('device')", "", True),
+        (MOVE, "args.kind", "", False),
+        ("use = torch.cuda.is_available()\n    if use:\n        model.cuda()", "args.device", "", True),
+        ("if torch.cuda.is_available() and not args.slow:\n        model.cuda()", "args.device", "", True),
+        ("model = model.cuda() if torch.cuda.is_available() else model", "args.device", "", True),
+        ("if torch.cuda.is_available():\n        model.to('cuda')", "args.device", "", True),
+    ],
+)
+def test_options_of_another_program_give_this_one_no_device(tmp_path, level, move, reads, other, kept):
+    files = {
+        "train.py": HYDRA.format(move=move),
+        "solver.py": "from evaluate import *\n\n\nclass Solver:\n    def __init__(self, args):\n"
+        f"        self.device = {reads}\n",
+        "evaluate.py": f"import torch\n{other}",
+    }
+    paths = written(tmp_path, files)
+    outcome = port_source(files["train.py"], level, read_project(paths).known(paths[0]))
+    assert ("torch.cuda.is_available()" in outcome.source) is kept

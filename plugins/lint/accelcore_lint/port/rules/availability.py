@@ -189,6 +189,9 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         asked = find(facts.module, cst.IfExp) if f"if {name} else" in facts.code else ()
         if any(text_of(each.test) == name and _takes_given_name(each, facts) for each in asked):
             return Left(_ELSEWHERE, node.children)
+        asks = [each for each in find(facts.module, cst.If) if facts.known.device_given and text_of(each.test) == name]
+        if any(_MOVES.search(text_of(each.body)) for each in asks):
+            return Left(_CONFIGURED, node.children)
     return Left(_LEFT, node.children, retry=whole(node, available(facts, node)), some=True)
 
 
