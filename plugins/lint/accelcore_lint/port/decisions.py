@@ -10,7 +10,7 @@ from typing import cast
 
 import libcst as cst
 
-from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.facts import SUMMARISED, Facts
 from accelcore_lint.port.guards import (
     GUARDS,
     Guard,
@@ -236,7 +236,7 @@ class Decisions(cst.CSTVisitor):
 
         A question whose answer changes no result opens there, too.
         """
-        keeps = opens and rule.name == "device check" and self._facts.keeps_questions
+        keeps = opens and rule.name == "device check" and self._facts.keeps(node)
         if keeps and not (is_idle(guard := guard_of(node, self._facts)) or self._empties(guard)):
             return replace(decision, reason=keeps), False
         return decision, opens
@@ -311,8 +311,9 @@ class Decisions(cst.CSTVisitor):
         self.left.append(note)
         chooses = (rule.name == "device" and "is_available" in text_of(node)) or decision.reason in (HIDES, _TRIED)
         asks = rule.name in _QUESTIONS or begins
-        self._split = self._split or chooses or (asks and divides(guard, question, self._facts))
-        self._flags |= {name_of(question, self._facts)} - {""} if guard is None and asks else set()
+        if not (decision.reason == SUMMARISED and self._facts.is_library):  # programs that import it do not run this
+            self._split = self._split or chooses or (asks and divides(guard, question, self._facts))
+            self._flags |= {name_of(question, self._facts)} - {""} if guard is None and asks else set()
         around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
         if rule.name in ("device", "device string") and isinstance(next(around), cst.Assign):
             self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere

@@ -15,7 +15,7 @@ from accelcore_lint.port.imports import extensions_in, is_known_apex
 from accelcore_lint.port.place import Place
 from accelcore_lint.port.project import OTHERS, Known
 from accelcore_lint.port.rule import Level
-from accelcore_lint.port.syntax import argument, is_kept, text_of
+from accelcore_lint.port.syntax import argument, is_guard, is_kept, text_of
 from accelcore_lint.port.uses import RANKS, drives_apex, kept_questions, scaler_loads, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 from accelcore_lint.port.walk import find
@@ -33,6 +33,9 @@ _OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']|[\w.]+\
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
 _PORTED = "{current_device.type}:{"
 """The device of a number that the script chooses, as an earlier run has written it."""
+
+SUMMARISED = 'torchsummary makes its input on CUDA or the CPU, so that this choice has to stay: give it device="cpu"'
+"""Reason to leave a question whose answer says where the model is of which that package makes a summary."""
 
 _LATE = ("deepspeed", "horovod", "byteps")
 """Libraries that start the ranks, and make a device current when they get the model, or leave it to the script."""
@@ -133,6 +136,26 @@ class Facts(DeviceNumbers):
     def keeps_questions(self) -> str:
         """Return the reason why questions for a device stay in this file; "" if there is none."""
         return self.known.keeps_questions or kept_questions(self.code)
+
+    def keeps(self, question: cst.CSTNode) -> str:
+        """Return the reason why a question stays; "" if there is none. A script's torchsummary keeps all of its own.
+
+        What others import only keeps those in the function, or under the guard, of such a call.
+        """
+        scope = self._scope_of(question)
+        tied = any(not self.is_library or self._scope_of(call) is scope for call in self.summaries)
+        return self.keeps_questions or (SUMMARISED if tied else "")
+
+    @cached_property
+    def summaries(self) -> list[cst.Call]:
+        """Return the calls of torchsummary that make the model's input on a CUDA device or on the CPU."""
+        calls = [call for call in self.calls if f".{self.name(call.func) or ''}".endswith(".torchsummary.summary")]
+        given = [(call, argument(call, "device", 3)) for call in calls]
+        return [call for call, device in given if device is None or text_of(device).strip("\"'") != "cpu"]
+
+    def _scope_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        outer = [each for each in self.parents(node) if isinstance(each, cst.FunctionDef) or is_guard(each)]
+        return outer[-1] if outer else None
 
     def compares(self, site: cst.CSTNode) -> bool:
         """Return whether a site gives a device a name in a file that compares devices: a tensor's has an index.

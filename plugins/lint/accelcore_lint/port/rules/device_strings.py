@@ -113,7 +113,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         return Left(CHOSEN, node.children)
     if is_further(further := index_of(names[0])[1]) and is_below_any(names[0], facts.parents):
         return Left(_MAY_LACK.format(text_of(further or node)), node.children)
-    reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps_questions
+    reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps(node)
     if reason and len(branches(choice)) > 1:
         return Left(reason, node.children)
     made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in branches(choice)]

@@ -13,7 +13,7 @@ from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules import scaler
 from accelcore_lint.port.rules.conditions import TYPE_QUESTION
 from accelcore_lint.port.rules.device_strings import names_option, whole
-from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, type_text
 
 _REASONS = {
@@ -52,10 +52,7 @@ _DEFAULT = "one vendor's function, without a generic one"
 
 def _decide_summary(node: cst.Call, facts: Facts) -> Left | None:
     """Leave a call of torchsummary, which makes the model's input on a CUDA device or on the CPU."""
-    if not f".{facts.name(node.func) or ''}".endswith(".torchsummary.summary"):
-        return None
-    device = argument(node, "device", 3)
-    return None if device is not None and text_of(device).strip("\"'") == "cpu" else Left(_SUMMARY, node.children)
+    return Left(_SUMMARY, node.children) if node in facts.summaries else None
 
 
 def _decide_class(node: cst.Attribute | cst.Name, facts: Facts) -> Rewrite | None:
