@@ -154,7 +154,7 @@ _BY_MPI = re.compile(
 """Calls such as `comm.Allreduce(MPI.IN_PLACE, p.grad)`, which take memory and not objects, for what may be a tensor."""
 
 RANKS = re.compile(
-    r"(?m)^[ \t]*(?:from|import)[ \t]+mpi4py\b"
+    r"(?m)^[ \t]*(?:from|import)[ \t]+mpi4py\b|\.Get_rank\("
     r"|[\"'](?!LOCAL_RANK\b|SLURM_LOCALID\b|OMPI_COMM_WORLD_LOCAL_RANK\b)[A-Z0-9_]*LOCAL_?(?:RANK|ID)[A-Z]*[\"']"
     r"|\benviron(?:\[|\.setdefault\()[\"'](?:MASTER_ADDR|RANK|LOCAL_RANK|WORLD_SIZE)[\"'](?:\] *=(?!=)|,) *"
     r"(?! |[\"'](?:localhost|127\.0\.0\.1|\d+)[\"'])"

@@ -35,6 +35,7 @@ def keeps_number(source):
         ("", "int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])", "", False),
         (MPI, "MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()", "", True),
         (MPI, LAUNCHED, "", True),
+        ("from launcher import comm", "comm.Get_rank() % 4", "", True),
         ("", "int(os.environ['PMI_LOCAL_RANK'])", "", True),
         ("", "int(os.environ.get('PALS_LOCAL_RANKID', 0))", "", True),
         ("", "int(os.getenv('MPI_LOCALRANKID'))", "", True),
