@@ -27,7 +27,9 @@ _FOREIGN = re.compile(
     r"\bCUDA[A-Z_]\w+|\bnvcc\b|WITH_CUDA|gpu_hist|(?i:faiss\.\w*gpu|spacy\.\w+_gpu|tensorrt|pycuda|pynvml|nvidia|cupy|triton|flash_attn|bitsandbytes)"
     r"|(Activity|Device|Kind|Type)\w*\.(CUDA|GPU)\b|\bDataListLoader\b|\.gpu\.\w+\("
     r"|[\"'][^\"'\n]*(?:cuda[^\"'\n]*\.(?:so|dll|cu|cpp)\b|\bcu\d{2,3}\b|\bCUDA:\d)|[\"']_cuda[\"']"
-    r"|(,|(?<!type)\(|(?<![=!])=)\s*[\"']torch\.[A-Z]\w*Tensor[\"']|(?m:^)\s*(from|import)\s[^\n]*_(gpu|cuda)\b"
+    r"|(,|(?<!type)\(|(?<![=!])=)\s*[\"']torch\.[A-Z]\w*Tensor[\"']"
+    r"|(?m:^)\s*(from|import)\s[^\n]*((?<!torch)_(gpu|cuda|npu)\b|\bnpu_)|\btorch\.ops\.(cuda|npu)\b|\bnpu-smi\b"
+    r"|(?<![\w.])npu_\w+\("
 )
 """Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
 Also imports such as `from nms.nms_gpu import nms_gpu`, and functions that a module `gpu` beside one for the CPU has.

@@ -1,4 +1,4 @@
-"""Conditions on a device above an import that only one vendor's hosts have."""
+"""Conditions on a device above an import that only one vendor's hosts have, or its other tools."""
 
 import pytest
 from accelcore_lint.port import Level, port_source
@@ -22,7 +22,16 @@ STAYS = [
 ]
 
 
-@pytest.mark.parametrize("lines", STAYS)
+FOREIGN = [
+    'if device_type == "npu":\n    from ops.npu_ops import fused\n    x = fused(x.npu())\n',
+    'if x.is_npu:\n    subprocess.run(["npu-smi", "info"])\n    x = x.npu()\n',
+    'if torch.npu.is_available():\n    seen = os.popen("npu-smi info").read()\n    x = x.npu()\n',
+    "if x.is_npu:\n    y = npu_attention(x.npu())\nelse:\n    y = attention(x)\n",
+    "if x.is_npu:\n    y = torch.ops.npu.npu_rms_norm(x.npu(), w)\n",
+]
+
+
+@pytest.mark.parametrize("lines", [*STAYS, *FOREIGN])
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
 def test_a_condition_above_an_import_that_stays_is_left(lines, level):
     outcome = port_source(HEAD + lines, level)
