@@ -272,6 +272,7 @@ def check_arguments(backend: Any, model: Any, optimizer: Any) -> None:
             remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; "
             "several models need a trainer each",
         )
+    # Optimizers of a vendor that combine the gradients of a group have this attribute.
     if hasattr(optimizer, "combined_grads_indexed_by_group"):
         raise ConfigurationError(
             f"a trainer cannot step a {type(optimizer).__name__}",
