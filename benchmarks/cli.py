@@ -1,7 +1,7 @@
 """What the command line costs: `accelcore doctor` next to `import torch`, `accelcore run x.py` next to `python x.py`.
 
 Every sample is a fresh process, timed from outside from its start to its end, interpreter and all: it is what a user
-waits for. Files have been read before, so what is timed is a warm start.
+waits for. Files have been read before, and doctor has seen that `import torch` works, so what is timed is a warm start.
 """
 
 from __future__ import annotations

@@ -102,6 +102,12 @@ def remedy_of_writing(error: Exception) -> str:
     return _REMEDIES_OF_WRITING.get(number or 0, "check the disk, or name another folder")
 
 
+def user_cache() -> Path:
+    """Return accelcore's folder in the user's cache by the XDG rules, which ignore a relative path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "accelcore"
+
+
 def beside(folder: Path, ending: str) -> Path:
     """Return the path beside `folder` with its name and this ending; "." and ".." have the names of their folders."""
     named = folder if folder.name.strip(".") else folder.resolve()

@@ -53,7 +53,7 @@ def test_on_a_sound_machine_it_says_what_works_and_what_does_not_and_exits_with_
     assert text.rstrip().endswith("usable: cpu")
     assert "numpy " in text.splitlines()[0]
     assert f"{os.cpu_count()} cores" in text.splitlines()[1]
-    assert ("import torch was not tried" in text) == (machine.doctor()[1]["import_torch"] is None)
+    assert re.search(r"import torch +works", text)
     assert "  OMP_NUM_THREADS='3'" in text.splitlines()
     assert "s3cret" not in text
     assert text.isascii()
@@ -190,6 +190,66 @@ def test_an_invalid_variable_of_accelcore_is_an_error_without_traceback(machine)
     assert done.returncode == 64
     assert done.stderr.startswith("accelcore: ACCEL_PROBE_TIMEOUT='soon' is not a number of seconds")
     assert "Traceback" not in done.stderr
+
+
+# What `import torch` does. A small package stands in for torch.
+
+
+@pytest.fixture
+def torch(machine):
+    """The file of a torch that tells of each import; what doctor remembers is the test's own."""
+    package = machine.folder / "site-of-torch" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"open({str(machine.folder / 'imports')!r}, 'a').write('.')\n")
+    machine.sites.insert(0, str(package.parent))
+    machine.variables["XDG_CACHE_HOME"] = str(machine.folder / "cache")
+    return package / "__init__.py"
+
+
+def imports_of(machine):
+    """How many imports one call of doctor needs; it must say that torch works."""
+    told = machine.folder / "imports"
+    told.write_text("")
+    code, report, _ = machine.doctor()
+    assert (code, report["import_torch"]["outcome"]) == (0, "works")
+    return len(told.read_text())
+
+
+def test_an_import_of_torch_that_worked_is_not_tried_again_until_something_changes(machine, torch):
+    assert [imports_of(machine) for _ in range(3)] == [1, 0, 0]
+    assert "it worked when it was tried before" in machine.doctor()[2]
+    torch.write_text(torch.read_text() + "# another release\n")
+    assert [imports_of(machine) for _ in range(2)] == [1, 0]
+    (torch.parents[1] / "nvidia").mkdir()
+    assert [imports_of(machine) for _ in range(2)] == [1, 0]
+    machine.variables["LD_LIBRARY_PATH"] = "/opt/other/lib"
+    assert [imports_of(machine) for _ in range(2)] == [1, 0]
+
+
+def test_an_import_of_torch_that_fails_is_tried_each_time_and_said_first(machine, torch):
+    assert imports_of(machine) == 1
+    works = torch.read_text()
+    torch.write_text(UNDEFINED)
+    for _ in range(2):
+        code, report, text = machine.doctor()
+        assert (code, report["broken"]) == (1, ["import torch"])
+        first = text.partition("backends")[0]
+        assert re.search(r"import torch +failed", first)
+        assert "undefined symbol" in first
+    torch.write_text(works)
+    assert imports_of(machine) == 1
+
+
+def test_without_a_usable_cache_torch_is_tried_each_time(machine, torch):
+    cache = machine.folder / "cache"
+    cache.write_text("this is a file")
+    assert [imports_of(machine) for _ in range(2)] == [1, 1]
+    cache.unlink()
+    assert [imports_of(machine) for _ in range(2)] == [1, 0]
+    (memory,) = (cache / "accelcore" / "doctor").iterdir()
+    for damaged in ("", "[[], {}]", memory.read_text()[:-9]):
+        memory.write_text(damaged)
+        assert [imports_of(machine) for _ in range(2)] == [1, 0]
 
 
 # On a terminal.

@@ -32,20 +32,20 @@ _Line = tuple[int, str, str]  # a line: its indentation, its text, and the name 
 @click.command()
 @json_option
 @click.option("--deep", is_flag=True, help="Also import torch and try each usable backend, in processes of their own.")
-@number("--timeout", "SECONDS", 60, "How long one attempt of --deep may take.", most=86400)
+@number("--timeout", "SECONDS", 60, "How long one attempt may take.", most=86400)
 @common
 def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """Report which backends work here, and what the others lack.
 
-    Asks plugins and reads package metadata, and touches no device. If `import torch` also loads other packages, a child
-    process tries it. With --deep, child processes import torch and multiply two small matrices on every usable
-    backend, so that a crash or a hang is reported.
+    Asks plugins and reads package metadata, and touches no device. A child process tries `import torch`. Later calls
+    skip this if it worked and has not changed, unless `import torch` also loads other packages. With --deep, child
+    processes multiply two small matrices on every usable backend, so that a crash or a hang is reported.
 
     \b
     Exit code:
       0   every plugin answered, and at least one backend is usable
       1   something is broken: torch, a plugin, an attempt of --deep, versions; or select() raises
-      2   no backend is usable, and import torch works or was not tried
+      2   no backend is usable, and import torch works
       64  the request is invalid
 
     \b
@@ -56,7 +56,7 @@ def doctor(as_json: bool, deep: bool, timeout: int) -> int:
     """
     from accelcore.cli.doctor.diagnosis import diagnose
 
-    found = diagnose(deep_timeout=timeout if deep else None)
+    found = diagnose(timeout, deep=deep)
     _show(found, as_json=as_json)
     return found.exit_code
 
@@ -90,11 +90,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
     """Yield the lines of a diagnosis, without details such as distributions that are not installed."""
     yield 0, ", ".join(f"{name} {version or 'not installed'}" for name, version in diagnosis.versions.items()), "bold"
     yield 0, f"{diagnosis.platform}, {diagnosis.executable}", ""
-    if diagnosis.import_torch is None:
-        yield 0, "import torch was not tried: accelcore doctor --deep tries it", ""
-    else:
-        yield 0, "", ""
-        yield from _attempt("import torch", diagnosis.import_torch)
+    yield 0, "", ""
+    yield from _attempt("import torch", diagnosis.import_torch)
     yield from _misfits(diagnosis.misfits)
     yield from _headed("backends")
     if not diagnosis.backends:
@@ -110,7 +107,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[_Line]:
         yield from _headed("deep: each in a child process")
         for attempt in diagnosis.deep:
             yield from _attempt(f"backend {attempt.name}", attempt)
-    if diagnosis.import_torch is not None and diagnosis.import_torch.notes:
+    if diagnosis.import_torch.notes:
         yield from _headed("torch")
         for note in diagnosis.import_torch.notes:
             for line in note.splitlines():

@@ -1,6 +1,7 @@
-"""`accelcore doctor --deep`: try `import torch` and every usable backend, each in a child process with a time limit.
+"""Try `import torch` and, for `doctor --deep`, every usable backend, each in a child process with a time limit.
 
-The child may crash, hang or raise. It writes a line that begins with `SAYS`: that all is well, or the error.
+The child may crash, hang or raise. It writes a line that begins with `SAYS`: that all is well, or the error. An attempt
+of `import torch` that worked is remembered, because it takes longer than all else that doctor does.
 """
 
 from __future__ import annotations
@@ -8,11 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from importlib.machinery import PathFinder
 from logging.handlers import MemoryHandler
+from pathlib import Path
 
 from accelcore.devices.plugins import (
     AUTOLOAD,
@@ -22,10 +28,12 @@ from accelcore.devices.plugins import (
     autoloads_of_unusable_backends,
     describe_error,
 )
+from accelcore.devices.requirements import installed_version
 from accelcore.devices.select import imitations, ten_lines, unserved_device
 from accelcore.jobs.launchers import outside_any_job
 from accelcore.torch_features import TORCH_FEATURES
 from accelcore.util import child_process
+from accelcore.util.files import replace_file, user_cache
 
 SAYS = "accelcore attempt: "  # begins the line in which the child reports its result
 WORKS = "works"  # the result if all is well; exit code 0 alone may come from a library that exits
@@ -58,11 +66,43 @@ def try_torch(candidates: Sequence[Candidate], found: Sequence[Declared], timeou
     """Try `import torch`. Also return whether it works with torch's autoload off, and not without."""
     environ = outside_any_job(os.environ)  # the attempt is not a rank
     torch = _try("torch", environ, timeout)
-    if torch.outcome == "works" or not found or not autoload_enabled(environ):
+    if torch.outcome == "works":
+        with suppress(OSError):  # then the next doctor tries again
+            path = _memory()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps([_installation(), asdict(torch)]).encode())
+        return torch, False
+    if not found or not autoload_enabled(environ):
         return torch, False
     if _try("torch", {**environ, AUTOLOAD: "0"}, timeout).outcome != "works":
         return torch, False
     return _blamed_on_autoload(torch, found, candidates), True
+
+
+def remembered_torch() -> Attempt | None:
+    """Return the last attempt of `import torch` that worked, unless torch or its environment has changed since."""
+    with suppress(OSError, ValueError, TypeError):  # the file is missing, or nothing that `try_torch` has written
+        installation, attempt = json.loads(_memory().read_bytes())
+        if installation == _installation():
+            attempt["reason"] = "it worked when it was tried before, and has not changed; --deep tries it again"
+            return Attempt(**attempt)
+    return None
+
+
+def _memory() -> Path:
+    """Return the file of the last attempt that worked with this Python on this machine."""
+    place = f"{platform.node()} {sys.executable}"
+    return user_cache() / "doctor" / f"{sha256(place.encode()).hexdigest()[:16]}.json"
+
+
+def _installation() -> list[object]:
+    """Return what decides whether `import torch` works, as far as it is quick to read."""
+    spec = PathFinder.find_spec("torch")  # also if this process has another torch
+    init = (spec and spec.origin) or ""
+    status, packages = os.stat(init), Path(init).parents[1].stat()
+    stamps = [status.st_size, status.st_mtime_ns, packages.st_mtime_ns]
+    variables = [os.environ.get(name) for name in ("LD_LIBRARY_PATH", "PYTHONPATH", AUTOLOAD)]
+    return [sys.version, installed_version("torch"), init, *stamps, *variables]
 
 
 def examine(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelcore.cli.doctor.ask_plugins import Selection, ask_plugins
-from accelcore.cli.doctor.deep import Attempt, examine, try_torch
+from accelcore.cli.doctor.deep import Attempt, examine, remembered_torch, try_torch
 from accelcore.devices.plugins import (
     AUTOLOAD,
     EXTENSIONS,
@@ -29,8 +29,6 @@ from accelcore.known_faults import TORCH_FAULTS
 _SCHEMA = 1  # version of the JSON. It changes if a field is removed or changes its meaning, not if one is added.
 
 USABLE, BROKEN, NOTHING_USABLE = 0, 1, 2
-
-_TORCH_TIMEOUT = 60.0  # seconds for `import torch` without --deep
 
 _DISTRIBUTIONS = ("accelcore", "torch", "numpy", "safetensors", "pluggy")
 
@@ -73,7 +71,7 @@ class Diagnosis:
     # set variables that begin with ACCEL_ and that nothing installed reads; with the most similar one, or None
     unknown_variables: dict[str, str | None]
     autoload: tuple[Declared, ...]  # the entry points that `import torch` calls
-    import_torch: Attempt | None  # the attempt of `import torch`, if it calls any, or with `--deep`; otherwise None
+    import_torch: Attempt  # the attempt of `import torch`
     # known kernel bugs of the installed versions: the fields of `KnownFault`, the `installed` version, and the
     # `backend`, which is empty for a bug on every backend
     faults: tuple[dict[str, str | None], ...]
@@ -97,8 +95,8 @@ class Diagnosis:
 
     @property
     def torch_fails(self) -> bool:
-        """Whether `import torch` was tried and failed."""
-        return self.import_torch is not None and self.import_torch.outcome != "works"
+        """Whether `import torch` failed."""
+        return self.import_torch.outcome != "works"
 
     @property
     def usable(self) -> list[str]:
@@ -122,19 +120,25 @@ class Diagnosis:
         return {"schema": _SCHEMA, **verdict, **asdict(self)}
 
 
-def diagnose(deep_timeout: float | None = None) -> Diagnosis:
-    """Ask every plugin and read the metadata; with a timeout in seconds, also run the attempts of `--deep`."""
+def diagnose(timeout: float = 60, *, deep: bool = False) -> Diagnosis:
+    """Ask every plugin, read the metadata and try `import torch`; also try each backend if `deep`.
+
+    An attempt may take `timeout` seconds. Without `deep`, an attempt of `import torch` that worked before is not
+    repeated, unless `import torch` also loads other packages.
+    """
     answers = ask_plugins()
     assert answers.selection is not None, "it was asked for"
     candidates = answers.candidates
     found = autoloads()
     torch, autoload_broken, selection = None, False, answers.selection
-    if deep_timeout is not None or (found and autoload_enabled(os.environ)):
-        torch, autoload_broken = try_torch(candidates, found, deep_timeout or _TORCH_TIMEOUT)
-        if torch.outcome != "works":  # then `select()` raises
-            error = {"type": "BackendUnavailableError", "what": "torch cannot be imported", "available": ""}
-            error |= {"why": torch.reason, "remedy": torch.remedy}
-            selection = {**selection, "chosen": None, "error": error}
+    if not deep and not (found and autoload_enabled(os.environ)):
+        torch = remembered_torch()
+    if torch is None:
+        torch, autoload_broken = try_torch(candidates, found, timeout)
+    if torch.outcome != "works":  # then `select()` raises
+        error = {"type": "BackendUnavailableError", "what": "torch cannot be imported", "available": ""}
+        error |= {"why": torch.reason, "remedy": torch.remedy}
+        selection = {**selection, "chosen": None, "error": error}
     system = (platform.system(), platform.release(), platform.machine(), " ".join(platform.libc_ver()))
     variables = [*_VARIABLES, *(name for candidate in candidates for name in candidate.probe.environment)]
     return Diagnosis(
@@ -150,9 +154,7 @@ def diagnose(deep_timeout: float | None = None) -> Diagnosis:
         autoload=tuple(found),
         import_torch=torch,
         faults=tuple(_installed_faults(candidates)),
-        deep=None
-        if deep_timeout is None or torch is None
-        else examine(candidates, torch, autoload_broken, deep_timeout),
+        deep=examine(candidates, torch, autoload_broken, timeout) if deep else None,
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from accelcore_npu import compatibility
 
 from accelcore.errors import BackendUnavailableError, ConfigurationError
+from accelcore.util.files import user_cache
 
 RELEASES = {"2.7.1": "2.7.1.post11", "2.10.0": "2.10.0.post7", "2.13.0": "2.13.0", "2.14.0": "2.14.0"}
 """Releases of torch that the emulator works with, and the torch-npu for each that it is tested with."""
@@ -67,9 +68,7 @@ def cache() -> Path:
 
 
 def _cache() -> Path:
-    # By the XDG rules, ignore a relative path.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "accelcore" / "emulated-npu"
+    return user_cache() / "emulated-npu"
 
 
 def place() -> Path:
