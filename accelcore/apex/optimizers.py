@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from accelcore.apex.state import backend_of
 from accelcore.errors import UnsupportedError
-from accelcore.optim.engine import Request, Route
-from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.engine import Request
+from accelcore.optim.optimizer import Route, RoutedOptimizer
 from accelcore.optim.registry import Optimizers
 
 __all__ = [

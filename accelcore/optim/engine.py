@@ -1,14 +1,13 @@
-"""Contract of an optimizer kernel, and the routes by which a registry makes one.
+"""Contract of an optimizer kernel: the `Engine`, the `Request` that it is made for, and its parameter groups.
 
-A `Route` makes the optimizer that computes the updates: an `Engine`, or any other with `step`, for which `as_engine`
-is an adapter.
+`as_engine` is an adapter for an optimizer that has only `step`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
@@ -18,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelcore.errors import ConfigurationError, PluginError, did_you_mean
+from accelcore.errors import ConfigurationError
 from accelcore.optim.flat.memory import Run
 from accelcore.scaling.contract import step_in_kernel
 
 __all__ = ["Engine", "Factory", "Memory", "Request"]
 
+OTHER_WORDS = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay", "epsilon": "eps"}
+"""Other libraries' words for options of an optimizer."""
+
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
-_GROUPS_AT_ONCE = 64
-_RANGES = "give lr, momentum, eps and weight_decay 0 or more, and each of betas, alpha and rho at least 0 and below 1"
-_SHORT = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_decay", "epsilon": "eps"}
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
@@ -108,78 +107,6 @@ class Request:
         return [group.get(option, common) for group in self.groups] or [common]
 
 
-@dataclass(frozen=True)
-class Route:
-    """One implementation of an optimizer; see `Optimizers.register`."""
-
-    name: str
-    factory: Factory
-    priority: int
-    memory: Memory
-    supports: Callable[[Request], str | None] = field(repr=False)
-    scattered: bool = False
-
-    def make(self, request: Request, groups: Sequence[dict[str, Any]]) -> Optimizer:
-        """Make the optimizer that computes the updates.
-
-        Raises:
-            ConfigurationError: the factory refuses the arguments.
-            PluginError: the factory returned something else.
-        """
-        known = _options(self.factory)
-        _check_keys(groups, known)
-        try:
-            made = self._made(request, groups)
-        except (TypeError, ValueError, KeyError) as error:
-            unknown = [name for name in request.options if known and name not in known]
-            route = "" if request.route == "auto" else f" by the route {self.name!r}"
-            invalid = [_RANGES] if str(error).startswith("Invalid") else []
-            remedies = [
-                did_you_mean(_SHORT.get(name, name), known) or f"remove {name!r}, or use an available option"
-                for name in unknown
-            ] or invalid
-            raise ConfigurationError(
-                f"optimizer {request.name!r}{route} refuses these arguments",
-                why=str(error),
-                available=", ".join(known) if unknown else "",
-                remedy=" ".join(filter(None, remedies)),
-            ) from error
-        if not isinstance(made, Optimizer) or (hasattr(made, "place_runs") and not isinstance(made, Engine)):
-            raise PluginError(
-                f"route {self.name!r} of optimizer {request.name!r} made a {type(made).__name__}",
-                why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
-                remedy="report this to the author of the route, or choose another route",
-            )
-        return made
-
-    def _made(self, request: Request, groups: Sequence[dict[str, Any]]) -> Optimizer:
-        """Call the factory with few groups at a time: torch compares each new group with all groups before it.
-
-        With ten thousand groups in one call this takes minutes.
-
-        Equal groups are one for the factory. The first group is in each call and stays apart: groups with names do not
-        mix with others, and a class that takes only one group still refuses a second one.
-        """
-        members = [id(_unnamed(member)) for group in groups for member in group["params"]]
-        if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
-            return self.factory(groups, **request.options)
-        others, firsts = groups[1:], equal_groups(groups[1:])
-        unequal = merged(others)
-        made = self.factory([groups[0], *unequal[:_GROUPS_AT_ONCE]], **request.options)
-        found = [options_of(group) for group in made.param_groups[1:]]
-        for start in range(_GROUPS_AT_ONCE, len(unequal), _GROUPS_AT_ONCE):
-            first = {**groups[0], "params": groups[0]["params"][:1]}
-            more = self.factory([first, *unequal[start : start + _GROUPS_AT_ONCE]], **request.options)
-            found += [options_of(group) for group in more.param_groups[1:]]
-            for parameter, entry in more.state.items():  # Adagrad's has state from the start
-                made.state.setdefault(parameter, entry)
-        options = dict(zip(dict.fromkeys(firsts), found, strict=True))
-        made.param_groups[1:] = [
-            {**group, **options[first], **_params(group)} for first, group in zip(firsts, others, strict=True)
-        ]
-        return made
-
-
 class _BySteps(Engine):
     """Engine of an optimizer that has only `step`, called as torch's scaler calls it."""
 
@@ -204,6 +131,76 @@ def made_by(factory: Factory) -> Any:
     while isinstance(made, partial):
         made = made.func
     return made
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether `step` must be given a closure, as that of torch's LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def loss_by(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that a closure computes, with gradients enabled."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def name_of(kind: type) -> str | None:
+    """Return the registry's name of a class of `torch.optim`; None for any other class, also a derived one."""
+    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
+    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
+
+
+def option_names(factory: Factory) -> list[str]:
+    """Return the names of the options of a factory; empty if its signature does not list them."""
+    made = made_by(factory)
+    names: dict[str, None] = {}
+    for kind in getattr(made, "__mro__", (made,)):  # a class may pass options on to its base
+        options = list(inspect.signature(kind).parameters.values())[1:]
+        named = [option for option in options if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)]
+        names.update(dict.fromkeys(option.name for option in named if option.name not in ("fused", "foreach")))
+        if options and len(named) == len(options):
+            return list(names)
+    return []
+
+
+def listed(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return parameter groups whose parameters are lists, because reading a generator exhausts it."""
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
+        raise TypeError(f"a {type(params).__name__} is a module")
+    groups = list(params)
+    if not groups:
+        raise TypeError("there are no parameters: the model has none, or a generator was read before")
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    for group in groups:
+        if "params" not in group:
+            raise TypeError(f"a parameter group has no 'params', only {', '.join(map(repr, group)) or 'nothing'}")
+        if isinstance(group["params"], set | frozenset):
+            raise TypeError("a set of parameters has no order, and an optimizer's state depends on it")
+    members = [group["params"] for group in groups]
+    members = [[each] if isinstance(each, torch.Tensor) else list(each) for each in members]
+    return [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
+
+
+def check_numbers(*groups: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an option that is text, for `betas` of one number, and for no learning rate."""
+    for key, value in chain.from_iterable(group.items() for group in groups):
+        if key == "betas" and not isinstance(value, list | tuple):
+            raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")
+        for number in value if isinstance(value, list | tuple) else (value,):  # betas
+            if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
+                raise ConfigurationError(
+                    f"{key}={value!r} is text, not a number",
+                    why="a command line gives text, and YAML reads 1e-3 as text",
+                    remedy=f"give float({number!r})",
+                )
+        if key == "lr" and (value is None or isinstance(value, bool)):
+            raise ConfigurationError(
+                f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
+            )
 
 
 def check_members(
@@ -232,24 +229,20 @@ def check_members(
             ) from cause
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether `step` must be given a closure, as that of torch's LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+def check_keys(groups: Sequence[dict[str, Any]], known: list[str]) -> None:
+    """Raise ConfigurationError if a key of a group must be a misspelt option. torch keeps unknown keys for the script.
 
-
-def loss_by(closure: Callable[[], Any] | None) -> Any:
-    """Return the loss that a closure computes, with gradients enabled."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def name_of(kind: type) -> str | None:
-    """Return the registry's name of a class of `torch.optim`; None for any other class, also a derived one."""
-    is_torchs = issubclass(kind, torch.optim.Optimizer) and kind.__module__.partition(".")[0] == "torch"
-    return kind.__name__.lower() if is_torchs and kind is not torch.optim.Optimizer else None
+    A key that extends an option by a word, such as `weight_decay_scale`, or that stands beside the option, is taken.
+    """
+    for number, group in enumerate(groups):
+        for key in (key for key in group if isinstance(key, str) and key not in (*known, "params")):
+            apart = [name for name in known if f"{name}_" not in f"{key}_"]
+            meant = next(iter(get_close_matches(OTHER_WORDS.get(key, key.lower()), apart, 1, 0.8)), None)
+            if meant is not None and meant not in group:
+                raise ConfigurationError(
+                    f"parameter group {number} has the unknown key {key!r}",
+                    remedy=f"did you mean {meant!r}? If the key is the script's own, choose another name",
+                )
 
 
 def equal_groups(groups: Sequence[dict[str, Any]]) -> list[int]:
@@ -286,40 +279,12 @@ def _comparable(value: object) -> object:
     return value if value is None or isinstance(value, int | float | str) else id(value)
 
 
-def _options(factory: Factory) -> list[str]:
-    """Return the names of the options of a factory; empty if its signature does not list them."""
-    made = made_by(factory)
-    names: dict[str, None] = {}
-    for kind in getattr(made, "__mro__", (made,)):  # a class may pass options on to its base
-        options = list(inspect.signature(kind).parameters.values())[1:]
-        named = [option for option in options if option.kind not in (option.VAR_POSITIONAL, option.VAR_KEYWORD)]
-        names.update(dict.fromkeys(option.name for option in named if option.name not in ("fused", "foreach")))
-        if options and len(named) == len(options):
-            return list(names)
-    return []
-
-
-def _params(group: dict[str, Any]) -> dict[str, Any]:
+def as_torch_writes(group: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a group as torch writes them: named ones are pairs."""
     names = [member[0] for member in group["params"] if isinstance(member, tuple)]
-    return {"params": [_unnamed(member) for member in group["params"]]} | ({"param_names": names} if names else {})
+    return {"params": [tensor_of(member) for member in group["params"]]} | ({"param_names": names} if names else {})
 
 
-def _unnamed(member: Any) -> Any:
+def tensor_of(member: Any) -> Any:
+    """Return a member of a group without its name, if it has one."""
     return member[1] if isinstance(member, tuple) else member
-
-
-def _check_keys(groups: Sequence[dict[str, Any]], known: list[str]) -> None:
-    """Raise ConfigurationError if a key of a group must be a misspelt option. torch keeps unknown keys for the script.
-
-    A key that extends an option by a word, such as `weight_decay_scale`, or that stands beside the option, is taken.
-    """
-    for number, group in enumerate(groups):
-        for key in (key for key in group if isinstance(key, str) and key not in (*known, "params")):
-            apart = [name for name in known if f"{name}_" not in f"{key}_"]
-            meant = next(iter(get_close_matches(_SHORT.get(key, key.lower()), apart, 1, 0.8)), None)
-            if meant is not None and meant not in group:
-                raise ConfigurationError(
-                    f"parameter group {number} has the unknown key {key!r}",
-                    remedy=f"did you mean {meant!r}? If the key is the script's own, choose another name",
-                )

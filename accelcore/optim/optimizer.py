@@ -1,10 +1,13 @@
-"""`RoutedOptimizer`: the one class of optimizer that the registry makes, whichever route computes the update."""
+"""`RoutedOptimizer`: the one class of optimizer that the registry makes; and the `Route` by which it updates.
+
+A route makes the optimizer that computes the updates, by calling the factory of a kernel or a formula.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import chain
 from typing import Any
@@ -12,16 +15,109 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.errors import TrainingError, UnsupportedError
+from accelcore.errors import ConfigurationError, PluginError, TrainingError, UnsupportedError, did_you_mean
 from accelcore.optim.binding import SWITCHES, Entry, FlatGroupBinding, GroupBinding, RunBinding, read_state
-from accelcore.optim.engine import Request, Route, as_engine, check_members, loss_by, needs_closure
+from accelcore.optim.engine import (
+    OTHER_WORDS,
+    Engine,
+    Factory,
+    Memory,
+    Request,
+    as_engine,
+    as_torch_writes,
+    check_keys,
+    check_members,
+    equal_groups,
+    loss_by,
+    merged,
+    needs_closure,
+    option_names,
+    options_of,
+    tensor_of,
+)
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
 from accelcore.torch_internals import expect_no_step, has_step_hooks
 
 __all__ = ["RoutedOptimizer"]
 
+_GROUPS_AT_ONCE = 64
+_RANGES = "give lr, momentum, eps and weight_decay 0 or more, and each of betas, alpha and rho at least 0 and below 1"
 _OF_ROUTE = ("foreach", "fused", "param_names")  # entries of a group that another route, or other tensors, may not have
+
+
+@dataclass(frozen=True)
+class Route:
+    """One implementation of an optimizer; see `Optimizers.register`."""
+
+    name: str
+    factory: Factory
+    priority: int
+    memory: Memory
+    supports: Callable[[Request], str | None] = field(repr=False)
+    scattered: bool = False
+
+    def make(self, request: Request, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Make the optimizer that computes the updates.
+
+        Raises:
+            ConfigurationError: the factory refuses the arguments.
+            PluginError: the factory returned something else.
+        """
+        known = option_names(self.factory)
+        check_keys(groups, known)
+        try:
+            made = self._made(request, groups)
+        except (TypeError, ValueError, KeyError) as error:
+            unknown = [name for name in request.options if known and name not in known]
+            route = "" if request.route == "auto" else f" by the route {self.name!r}"
+            invalid = [_RANGES] if str(error).startswith("Invalid") else []
+            remedies = [
+                did_you_mean(OTHER_WORDS.get(name, name), known) or f"remove {name!r}, or use an available option"
+                for name in unknown
+            ] or invalid
+            raise ConfigurationError(
+                f"optimizer {request.name!r}{route} refuses these arguments",
+                why=str(error),
+                available=", ".join(known) if unknown else "",
+                remedy=" ".join(filter(None, remedies)),
+            ) from error
+        if not isinstance(made, torch.optim.Optimizer) or (
+            hasattr(made, "place_runs") and not isinstance(made, Engine)
+        ):
+            raise PluginError(
+                f"route {self.name!r} of optimizer {request.name!r} made a {type(made).__name__}",
+                why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
+                remedy="report this to the author of the route, or choose another route",
+            )
+        return made
+
+    def _made(self, request: Request, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Call the factory with few groups at a time: torch compares each new group with all groups before it.
+
+        With ten thousand groups in one call this takes minutes.
+
+        Equal groups are one for the factory. The first group is in each call and stays apart: groups with names do not
+        mix with others, and a class that takes only one group still refuses a second one.
+        """
+        members = [id(tensor_of(member)) for group in groups for member in group["params"]]
+        if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
+            return self.factory(groups, **request.options)
+        others, firsts = groups[1:], equal_groups(groups[1:])
+        unequal = merged(others)
+        made = self.factory([groups[0], *unequal[:_GROUPS_AT_ONCE]], **request.options)
+        found = [options_of(group) for group in made.param_groups[1:]]
+        for start in range(_GROUPS_AT_ONCE, len(unequal), _GROUPS_AT_ONCE):
+            first = {**groups[0], "params": groups[0]["params"][:1]}
+            more = self.factory([first, *unequal[start : start + _GROUPS_AT_ONCE]], **request.options)
+            found += [options_of(group) for group in more.param_groups[1:]]
+            for parameter, entry in more.state.items():  # Adagrad's has state from the start
+                made.state.setdefault(parameter, entry)
+        options = dict(zip(dict.fromkeys(firsts), found, strict=True))
+        made.param_groups[1:] = [
+            {**group, **options[first], **as_torch_writes(group)} for first, group in zip(firsts, others, strict=True)
+        ]
+        return made
 
 
 class RoutedOptimizer(torch.optim.Optimizer):

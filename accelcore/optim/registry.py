@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,10 +14,20 @@ import torch
 from accelcore.errors import ConfigurationError, UnsupportedError, did_you_mean, logger
 from accelcore.known_faults import KnownFault
 from accelcore.optim.binding import SWITCHES
-from accelcore.optim.engine import Engine, Factory, Memory, Request, Route, check_members, made_by, name_of
+from accelcore.optim.engine import (
+    Engine,
+    Factory,
+    Memory,
+    Request,
+    check_members,
+    check_numbers,
+    listed,
+    made_by,
+    name_of,
+)
 from accelcore.optim.flat.memory import unfit
 from accelcore.optim.formulas import FORMULAS, Formula
-from accelcore.optim.optimizer import RoutedOptimizer
+from accelcore.optim.optimizer import Route, RoutedOptimizer
 
 __all__ = ["ExplainedRoute", "Optimizers"]
 
@@ -176,7 +186,7 @@ class Optimizers:
         """
         name = self._known(name)
         try:
-            groups = _listed(params)
+            groups = listed(params)
         except TypeError as error:
             raise ConfigurationError(
                 f"optimizer {name!r} cannot be made of these parameters",
@@ -185,7 +195,7 @@ class Optimizers:
             ) from error
         if lr is not _DEFAULT_LR:
             options["lr"] = lr
-        _check_numbers(options, *groups)
+        check_numbers(options, *groups)
         check_members(groups)
         empty = [str(number) for number, group in enumerate(groups) if not group["params"]]
         if empty:
@@ -299,24 +309,6 @@ class Optimizers:
         return _Explanation(choices)
 
 
-def _check_numbers(*groups: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for an option that is text, for `betas` of one number, and for no learning rate."""
-    for key, value in chain.from_iterable(group.items() for group in groups):
-        if key == "betas" and not isinstance(value, list | tuple):
-            raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")
-        for number in value if isinstance(value, list | tuple) else (value,):  # betas
-            if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
-                raise ConfigurationError(
-                    f"{key}={value!r} is text, not a number",
-                    why="a command line gives text, and YAML reads 1e-3 as text",
-                    remedy=f"give float({number!r})",
-                )
-        if key == "lr" and (value is None or isinstance(value, bool)):
-            raise ConfigurationError(
-                f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
-            )
-
-
 def _takes_shards(name: str, route: Route) -> bool:
     """Return whether a route may update a shard, because it treats each element alike."""
     formula = FORMULAS.get(name)
@@ -350,22 +342,3 @@ def _request_of(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]],
         return {**kept, "differentiable": True} if options.get("differentiable") else kept
 
     return [chosen(group) for group in optimizer.param_groups], chosen(optimizer.defaults)
-
-
-def _listed(params: Parameters) -> list[dict[str, Any]]:
-    """Return parameter groups whose parameters are lists, because reading a generator exhausts it."""
-    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
-        raise TypeError(f"a {type(params).__name__} is a module")
-    groups = list(params)
-    if not groups:
-        raise TypeError("there are no parameters: the model has none, or a generator was read before")
-    if not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
-    for group in groups:
-        if "params" not in group:
-            raise TypeError(f"a parameter group has no 'params', only {', '.join(map(repr, group)) or 'nothing'}")
-        if isinstance(group["params"], set | frozenset):
-            raise TypeError("a set of parameters has no order, and an optimizer's state depends on it")
-    members = [group["params"] for group in groups]
-    members = [[each] if isinstance(each, torch.Tensor) else list(each) for each in members]
-    return [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
