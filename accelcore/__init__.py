@@ -16,8 +16,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accelcore.backend import Backend, Capabilities
-    from accelcore.devices.hookspecs import API, Probe, hookimpl
+    from accelcore.backend import Backend
+    from accelcore.devices import Capabilities, Probe
+    from accelcore.devices.hookspecs import API, hookimpl
     from accelcore.devices.select import installed, select
     from accelcore.errors import (
         AccelError,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from accelcore.training.monitoring.progress import Progress
     from accelcore.training.observers import Observer
     from accelcore.training.options import FSDP, Recompute, TrainerOptions
-    from accelcore.training.saving.resumable import Together
+    from accelcore.training.saving.together import Together
     from accelcore.training.trainer import Trainer
 
     __version__: str
@@ -57,8 +58,9 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "backend": ("Backend", "Capabilities"),
-    "devices.hookspecs": ("API", "Probe", "hookimpl"),
+    "backend": ("Backend",),
+    "devices": ("Capabilities", "Probe"),
+    "devices.hookspecs": ("API", "hookimpl"),
     "devices.select": ("installed", "select"),
     "known_faults": ("KnownFault",),
     "layerwise": ("compare_logprobs",),
@@ -71,7 +73,7 @@ _HOMES = {
     "training.monitoring.progress": ("Progress",),
     "training.observers": ("Observer",),
     "training.options": ("FSDP", "Recompute", "TrainerOptions"),
-    "training.saving.resumable": ("Together",),
+    "training.saving.together": ("Together",),
     "training.trainer": ("Trainer",),
 }
 """Names by module; all others are in `errors`."""

@@ -1,4 +1,4 @@
-"""Backend: one device, ready to use, composed of six roles. `Capabilities`: its declaration of what it can do.
+"""Backend: one device, ready to use, composed of six roles.
 
 This module imports no torch.
 """
@@ -12,6 +12,8 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from accelcore.devices import Capabilities as Capabilities  # plugins may import it from here
+from accelcore.devices import Probe, Roles
 from accelcore.errors import ConfigurationError
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.util.text import is_number
@@ -24,62 +26,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from typing_extensions import Unpack
 
-    from accelcore.devices.hookspecs import Probe
-    from accelcore.jobs.collectives import Collectives
     from accelcore.jobs.job import Job
-    from accelcore.optim.registry import Optimizers
-    from accelcore.precision.role import Autocast, Precision
-    from accelcore.roles.compiler import Compiler
-    from accelcore.roles.runtime import Runtime
-    from accelcore.scaling.dynamic import Scalers
+    from accelcore.precision.role import Autocast
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
 
 _MISSING: Any = None  # a default, so that the trainer names what is wrong
-SHARDED = ("fsdp", "zero2", "zero3")  # strategies of `Capabilities.parallel` that divide the model
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """Declaration of a backend, in strings and bools, so that it can be read without torch.
-
-    What is declared works. Everything else raises `UnsupportedError`.
-
-    Attributes:
-        autocast_dtypes: names of the dtypes of `autocast`, preferred first (`"bfloat16"`).
-        autocast_tables: operator tables of `autocast`: `"torch"` has the lists of `torch.autocast`, `"O1"` apex's.
-        model_dtypes: dtypes in which a whole model can be held and trained.
-        fast_fp32: format of the products of `fp32="fast"`: `"tf32"`, `"hf32"`, `"bf16"`, or `"fp32"` if a faster method
-            is as exact; None if there is no faster one.
-        native_optimizers: optimizers with a kernel for this device, one launch for many parameters.
-        compilers: compilers of `compile`; `{"backend": name}` chooses one.
-        process_groups: torch.distributed backends of the collectives; each can form a group by its name.
-        parallel: data-parallel strategies of the trainer.
-        sync_batchnorm: torch's SyncBatchNorm works: BatchNorm by the statistics of all ranks.
-        streams: work can be queued on side streams (`runtime.side_stream`).
-        graphs: a whole step can be captured and launched at once (`trainer(..., graph=True)`).
-        pinned_memory: pinning host memory makes transfers faster (`Tensor.pin_memory`, `accel.loading()`).
-        overflow_flag: the device reports overflows by a flag. The scaler skips a step if it is raised, even if all
-            gradients are finite.
-    """
-
-    autocast_dtypes: tuple[str, ...] = ()
-    autocast_tables: tuple[str, ...] = ("torch",)
-    model_dtypes: tuple[str, ...] = ("float32",)
-    fast_fp32: str | None = None
-    native_optimizers: tuple[str, ...] = ()
-    compilers: tuple[str, ...] = ()
-    process_groups: tuple[str, ...] = ()
-    parallel: tuple[str, ...] = ("none",)
-    sync_batchnorm: bool = False
-    streams: bool = False
-    graphs: bool = False
-    pinned_memory: bool = False
-    overflow_flag: bool = False
 
 
 @dataclass(frozen=True, repr=False)
-class Backend:
+class Backend(Roles):
     """One device, ready to use. `accelcore.select()` makes it; a process may have several.
 
     Backends of one kind of device share the vendor's runtime and its process-wide settings. Creating one may change
@@ -101,22 +57,7 @@ class Backend:
         passed_over: what `auto` or a preference list could not use before this device, and why.
     """
 
-    name: str
-    index: int
-    emulated: bool
-    capabilities: Capabilities
-    precision: Precision
-    scaler: Scalers
-    optimizers: Optimizers
-    collectives: Collectives
-    compiler: Compiler
-    runtime: Runtime
     passed_over: tuple[Probe, ...] = ()
-
-    @property
-    def device(self) -> torch.device:
-        """The device, as for `model.to(accel.device)`."""
-        return self.runtime.device
 
     def autocast(
         self, dtype: torch.dtype | str | None = None, *, enabled: bool = True, table: str = "torch"
@@ -137,7 +78,7 @@ class Backend:
         from accelcore.precision.role import Autocast, fastest_dtype
 
         if dtype is not None:
-            dtype = autocast_dtype(dtype, lambda: fastest_dtype(self))
+            dtype = autocast_dtype(dtype, lambda: fastest_dtype(self.precision, self.capabilities.autocast_dtypes))
             enabled = enabled and dtype is not None
         return Autocast(partial(self.precision.autocast, dtype, enabled=enabled, table=table))
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import inspect
 import json
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,29 @@ def test_the_search_for_device_names_finds(source):
 )
 def test_the_search_for_device_names_lets_prose_pass(source):
     assert _vendor_words(source) == []
+
+
+def _imported(path: Path, modules: set[str]) -> set[str]:
+    """Return what a file imports outside of its functions, also for its annotations only."""
+    found: set[str] = set()
+    left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    for node in left:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else str(node.module) for name in names}
+        elif not isinstance(node, ast.FunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return found & modules
+
+
+def test_no_file_of_the_core_imports_itself_through_others():
+    root = Path(accelcore.__file__).parent
+    files = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in root.rglob("*.py")
+    }
+    graph = {name: _imported(path, set(files)) for name, path in files.items()}
+    assert graph["accelcore.backend"] >= {"accelcore.devices", "accelcore.training.trainer"}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files of a cycle

@@ -19,7 +19,7 @@ from accelcore.util.files import plot, table, write_html
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from accelcore.advise.recommend import Advice, Row
+    from accelcore.advise import Advice, Row
 
 _HEAD = ("", "loss", "difference", "divergence", "overflows", "ms a step", "quartiles", "memory", "")
 
@@ -79,7 +79,7 @@ def advise(
       accelcore advise --preset bf16 --rounds 5 train.py
       accelcore advise --json train.py > advice.json
     """
-    from accelcore.advise.recommend import advise
+    from accelcore.advise import advise
     from accelcore.advise.trials import Script
 
     if not module:

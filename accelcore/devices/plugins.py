@@ -24,8 +24,7 @@ from typing import Any
 
 import pluggy
 
-from accelcore.devices import hookspecs
-from accelcore.devices.hookspecs import Probe
+from accelcore.devices import Probe, hookspecs
 from accelcore.devices.request import probe_timeout
 from accelcore.devices.requirements import misfits_of
 from accelcore.errors import PluginError, logger

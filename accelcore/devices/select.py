@@ -16,9 +16,8 @@ from importlib.metadata import packages_distributions
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from accelcore.devices import plugins
+from accelcore.devices import Probe, plugins
 from accelcore.devices.create import Found, create_backend
-from accelcore.devices.hookspecs import Probe
 from accelcore.devices.plugins import Candidate, declared, how_to_install, other_backends, own_plugins, with_keyword
 from accelcore.devices.request import Choice, parse, requested_device
 from accelcore.errors import (

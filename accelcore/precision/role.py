@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from threading import local
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from accelcore.backend import Backend, Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.precision.o1.autocast import O1Region, TorchRegion, listed_operators, torch_operators
 from accelcore.precision.o1.table import Treatment
@@ -75,6 +74,19 @@ class Precision(ABC):
         return {}
 
 
+class Declared(Protocol):
+    """The fields of `Capabilities` that a precision reads."""
+
+    @property
+    def autocast_dtypes(self) -> tuple[str, ...]: ...
+
+    @property
+    def autocast_tables(self) -> tuple[str, ...]: ...
+
+    @property
+    def fast_fp32(self) -> str | None: ...
+
+
 class TorchPrecision(Precision):
     """Precision through `torch.autocast` and `torch.set_float32_matmul_precision`.
 
@@ -85,9 +97,7 @@ class TorchPrecision(Precision):
         fast_setting: torch's setting of fp32 products for `fp32="fast"`.
     """
 
-    def __init__(
-        self, device_type: str, capabilities: Capabilities, dispatch_key: str, fast_setting: str = "high"
-    ) -> None:
+    def __init__(self, device_type: str, capabilities: Declared, dispatch_key: str, fast_setting: str = "high") -> None:
         self._device_type, self._capabilities = device_type, capabilities
         self._dispatch_key, self._fast_setting = dispatch_key, fast_setting
         self._dtypes = {getattr(torch, name): name for name in capabilities.autocast_dtypes}
@@ -197,10 +207,9 @@ class Autocast(_Repeated):
         return call  # type: ignore[return-value]
 
 
-def fastest_dtype(backend: Backend) -> torch.dtype | None:
-    """Return the first declared autocast dtype that the device has hardware for; None if fp32 is fastest."""
-    dtypes = (getattr(torch, name) for name in backend.capabilities.autocast_dtypes)
-    return next(filter(backend.precision.has_units, dtypes), None)
+def fastest_dtype(precision: Precision, names: Iterable[str]) -> torch.dtype | None:
+    """Return the first of the declared autocast dtypes that the device has hardware for; None if fp32 is fastest."""
+    return next(filter(precision.has_units, (getattr(torch, name) for name in names)), None)
 
 
 class Contexts:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accelcore.backend import SHARDED, Backend, Capabilities
+from accelcore.backend import Backend
+from accelcore.devices import SHARDED, Capabilities
 from accelcore.errors import BackendUnavailableError, ConfigurationError, logger
 from accelcore.jobs.collectives import NoCollectives, TorchCollectives
 from accelcore.jobs.launchers import Launch

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import AccelError, CheckpointError, DistributedError
 from accelcore.jobs.exchange import gather_objects, not_all_came, wait_for_ranks
 from accelcore.training.plan import Plan
@@ -29,7 +29,7 @@ _SHOWN = 5
 _PATIENCE = 30  # seconds; a rank that goes further than a call is found meanwhile, later at the job's timeout only
 
 
-def wait_for_all(backend: Backend, call: str) -> None:
+def wait_for_all(backend: Roles, call: str) -> None:
     """Wait until every rank makes this call. Raise an error after the timeout, or if a rank has passed it."""
     job = backend.collectives
     group = job.cpu_group()
@@ -46,7 +46,7 @@ def wait_for_all(backend: Backend, call: str) -> None:
 
 
 @contextmanager
-def all_or_none(backend: Backend, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
+def all_or_none(backend: Roles, what: str, kind: type[AccelError] = CheckpointError) -> Iterator[None]:
     """Run a block on all ranks; if it raises on one of them, the others raise an error of class `kind` after it."""
     failure: Exception | None = None
     try:
@@ -61,7 +61,7 @@ def all_or_none(backend: Backend, what: str, kind: type[AccelError] = Checkpoint
         raise kind(f"another rank could not {what}", why="see that rank's error")
 
 
-def all_equal(backend: Backend, text: str) -> bool:
+def all_equal(backend: Roles, text: str) -> bool:
     """Check if all ranks give the same text."""
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=backend.device)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-
-if TYPE_CHECKING:
-    from accelcore.training.trainer import Trainer
 
 _everywhere: list[Observer] = []  # observers of every trainer that is made, while their contexts are open
 
@@ -37,8 +34,8 @@ class Observer:
 
     measures_norm: bool = True
 
-    def begin(self, trainer: Trainer) -> None:
-        """Receive the trainer once, when it is made: a weak proxy, which does not keep the trainer alive."""
+    def begin(self, trainer: Any) -> None:
+        """Receive the `Trainer` once, when it is made: a weak proxy, which does not keep the trainer alive."""
 
     def epoch_begin(self, epoch: int) -> None:
         """Receive the number of an epoch of `trainer.batches(loader)`, counted from 0, before its first batch."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import Once
 from accelcore.precision.policy import Policy
 from accelcore.precision.role import Contexts
@@ -32,7 +32,7 @@ class Plan:
     All checks run before the first `apply`. So the `apply` of `Place` may use the strategy, which `Shard.check` made.
     """
 
-    backend: Backend
+    backend: Roles
     model: nn.Module  # as given
     optimizer: Optimizer  # as given
     options: TrainerOptions  # as given, with defaults

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import Once
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
@@ -84,12 +84,14 @@ class Trainer(Resumable):
     """
 
     def __init__(
-        self, backend: Backend, model: nn.Module, optimizer: Optimizer = _MISSING, **options: Unpack[TrainerOptions]
+        self, backend: Roles, model: nn.Module, optimizer: Optimizer = _MISSING, **options: Unpack[TrainerOptions]
     ) -> None:
         super().__init__()
         check_arguments(backend, model, optimizer)
         given = complete(with_trial(options))
-        given["precision"] = preset_name(given["precision"], lambda: fastest_dtype(backend))
+        given["precision"] = preset_name(
+            given["precision"], lambda: fastest_dtype(backend.precision, backend.capabilities.autocast_dtypes)
+        )
         given["fp32"] = fp32_mode(given["fp32"], backend.capabilities.fast_fp32)
         log = Once(backend.collectives.rank)
         model = unwrapped(model, given, log)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -20,10 +20,6 @@ from accelcore.errors import logger
 from accelcore.precision.policy import Policy
 from accelcore.training.observers import Observer
 from accelcore.util.containers import bytes_of, tensors
-
-if TYPE_CHECKING:
-    from accelcore.training.trainer import Trainer
-
 
 _BATCHES = 8  # first batches of which the record has checksums
 
@@ -69,7 +65,7 @@ class _Recorder(Observer):
         self._batches = self._steps = 0
         self._since: float | None = None
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, trainer: Any) -> None:
         self._trainer, self._runtime = trainer, trainer.backend.runtime
         trainer.state.writes, trainer.state.starts_at = False, 0
         self._writes = trainer.backend.collectives.rank == 0

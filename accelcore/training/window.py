@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import TrainingError
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.util.containers import described, tensors
@@ -31,7 +31,7 @@ class Window:
     captured graph would keep its first value.
     """
 
-    def __init__(self, accumulate: int, backend: Backend, *, divisor: int, tensors_only: bool) -> None:
+    def __init__(self, accumulate: int, backend: Roles, *, divisor: int, tensors_only: bool) -> None:
         self.accumulate, self.divisor = accumulate, divisor
         self._device, self._job, self._tensors_only = backend.device, backend.collectives, tensors_only
         self.micro = self.steps = 0  # micro-batches of this window, and windows closed so far

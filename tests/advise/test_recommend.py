@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from accelcore.advise.recommend import PRESETS, advise
+from accelcore.advise import PRESETS, advise
 from accelcore.advise.trials import Outcome, Script
 from accelcore.cli import advise as report
 from accelcore.errors import ConfigurationError, TrainingError

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from accelcore.backend import Capabilities
+from accelcore.devices import Capabilities
 from accelcore.errors import ConfigurationError, UnsupportedError
 from accelcore.precision.role import TorchPrecision
 

@@ -12,8 +12,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypedDict
 
-from accelcore.devices import plugins
-from accelcore.devices.hookspecs import Probe
+from accelcore.devices import Probe, plugins
 from accelcore.devices.plugins import BACKENDS, EXTENSIONS, Candidate, Extension, declared
 from accelcore.devices.request import parse, probe_timeout, requested_device
 from accelcore.devices.select import decide

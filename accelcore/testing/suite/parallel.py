@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accelcore import Backend
-from accelcore.backend import SHARDED
+from accelcore.devices import SHARDED
 from accelcore.testing.support.declared import DIVIDING, STRATEGIES
 from accelcore.testing.support.job import two_ranks
 from accelcore.testing.support.oracles import buffers, error, evaluated

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from accelcore.backend import SHARDED
+from accelcore.devices import SHARDED
 from accelcore.errors import UnsupportedError
 
 # Words that the suite can test. A declaration may contain no others.

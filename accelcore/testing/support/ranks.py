@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import accelcore
-from accelcore.backend import SHARDED
+from accelcore.devices import SHARDED
 from accelcore.optim.shards import is_sharded, to_local
 from accelcore.testing.support.declared import LOW_PRECISION
 from accelcore.testing.support.kinds import VIEWS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.exchange import gather_objects
@@ -156,7 +156,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    backend: Backend,
+    backend: Roles,
     model: nn.Module,
     region: Callable[[], AbstractContextManager[object]],
     loader: Iterable[Any],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accelcore.backend import SHARDED, Backend
+from accelcore.devices import SHARDED, Roles
 from accelcore.errors import ConfigurationError, UnsupportedError, did_you_mean
 from accelcore.training.options import FSDP, TrainerOptions
 from accelcore.training.parallel.ddp import DDP
@@ -15,7 +15,7 @@ from accelcore.training.parallel.fsdp import FullySharded
 from accelcore.training.parallel.strategy import CombineDDP, SingleProcess, Strategy, Zero1, check_no_launcher
 
 _NONE = "none"
-_STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
+_STRATEGIES: dict[str, Callable[[Roles, TrainerOptions], Strategy]] = {
     "ddp": DDP,
     "combine_ddp": CombineDDP,
     "zero1": Zero1,
@@ -24,7 +24,7 @@ _STRATEGIES: dict[str, Callable[[Backend, TrainerOptions], Strategy]] = {
 _WITH_COMM_DTYPE = [name for name in _STRATEGIES if name != "ddp"]
 
 
-def create_strategy(backend: Backend, options: TrainerOptions) -> Strategy:
+def create_strategy(backend: Roles, options: TrainerOptions) -> Strategy:
     """Create the strategy of `parallel=`; in a job of one process always `SingleProcess`."""
     asked, declared = options["parallel"], backend.capabilities.parallel
     name = "fsdp" if isinstance(asked, FSDP) else asked

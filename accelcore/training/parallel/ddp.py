@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
@@ -30,7 +30,7 @@ class DDP(Strategy):
 
     uses_buckets = True
 
-    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         self._hooks = Hooks()
 
@@ -107,7 +107,7 @@ class DDP(Strategy):
             all_reduce_gradients(self.collectives, gradients, divisor=self.collectives.world_size)
 
 
-def replicate(backend: Backend, module: nn.Module, **options: Any) -> nn.Module:
+def replicate(backend: Roles, module: nn.Module, **options: Any) -> nn.Module:
     """Move a module to the device, and let ranks average its gradients in backward; see `Backend.replicate`."""
     collectives = backend.collectives
     if collectives.world_size == 1:

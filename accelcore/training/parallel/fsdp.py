@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.optim.shards import is_sharded
 from accelcore.precision.policy import LOW_PRECISION, Policy
@@ -50,7 +50,7 @@ class FullySharded(Strategy):
 
     is_sharded = True
 
-    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         asked = options["parallel"]
         self._sharding = asked if isinstance(asked, FSDP) else FSDP(reshard_after_forward=asked != "zero2")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.backend import Backend
+from accelcore.devices import Roles
 from accelcore.errors import ConfigurationError, DistributedError, UnsupportedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.jobs.launchers import read_launch
@@ -42,7 +42,7 @@ class Strategy(ABC):
     # the rank that updates each parameter, by name, and has its optimizer state; None: every rank updates all
     owners: Mapping[str, int] | None = None
 
-    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         self.collectives, self.device = backend.collectives, backend.device
 
     def check(self, model: nn.Module, optimizer: Optimizer, policy: Policy) -> None:  # most take any
@@ -111,7 +111,7 @@ class CombineDDP(Strategy):
     a rank did not use costs nothing: a flag for each parameter travels with the gradients.
     """
 
-    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         self.divisor = backend.collectives.world_size
         self._comm_dtype = comm_dtype(options)
@@ -132,7 +132,7 @@ class Zero1(CombineDDP):
     on the other ranks, so that no optimizer makes state there; then the owner broadcasts the updated parameter.
     """
 
-    def __init__(self, backend: Backend, options: TrainerOptions) -> None:
+    def __init__(self, backend: Roles, options: TrainerOptions) -> None:
         super().__init__(backend, options)
         self.owners: dict[str, int] = {}
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelcore.backend import Backend
 from accelcore.checkpoint import store
 from accelcore.checkpoint.manifest import MANIFEST, MODEL, RANK, digest_of_manifest, file_of
 from accelcore.checkpoint.store import Checkpoint
+from accelcore.devices import Roles
 from accelcore.errors import CheckpointError, ConfigurationError, TrainingError, notice
 from accelcore.scaling.contract import LossScaler
 from accelcore.training.agreement import all_equal, all_or_none, wait_for_all
@@ -174,7 +174,7 @@ Trainings = Mapping[str, TrainingParts]
 
 
 def commit(
-    backend: Backend,
+    backend: Roles,
     trainings: Trainings,
     commits: Mapping[str, Sequence[Callable[[], object]]],
     steps: Mapping[str, int],
@@ -256,7 +256,7 @@ def _like_of(sharded: Mapping[str, Tensor], name: str, shape: torch.Size) -> Ten
     return parameter if parameter is not None and parameter.shape == shape else None
 
 
-def check_same(backend: Backend, folder: Path, checkpoint: Checkpoint | None) -> None:
+def check_same(backend: Roles, folder: Path, checkpoint: Checkpoint | None) -> None:
     """Raise CheckpointError if the ranks have found different checkpoints."""
     if not all_equal(backend, "" if checkpoint is None else digest_of_manifest(checkpoint.manifest)):
         raise CheckpointError(

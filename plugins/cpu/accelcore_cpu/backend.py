@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from accelcore.backend import Backend, Capabilities
+from accelcore.backend import Backend
+from accelcore.devices import Capabilities
 from accelcore.jobs.collectives import TorchCollectives
 from accelcore.roles.compiler import TorchCompiler
 from accelcore.roles.runtime import TorchRuntime

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 import torch.distributed as dist
 
-from accelcore.backend import Capabilities
+from accelcore.devices import Capabilities
 from accelcore.errors import logger
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from accelcore.backend import Capabilities
+from accelcore.devices import Capabilities
 
 Compute = tuple[int, int]  # compute capability: `(8, 0)` for sm_80
 

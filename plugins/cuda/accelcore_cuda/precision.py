@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from accelcore.backend import Capabilities
+from accelcore.devices import Capabilities
 from accelcore.errors import logger
 from accelcore.precision.o1.table import Treatment
 from accelcore.precision.role import TorchPrecision

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from accelcore.backend import Backend, Capabilities
+from accelcore.backend import Backend
+from accelcore.devices import Capabilities
 from accelcore.devices.plugins import describe_error
 from accelcore.errors import BackendUnavailableError, logger
 from accelcore.scaling.dynamic import Scalers
