@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -196,3 +198,15 @@ def test_an_empty_variable_counts_as_unset(monkeypatch):
 def test_a_compiler_that_cannot_be_run_is_named(monkeypatch, named):
     monkeypatch.setenv("CXX", named)
     assert f"CXX={named!r} cannot be run" in compiler.missing_compiler()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of this kind")
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "sapphirerapids", "znver1"])
+def test_whole_vectors_are_multiplied_and_added_in_one_instruction(tmp_path, monkeypatch, processor):
+    flags = [f"-march={processor}" if flag == "-march=native" else flag for flag in compiler.FLAGS]
+    monkeypatch.setattr(compiler, "FLAGS", (*flags, "-S"))
+    written = tmp_path / "kernels.s"
+    compiler.compile_to([Path(compiler.__file__).with_name("kernels.cpp")], written)
+    vectors, scalars = (len(re.findall(rf"vfn?madd\d+{kind}[sd]\b", written.read_text())) for kind in "ps")
+    assert vectors > scalars
