@@ -70,6 +70,7 @@ class Optimizers:
 
     def __init__(self) -> None:
         self._routes: dict[str, list[Route]] = {name: [_formula_route(name, kind)] for name, kind in FORMULAS.items()}
+        self._refused: dict[type[torch.optim.Optimizer], str] = {}
 
     def register(
         self,
@@ -137,10 +138,24 @@ class Optimizers:
             trusted = replace(known, supports=lambda request: reason if when(request) else supports(request))
             routes[routes.index(known)] = trusted
 
+    def refuse(self, kind: type[torch.optim.Optimizer], why: str) -> None:
+        """Have trainers refuse a vendor's optimizers, which a script has made itself, because they would train wrongly.
+
+        Args:
+            kind: the class; its subclasses are refused, too.
+            why: the reason, which the error gives.
+        """
+        self._refused[kind] = why
+
+    def refusal(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Return why a trainer refuses an optimizer, or None."""
+        return next((why for kind, why in self._refused.items() if isinstance(optimizer, kind)), None)
+
     def copy(self) -> Optimizers:
         """Return a registry with the same routes. Adding routes to it does not change this one."""
         twin = copy.copy(self)
         twin._routes = {name: list(routes) for name, routes in self._routes.items()}
+        twin._refused = dict(self._refused)
         return twin
 
     def names(self) -> tuple[str, ...]:

@@ -272,15 +272,15 @@ def check_arguments(backend: Any, model: Any, optimizer: Any) -> None:
             remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; "
             "several models need a trainer each",
         )
-    # Optimizers of a vendor that combine the gradients of a group have this attribute.
-    if hasattr(optimizer, "combined_grads_indexed_by_group"):
+    reason = backend.optimizers.refusal(optimizer)
+    if reason is not None:
         raise ConfigurationError(
             f"a trainer cannot step a {type(optimizer).__name__}",
-            why="its first step copies the gradients to memory of its own, and later steps read that memory only",
+            why=reason,
             remedy='make one by name, which may have the same kernels: accel.optimizers.create("adamw", '
             "model.parameters(), lr=...)",
         )
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+    if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
         raise ConfigurationError(
             f"a trainer cannot step a {type(optimizer).__name__}",
             why="it divides the parameters among ranks itself, and does not update fp32 masters or shards",

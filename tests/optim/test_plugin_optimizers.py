@@ -54,6 +54,20 @@ def test_a_backend_plugin_that_cannot_register_its_optimizers_is_broken(fakes):
     assert accelcore.select("clumsy,cpu").name == "cpu"
 
 
+def test_a_backend_has_trainers_refuse_a_vendors_own_class_and_its_subclasses(fakes):
+    refuse = "registry.refuse(torch.optim.ASGD, 'it keeps old gradients')"
+    fakes.install(REGISTER.format(name="lion", before=refuse), extensions=["careful"])
+    accel, model = accelcore.select("cpu"), torch.nn.Linear(2, 1)
+
+    class Later(torch.optim.ASGD):
+        pass
+
+    for kind in (torch.optim.ASGD, Later):
+        with pytest.raises(accelcore.ConfigurationError, match=rf"{kind.__name__}(.|\n)*it keeps old gradients"):
+            accel.trainer(model, kind(model.parameters(), lr=0.1))
+    assert accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1)).steps == 0
+
+
 def test_an_extension_adds_a_faster_route_to_somebody_elses_backend(fakes):
     fakes.install(REGISTER.format(name="adamw", before=""), extensions=["faster"])
     optimizers = accelcore.select("cpu").optimizers

@@ -90,6 +90,10 @@ def create_optimizers() -> Optimizers:
     for name, kind in FUSED.items():
         registry.register(name, "npu_fused", kind, priority=_PRIORITY, supports=_supports, memory="flat")
     register_torch_optimizers(registry, fused=_TORCH_FUSED)
+    registry.refuse(
+        optim.NpuFusedOptimizerBase,
+        "its first step copies the gradients to memory of its own, and later steps read that memory only",
+    )
     return registry
 
 

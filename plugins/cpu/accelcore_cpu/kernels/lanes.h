@@ -121,6 +121,7 @@ struct Block {
   template <class Visit, class Count>
   [[gnu::always_inline]] inline void visit_line(const Visit& visit, long first, const Count& count) const {
     if (ahead) ask(first);
+#pragma GCC unroll 4  // all parts, so that sums stay in registers
     for (int part = 0; part < PARTS; part++) {
       const long at = first + part * Vector<T>::count;
       visit(Line<T>{at, count(at), part, value, gradient, state, direction, factor, decay});
