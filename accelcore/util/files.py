@@ -103,9 +103,16 @@ def remedy_of_writing(error: Exception) -> str:
 
 
 def user_cache() -> Path:
-    """Return accelcore's folder in the user's cache by the XDG rules, which ignore a relative path."""
+    """Return accelcore's folder in the user's cache by the XDG rules, which ignore a relative path.
+
+    Raises:
+        OSError: the user has no home folder, as in a container with a user number of its own.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "accelcore"
+    try:
+        return (base if base.is_absolute() else Path.home() / ".cache") / "accelcore"
+    except RuntimeError as error:
+        raise OSError("this user has no home folder: set HOME or XDG_CACHE_HOME") from error
 
 
 def beside(folder: Path, ending: str) -> Path:

@@ -167,6 +167,16 @@ def test_a_cache_that_cannot_be_used_costs_a_build_and_no_more(run, tmp_path, qu
     assert "cannot be kept" in err
 
 
+def test_without_a_home_folder_the_kernels_are_built_and_not_kept(run, quick):
+    """As in a container that runs as a user whom its list of users does not have."""
+    nobody = (
+        "import os, pwd\npwd.getpwuid = {}.__getitem__\ndel os.environ['HOME']\nos.environ.pop('XDG_CACHE_HOME', 0)"
+    )
+    out, err = run("", nobody + STEP, CXX=quick)
+    assert out == ANSWER
+    assert "cannot be kept" in err
+
+
 def test_without_a_compiler_the_formula_serves_and_says_so(run, tmp_path):
     out, err = run(tmp_path, CXX="/nowhere/c++")
     assert out == "formula formula False 0.5\n"

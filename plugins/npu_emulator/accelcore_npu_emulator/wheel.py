@@ -59,16 +59,23 @@ def cache() -> Path:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} cannot be written")
     except OSError as error:
-        raise ConfigurationError(
-            "the NPU cannot be emulated without a folder for its files",
-            why=str(error),
-            remedy="make the folder writable, or name another one in XDG_CACHE_HOME",
-        ) from error
+        raise _no_folder(error) from error
     return folder
 
 
 def _cache() -> Path:
-    return user_cache() / "emulated-npu"
+    try:
+        return user_cache() / "emulated-npu"
+    except OSError as error:
+        raise _no_folder(error) from error
+
+
+def _no_folder(error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        "the NPU cannot be emulated without a folder for its files",
+        why=str(error),
+        remedy="make the folder writable, or name another one in XDG_CACHE_HOME",
+    )
 
 
 def place() -> Path:

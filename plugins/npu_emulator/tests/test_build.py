@@ -129,6 +129,14 @@ def test_a_cache_that_cannot_be_written(compiler, tmp_path, monkeypatch):
         build.libraries()
 
 
+def test_a_user_without_a_home_folder(compiler, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigurationError, match="HOME or XDG_CACHE_HOME"):
+        build.libraries()
+
+
 def test_a_relative_cache_is_ignored(compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -56,9 +57,10 @@ def _begin(reason: str | None) -> None:
 
 def _library() -> ctypes.CDLL:
     key = _key()
-    kept = store.find(store.folder(), key)
-    if kept is not None:
-        return _typed(*kept)
+    with suppress(OSError):  # no home folder, as `open_folder` says
+        kept = store.find(store.folder(), key)
+        if kept is not None:
+            return _typed(*kept)
     logger.warning("building the optimizers' kernels for this CPU, which takes about half a minute and is done once")
     try:
         folder = store.open_folder()

@@ -21,10 +21,13 @@ _REMEDY = f"set {_VARIABLE} to a folder that only you can write to (it is create
 
 
 def folder() -> Path:
-    """Return the folder of ACCEL_KERNEL_CACHE, or one in the user's cache."""
+    """Return the folder of ACCEL_KERNEL_CACHE, or one in the user's cache; OSError if the user has no home folder."""
     named = os.environ.get(_VARIABLE)
     if not named:
-        return Path(user_cache_dir("accelcore")) / "kernels"
+        try:
+            return Path(user_cache_dir("accelcore")) / "kernels"
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
     path = Path(named)
     if not path.is_absolute() or (path.exists() and not path.is_dir()):
         raise ConfigurationError(f"{_VARIABLE}={shown(named)} is not the absolute path of a folder", remedy=_REMEDY)
@@ -42,8 +45,8 @@ def open_folder(*, built: bool = False) -> Path:
 
     An OSError has the reason why it cannot be used; a ConfigurationError, if the user named it.
     """
-    path = folder()
     try:
+        path = folder()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check(path.stat(), path)
         if not os.access(path, os.W_OK | os.X_OK) and not (built and any(path.glob("*.so"))):
