@@ -159,7 +159,7 @@ class Trainer(Resumable):
     @property
     def total_steps(self) -> int | None:
         """Number of windows of the whole training, as given, or from `epochs(n)` and the last loader; or None."""
-        return self._options["total_steps"] or self._stream.total_steps(self.accumulate)
+        return self._options["total_steps"] or self._stream.loops.total_steps(self.accumulate)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -184,7 +184,7 @@ class Trainer(Resumable):
     @property
     def epoch(self) -> int:
         """Epoch of `batches` that is running or comes next, counted from 0. Setting it chooses the next epoch."""
-        return self._stream.epoch
+        return self._stream.position.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -222,7 +222,7 @@ class Trainer(Resumable):
         """
         read = self._read(loader, shard=shard)
         if self._plan.listeners.reads_data:
-            read = observed(read, self._plan.listeners, lambda: self._stream.epoch)
+            read = observed(read, self._plan.listeners, lambda: self._stream.position.epoch)
         return Batches(read, lambda: self._stream.length(loader, shard=shard))
 
     def _read(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
@@ -233,12 +233,12 @@ class Trainer(Resumable):
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
         if self._plan.log.is_written:
-            self._schedule.warn_of_length(self._stream.total_epochs, self.total_steps)
+            self._schedule.warn_of_length(self._stream.loops.total, self.total_steps)
         began = None if self._step.is_open else self.steps
         self._step.calls.epoch_begins()
         yield from self._stream.batches(loader, shard=shard)
         self.flush()
-        if self._stream.gave_batches:
+        if self._stream.use.given is not None:  # the rest of an epoch after a resume may be empty
             self._step.calls.warn_if_idle()
         self._step.end_epoch(began)
 
@@ -386,7 +386,7 @@ class Trainer(Resumable):
             warn_if_others_trained(self._plan)
         if begins and not self._window.steps:
             if self.backend.collectives.world_size > 1:
-                self._stream.warn_if_unused()
+                self._stream.use.warn_if_unused()
             if self._schedule.is_to_be_made:
                 self._schedule.check_updates(None)  # raises
 

@@ -84,7 +84,8 @@ def checksum(batch: Any) -> int | None:
         nonlocal found
         is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
         if is_dense and type(tensor) is Tensor:
-            some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _CHECKED)]
+            in_memory = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+            some = in_memory.reshape(-1)[:: max(1, tensor.numel() // _CHECKED)]  # dense tensors are not copied
             found = crc32(bytes_of(some.cpu()).numpy().tobytes(), found or 0)
         return tensor
 
@@ -188,7 +189,12 @@ def _rebuilt(value: Any, parts: dict[Any, Any]) -> Any:
         return type(value)(list(parts.values()))
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(parts)  # type: ignore[call-arg]
-    twin = copy.copy(value)  # keeps what a subclass has beside its entries, such as a default
+    try:
+        twin = copy.copy(value)  # keeps what a subclass has beside its entries, such as a default
+    except KeyError:  # Python 3.10 asks a dict whose attributes are its entries for `__getstate__`
+        kind: Any = type(value)
+        twin = kind.__new__(kind)
+        vars(twin).update(vars(value))
     for name, part in parts.items():
         if isinstance(value, Mapping):  # before dataclasses: Hugging Face's outputs are both
             twin[name] = part

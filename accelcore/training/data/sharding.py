@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -21,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.util.text import kind_of
 
@@ -287,3 +288,85 @@ class EveryNth:
         batches = len(self.stream)  # type: ignore[arg-type]  # raises TypeError if the stream has no length
         more = {"repeat": self._world_size - 1, "drop": 0, "uneven": self._world_size - 1 - self._rank}[self._last]
         return (batches + more) // self._world_size
+
+
+class Source:
+    """A loader, and this rank's share of its batches."""
+
+    def __init__(self, loader: Any, batches: Any) -> None:
+        self.loader, self.batches = loader, batches
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        """Return the batches of an epoch; what shuffles by the number of the epoch gets it first."""
+        loader = self.batches.stream if isinstance(self.batches, EveryNth) else self.batches
+        for part in (loader, getattr(loader, "dataset", None), *_samplers(loader)):
+            set_epoch = getattr(part, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        return iter(self.batches)
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that the loader draws its order from, besides the global one; each once."""
+        found = (getattr(part, "generator", None) for part in (self.loader, *_samplers(self.loader)))
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def is_stateful(self) -> bool:
+        """Return whether the loader knows its own position."""
+        return all(callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+    def form(self) -> dict[str, Any]:
+        """Return what decides which rows the batches of an epoch hold, as far as the loader tells."""
+        sampler = getattr(self.batches, "sampler", None)
+        form: dict[str, Any] = {} if sampler is None else {"sampler": type(sampler).__name__}
+        rows: Any = getattr(sampler, "dataset", sampler)  # a DistributedSampler's length is that of one rank's share
+        for what, of in (("number of batches", self.batches), ("number of rows", rows)):
+            with suppress(TypeError, NotImplementedError):  # it has no length
+                form[what] = len(of)
+        return form
+
+
+class Shares:
+    """This rank's share of the loader that a training reads, kept from epoch to epoch with its workers."""
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives, self._device = collectives, device
+        self.forget()
+
+    def forget(self) -> None:
+        self._kept: Source | None = None
+
+    def of(self, loader: Iterable[Any], *, shard: bool) -> Source:
+        """Return `loader` with this rank's share of it; `shard` is False if the loader yields the share already."""
+        if not shard or self._collectives.world_size == 1:
+            return Source(loader, loader)
+        if self._kept is None or self._kept.loader is not loader:
+            self._kept = Source(loader, share(loader, self._collectives.rank, self._collectives.world_size))
+        return self._kept
+
+    def shuffle_alike(self, source: Source, seed: int | None) -> int | None:
+        """Give the sampler that `share` made, if it made one, the same seed on all ranks; return the seed.
+
+        The first seed is rank 0's: all ranks shuffle alike even if each was seeded differently.
+        """
+        sampler = getattr(source.batches, "sampler", None)
+        if not isinstance(sampler, DistributedSampler) or sampler is getattr(source.loader, "sampler", None):
+            return seed
+        if seed is None:
+            rows, batches = len(sampler.dataset), len(source.batches)  # type: ignore[arg-type]  # it has a length
+            given = torch.tensor([torch.initial_seed() % 2**31, rows, batches], device=self._device)
+            seed, *expected = self._collectives.broadcast(given).tolist()
+            if [rows, batches] != expected:
+                raise DistributedError(
+                    f"the loader of rank {self._collectives.rank} has {rows} rows, {batches} batches for each rank, "
+                    f"and that of rank 0 has {expected[0]} rows, {expected[1]} batches",
+                    why="trainer.batches(loader) divides one dataset among the ranks, which train on as many batches",
+                    remedy="give all ranks the whole dataset, and the same batch_size and drop_last; for loaders that "
+                    "have the ranks' shares, write trainer.batches(loader, shard=False)",
+                )
+        sampler.seed = seed
+        return seed
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]

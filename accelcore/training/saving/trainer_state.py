@@ -112,7 +112,7 @@ class TrainerState:
     def place(self) -> str:
         """The steps done; and the epoch, if this trainer reads batches."""
         stream = self._stream
-        return f"step {self.steps}" + (f", epoch {stream.epoch}" if stream.epoch or stream.taken else "")
+        return f"step {self.steps}" + (f", epoch {stream.position.epoch}" if stream.has_moved else "")
 
     @property
     def sharded(self) -> Mapping[str, Tensor]:
@@ -129,9 +129,10 @@ class TrainerState:
         if writes:
             self.step.check_saved()
             self._schedule.check()
-            self._stream.warn_if_untrained()
+            if self._stream.position.taken:
+                self._stream.use.warn_if_untrained()
             if self.steps:
-                self._stream.warn_if_unused()
+                self._stream.use.warn_if_unused()
         plan, runtime = self._plan, self.backend.runtime
         model, gradients = plan.model, plan.gradients
         model_part = ModelPart(model, gradients)

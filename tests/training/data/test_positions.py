@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelcore
@@ -164,3 +165,25 @@ def test_a_batch_whose_parts_only_its_class_may_read_is_no_error(accel):
     for batch in trainer.batches([Closed()]):
         trainer(batch)
     assert trainer.steps == 1
+
+
+class Largest(TorchDispatchMode):
+    """Note the number of elements of the largest tensor that is made, and is no view."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        if isinstance(made, torch.Tensor) and not function.is_view:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=["contiguous", "permuted"])
+def test_a_first_batch_is_not_copied(accel, order):
+    trainer, _ = make(accel)
+    batch = torch.arange(60_000.0).view(10, 20, 300).permute(order)
+    with Largest() as largest:
+        (given,) = trainer.batches([batch])
+    assert torch.equal(given, batch)
+    assert 0 < largest.elements < batch.numel() / 3
