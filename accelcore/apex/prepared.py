@@ -31,8 +31,8 @@ from accelcore.training.parallel import create_strategy
 from accelcore.training.parallel.strategy import (
     SingleProcess,
     all_reduce_gradients,
-    broadcast_buffers,
     broadcast_masters,
+    broadcast_tensors,
 )
 from accelcore.training.plan import Plan
 from accelcore.training.stages.parameters import Bind
@@ -178,8 +178,8 @@ class Prepared:
         with casts_suspended():
             result = self._update(step)
             self._plan.gradients.masters_to_params()
-            if self._exchanges:
-                broadcast_buffers(self._plan.backend.collectives, self._plan.model)
+            if self._exchanges and self._plan.backend.collectives.world_size > 1:
+                broadcast_tensors(self._plan.backend.collectives, list(self._plan.model.buffers()))
         if self._has_masters:
             self._drop_gradients()  # model.zero_grad() does not reach the masters' gradients
         return result

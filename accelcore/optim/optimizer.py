@@ -167,7 +167,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     @property
     def keeps_shapes(self) -> bool:
         """Whether every tensor of its state, except counters, must have the shape of its parameter."""
-        return self._route.memory != "tensors" or self._engine.keeps_shapes
+        return self._route.memory != "tensors" or getattr(self.implementation, "keeps_shapes", False)
 
     @property
     def bound(self) -> Sequence[Run] | None:
@@ -254,9 +254,9 @@ class RoutedOptimizer(torch.optim.Optimizer):
             return self.implementation.step(closure)
         if self.binding.on_leaves:
             with self._no_grad:
-                self._engine.update(found_inf, grad_scale)
+                self._update(found_inf, grad_scale)
         else:  # a context may cost more than the kernel of a small update
-            self._engine.update(found_inf, grad_scale)
+            self._update(found_inf, grad_scale)
         self.binding.increment_versions()
         return loss
 
@@ -306,7 +306,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
     def _take_route(self, request: Request, groups: Sequence[dict[str, Any]]) -> None:
         self._route = self._choose(request)
         self.implementation = self._route.make(request, groups)  # calls the factory that the route was registered with
-        self._engine = as_engine(self.implementation)  # the implementation itself, or an adapter that calls its `step`
+        self._update = as_engine(self.implementation).update  # its own, or one that calls its `step`
         self.needs_closure = needs_closure(self.implementation)
 
     def _bind_groups(self, entries: dict[Tensor, Entry]) -> None:

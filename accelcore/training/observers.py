@@ -10,6 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from accelcore.errors import ConfigurationError
+from accelcore.util.text import kind_of
+
 _everywhere: list[Observer] = []  # observers of every trainer that is made, while their contexts are open
 
 
@@ -105,6 +108,7 @@ class Listeners:
     """For each event, the methods of the observers that override it."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
+        _check(observers)
         observers = [*observers, *(each for each in _everywhere if each not in observers)]
         self.begin = _listeners(observers, "begin")
         self.epoch_begin = _listeners(observers, "epoch_begin")
@@ -136,6 +140,23 @@ def observed(batches: Iterator[Any], listeners: Listeners, epoch_now: Callable[[
     if epoch is not None:
         for ends in listeners.epoch_end:
             ends(epoch)
+
+
+def _check(observers: Sequence[object]) -> None:
+    """Raise ConfigurationError for a value of `observers=` that would never be called."""
+    for each in observers:
+        if not isinstance(each, Observer):
+            name = each.__name__ if isinstance(each, type) else ""
+            raise ConfigurationError(
+                f"observers= has {each!r}, which is not an observer",
+                remedy=f"make one: {name}(...)" if name else "derive its class from accelcore.Observer",
+            )
+        if not any(overrides(each, event) for event in EVENTS):
+            raise ConfigurationError(
+                f"observers= has {kind_of(each)}, which overrides no event and would never be called",
+                available=", ".join(EVENTS),
+                remedy="give its methods the names of events",
+            )
 
 
 def overrides(observer: Observer, event: str) -> bool:

@@ -99,7 +99,8 @@ class SharedParameters:
                 "call it for each. If the gradients train nothing, call torch.autograd.grad, or then model.zero_grad()",
                 slot.name,
             )
-        self.begin(opened=True)
+        self.forget()
+        self.is_open = True
         return slot is not None or self._hooks is not None
 
     def watch(self) -> None:
@@ -121,9 +122,9 @@ class SharedParameters:
             self._slot_of[id(leaf)] = slot
             self._hooks.add(leaf.register_post_accumulate_grad_hook(note))
 
-    def begin(self, *, opened: bool) -> None:
-        """Forget the last window and foreign backward passes; `opened`: a window is open now."""
-        self.is_open, self.left = opened, None
+    def forget(self) -> None:
+        """Forget the last window and foreign backward passes. No window is open then."""
+        self.is_open, self.left = False, None
         self._foreign.clear()
 
     def check_foreign(self) -> None:
@@ -198,7 +199,7 @@ class ScriptCalls:
     def __init__(self, optimizer: Optimizer, job: Collectives, accumulate: int, log: Once) -> None:
         self._optimizer, self._job, self._accumulate, self._log = optimizer, job, accumulate, log
         self._binding = getattr(optimizer, "binding", None)
-        self.begin(opened=False)
+        self.forget()
         self.expect_step(False)
 
     def check_bound(self) -> None:
@@ -213,9 +214,9 @@ class ScriptCalls:
         if self._binding is not None:
             self._binding.is_due = is_due
 
-    def begin(self, *, opened: bool) -> None:
-        """Begin a window, or, if `opened`, continue one."""
-        self.added = opened
+    def forget(self) -> None:
+        """Forget the calls of the last window."""
+        self.added = False
         self._place: object = None  # in the data, of the first loss of a micro-batch
         # The steps of all trainers of the job when the epoch began; None after an update, and outside of an epoch.
         self._steps_at_epoch: dict[int, tuple[int, int]] | None = None

@@ -19,7 +19,7 @@ from accelcore.training.gradients import Clipping, backward, clip_by
 from accelcore.training.loss import LossOfModel, split_loss, unusable_loss
 from accelcore.training.nonfinite import FiniteCheck, first_not_finite
 from accelcore.training.observers import tell
-from accelcore.training.parallel.strategy import broadcast_buffers
+from accelcore.training.parallel.strategy import broadcast_tensors
 from accelcore.training.plan import Plan
 from accelcore.training.schedule import Schedule
 from accelcore.training.script_checks import UNTREATED, ModelSnapshot, ScriptCalls, SharedParameters, no_update
@@ -189,7 +189,7 @@ class Step:
             if self._is_captured:
                 self._scaler.warn()
             if self._world_size > 1:
-                broadcast_buffers(self._job, self._model)
+                broadcast_tensors(self._job, list(self._model.buffers()))
             self.begin()
         except BaseException as error:
             self.drop(error)
@@ -281,14 +281,18 @@ class Step:
         finally:
             self.calls.expect_step(False)
 
-    def begin(self, *, opened: bool = False) -> None:
-        """Begin a window without gradients, or, if `opened`, continue one that was restored from a checkpoint."""
-        self.shared.begin(opened=opened)
-        self.calls.begin(opened=opened)
-        if opened:
+    def begin(self) -> None:
+        """Begin a window without gradients."""
+        self._window.reset()
+        self.resume()
+
+    def resume(self) -> None:
+        """Continue in the window that a checkpoint has restored, which may be open."""
+        self.shared.forget()
+        self.calls.forget()
+        if self._window.micro:
+            self.shared.is_open = self.calls.added = True
             self.shared.watch()
-        else:
-            self._window.reset()
         self._strategy.before_forward(self._window.is_last)
 
     def end_epoch(self, began: int | None) -> None:

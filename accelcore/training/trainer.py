@@ -102,7 +102,7 @@ class Trainer(Resumable):
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"], log)
         self._plan = plan = Plan(backend, model, optimizer, given, log)
         self._preparation = Preparation(plan)
-        self._preparation.check("accel.trainer(...)")
+        self._preparation.check("accel.trainer(...)", plan.decide)
         self._preparation.apply()
         self._scaler = create_scaler(backend.scaler, plan.policy)
         self._window = Window(given["accumulate"], backend, divisor=plan.strategy.divisor, tensors_only=given["graph"])

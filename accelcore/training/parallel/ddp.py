@@ -15,7 +15,7 @@ from accelcore.errors import TrainingError, UnsupportedError
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
 from accelcore.training.options import TrainerOptions
-from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_buffers, check_no_launcher
+from accelcore.training.parallel.strategy import Strategy, all_reduce_gradients, broadcast_tensors, check_no_launcher
 from accelcore.util.text import first_line
 
 
@@ -52,7 +52,7 @@ class DDP(Strategy):
                 why=first_line(error),
                 remedy='choose parallel="combine_ddp"',
             ) from error
-        broadcast_buffers(self.collectives, model)
+        broadcast_tensors(self.collectives, list(model.buffers()))
         # A hook lives as long as its parameter. So it holds no reference to the replica.
         self._arrived: list[Tensor] = []
         self._ran = [False]

@@ -19,7 +19,7 @@ from accelcore.torch_internals import AnyBatchNorm, after_backward, pytree, rese
 from accelcore.training.gradients import Gradients
 from accelcore.training.observers import Hooks
 from accelcore.training.options import FSDP, TrainerOptions, chosen
-from accelcore.training.parallel.strategy import Strategy, broadcast_buffers, broadcast_tensors, comm_dtype
+from accelcore.training.parallel.strategy import Strategy, broadcast_tensors, comm_dtype
 
 # torch asks reduce_scatter for an average of gradients in these dtypes. It adds up and divides others itself.
 _AVERAGED = (torch.float32, torch.bfloat16)
@@ -119,7 +119,7 @@ class FullySharded(Strategy):
         self._hooks.add(model.register_forward_hook(partial(_free_after_evaluation, self._groups)))
 
     def replicate(self, model: nn.Module, gradients: Gradients) -> Callable[..., Any]:
-        broadcast_buffers(self.collectives, model)
+        broadcast_tensors(self.collectives, list(model.buffers()))
         return model
 
     def leaves(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -205,12 +205,6 @@ def all_reduce_gradients(
     gradients.reduce(mean)
 
 
-def broadcast_buffers(collectives: Collectives, model: nn.Module) -> None:
-    """Give all ranks the buffers of rank 0."""
-    if collectives.world_size > 1:
-        broadcast_tensors(collectives, list(model.buffers()))
-
-
 def broadcast_masters(strategy: Strategy, gradients: Gradients) -> None:
     """Give all ranks the fp32 masters of rank 0, after its parameters; masters of shards stay."""
     gradients.refresh()

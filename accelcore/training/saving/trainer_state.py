@@ -159,7 +159,7 @@ class TrainerState:
         if self._plan.captured is not None:
             self._plan.captured.forget()
         self._schedule.restored()
-        self.step.begin(opened=self._window.micro > 0)
+        self.step.resume()
         self.step.finite.begin(steps)
 
 

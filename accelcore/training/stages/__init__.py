@@ -28,7 +28,7 @@ class Preparation:
         self._plan = plan
         self._stages: Sequence[Stage] = [stage() for stage in _ORDER]
 
-    def check(self, what: str, first: Callable[[], None] = lambda: None) -> None:
+    def check(self, what: str, first: Callable[[], None]) -> None:
         """Run `first` and every check, on all ranks together; `what` is the script's call, for errors."""
         backend = self._plan.backend
         wait_for_all(backend, what)

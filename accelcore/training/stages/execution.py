@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from accelcore.errors import ConfigurationError, UnsupportedError, notice
 from accelcore.randomness import draws_on_host
 from accelcore.torch_internals import in_backward
 from accelcore.training.captured import CapturedStep, check_capturable
-from accelcore.training.observers import EVENTS, Hooks, Listeners, Observer, overrides
+from accelcore.training.observers import Hooks
 from accelcore.training.plan import Plan, Stage
-from accelcore.util.text import kind_of
 
 
 class Observe(Stage):
@@ -25,30 +23,16 @@ class Observe(Stage):
         self._hooks = Hooks()
 
     def check(self, plan: Plan) -> None:
-        observers = plan.options["observers"]
-        strange = [each for each in observers if not isinstance(each, Observer)]
-        if strange:
-            name = strange[0].__name__ if isinstance(strange[0], type) else ""
-            raise ConfigurationError(
-                f"observers= has {strange[0]!r}, which is not an observer",
-                remedy=f"make one: {name}(...)" if name else "derive its class from accelcore.Observer",
-            )
-        if idle := [each for each in observers if not any(map(partial(overrides, each), EVENTS))]:
-            raise ConfigurationError(
-                f"observers= has {kind_of(idle[0])}, which overrides no event and would never be called",
-                available=", ".join(EVENTS),
-                remedy="give its methods the names of events",
-            )
-        plan.listeners = listeners = Listeners(observers)
+        listeners = plan.listeners
         if plan.options["graph"] and (listeners.measures_norm or listeners.overflow or listeners.output):
             raise ConfigurationError(
                 "an observer of gradient norms, overflows or module outputs cannot be used with graph=True",
                 remedy="remove graph=True while you look, or observe losses and steps only",
             )
-        if plan.options["graph"]:
-            listeners.gradient_norm = []  # each graph has a norm of its own
 
     def apply(self, plan: Plan) -> None:
+        if plan.options["graph"]:
+            plan.listeners.gradient_norm = []  # each graph has a norm of its own
         if plan.backend.collectives.world_size > 1:  # ranks compute a norm together, also if one observes it alone
             asked = torch.tensor(float(plan.listeners.measures_norm), device=plan.backend.device)
             plan.listeners.measures_norm = bool(plan.backend.collectives.all_reduce(asked, "max"))

@@ -22,12 +22,10 @@ from accelcore.optim.flat.memory import Run, Slot, unfit
 from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.optim.shards import divided_as
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
-from accelcore.precision.policy import LOW_PRECISION, choose_policy, create_scaler, skipping
-from accelcore.precision.role import Contexts
+from accelcore.precision.policy import LOW_PRECISION, create_scaler
 from accelcore.torch_internals import shares_tensor_objects
 from accelcore.training.gradients import Flat, Gradients, Masters, PerTensor, ShardedGradients
 from accelcore.training.observers import Hooks
-from accelcore.training.parallel import create_strategy
 from accelcore.training.parallel.strategy import broadcast_masters
 from accelcore.training.plan import Plan, Stage
 
@@ -104,8 +102,7 @@ class Place(Stage):
 class Cast(Stage):
     """Casts parameters and buffers to the policy's `model_dtype`, and the model's inputs and outputs in hooks.
 
-    The hooks are removed with the trainer; the model stays in that dtype. `check` chooses the policy, and makes the
-    contexts of a training: autocast, with O1's table or torch's, and the arithmetic of fp32.
+    The hooks are removed with the trainer; the model stays in that dtype.
     """
 
     def __init__(self) -> None:
@@ -113,12 +110,7 @@ class Cast(Stage):
         self._bounded = False
 
     def check(self, plan: Plan) -> None:
-        options = plan.options
-        plan.policy = policy = choose_policy(options["precision"], options["loss_scale"])
-        if options["on_nonfinite"] == "skip":
-            plan.policy = policy = skipping(policy)
-        plan.contexts = Contexts(plan.backend.precision, policy, options["fp32"])
-        declared = plan.backend.capabilities.model_dtypes
+        policy, declared = plan.policy, plan.backend.capabilities.model_dtypes
         for name, parameter in plan.model.named_parameters():
             dtype = policy.model_dtype or str(parameter.dtype).removeprefix("torch.")
             if parameter.is_floating_point() and dtype not in declared:
@@ -172,14 +164,12 @@ class Cast(Stage):
 
 
 class Shard(Stage):
-    """Create the strategy, divide the model, and give the optimizer the shards.
+    """Divide the model by the strategy, and give the optimizer the shards.
 
     `FullySharded` lists what shards change in the other stages.
     """
 
     def check(self, plan: Plan) -> None:
-        if not hasattr(plan, "strategy"):  # `trainer.refresh()` keeps it
-            plan.strategy = create_strategy(plan.backend, plan.options)
         plan.strategy.check(plan.model, plan.optimizer, plan.policy)
         if plan.strategy.is_sharded and plan.options["clip"] is not None:
             raise ConfigurationError(
