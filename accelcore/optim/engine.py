@@ -27,6 +27,7 @@ OTHER_WORDS = {"learning_rate": "lr", "wd": "weight_decay", "decay": "weight_dec
 """Other libraries' words for options of an optimizer."""
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
+_GROUPS_AT_ONCE = 64
 
 Factory = Callable[..., Optimizer]
 Memory = Literal["tensors", "any", "flat"]
@@ -245,6 +246,34 @@ def check_keys(groups: Sequence[dict[str, Any]], known: list[str]) -> None:
                 )
 
 
+def make_by(factory: Factory, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
+    """Call a factory with few groups at a time: torch compares each new group with all groups before it.
+
+    With ten thousand groups in one call this takes minutes.
+
+    Equal groups are one for the factory. The first group is in each call and stays apart: groups with names do not
+    mix with others, and a class that takes only one group still refuses a second one.
+    """
+    members = [id(_unnamed(member)) for group in groups for member in group["params"]]
+    if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
+        return factory(groups, **options)
+    others, firsts = groups[1:], equal_groups(groups[1:])
+    unequal = merged(others)
+    made = factory([groups[0], *unequal[:_GROUPS_AT_ONCE]], **options)
+    found = [_options_of(group) for group in made.param_groups[1:]]
+    for start in range(_GROUPS_AT_ONCE, len(unequal), _GROUPS_AT_ONCE):
+        first = {**groups[0], "params": groups[0]["params"][:1]}
+        more = factory([first, *unequal[start : start + _GROUPS_AT_ONCE]], **options)
+        found += [_options_of(group) for group in more.param_groups[1:]]
+        for parameter, entry in more.state.items():  # Adagrad's has state from the start
+            made.state.setdefault(parameter, entry)
+    unlike = dict(zip(dict.fromkeys(firsts), found, strict=True))
+    made.param_groups[1:] = [
+        {**group, **unlike[first], **_params(group)} for first, group in zip(firsts, others, strict=True)
+    ]
+    return made
+
+
 def equal_groups(groups: Sequence[dict[str, Any]]) -> list[int]:
     """Return for each parameter group the number of the first group with equal options.
 
@@ -252,11 +281,11 @@ def equal_groups(groups: Sequence[dict[str, Any]]) -> list[int]:
     compared by value if they are numbers, words or tuples of these; others, such as tensors, by identity.
     """
     firsts: dict[frozenset[tuple[str, Any]], int] = {}
-    keys = (frozenset((key, _comparable(value)) for key, value in options_of(group).items()) for group in groups)
+    keys = (frozenset((key, _comparable(value)) for key, value in _options_of(group).items()) for group in groups)
     return [firsts.setdefault(key, number) for number, key in enumerate(keys)]
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
@@ -279,12 +308,11 @@ def _comparable(value: object) -> object:
     return value if value is None or isinstance(value, int | float | str) else id(value)
 
 
-def as_torch_writes(group: dict[str, Any]) -> dict[str, Any]:
+def _params(group: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a group as torch writes them: named ones are pairs."""
     names = [member[0] for member in group["params"] if isinstance(member, tuple)]
-    return {"params": [tensor_of(member) for member in group["params"]]} | ({"param_names": names} if names else {})
+    return {"params": [_unnamed(member) for member in group["params"]]} | ({"param_names": names} if names else {})
 
 
-def tensor_of(member: Any) -> Any:
-    """Return a member of a group without its name, if it has one."""
+def _unnamed(member: Any) -> Any:
     return member[1] if isinstance(member, tuple) else member

@@ -24,16 +24,12 @@ from accelcore.optim.engine import (
     Memory,
     Request,
     as_engine,
-    as_torch_writes,
     check_keys,
     check_members,
-    equal_groups,
     loss_by,
-    merged,
+    make_by,
     needs_closure,
     option_names,
-    options_of,
-    tensor_of,
 )
 from accelcore.optim.flat.memory import Run
 from accelcore.optim.shards import is_sharded
@@ -41,7 +37,6 @@ from accelcore.torch_internals import expect_no_step, has_step_hooks
 
 __all__ = ["RoutedOptimizer"]
 
-_GROUPS_AT_ONCE = 64
 _RANGES = "give lr, momentum, eps and weight_decay 0 or more, and each of betas, alpha and rho at least 0 and below 1"
 _OF_ROUTE = ("foreach", "fused", "param_names")  # entries of a group that another route, or other tensors, may not have
 
@@ -67,7 +62,7 @@ class Route:
         known = option_names(self.factory)
         check_keys(groups, known)
         try:
-            made = self._made(request, groups)
+            made = make_by(self.factory, groups, request.options)
         except (TypeError, ValueError, KeyError) as error:
             unknown = [name for name in request.options if known and name not in known]
             route = "" if request.route == "auto" else f" by the route {self.name!r}"
@@ -90,33 +85,6 @@ class Route:
                 why="a factory must return a torch.optim.Optimizer, with place_runs an accelcore.optim.engine.Engine",
                 remedy="report this to the author of the route, or choose another route",
             )
-        return made
-
-    def _made(self, request: Request, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Call the factory with few groups at a time: torch compares each new group with all groups before it.
-
-        With ten thousand groups in one call this takes minutes.
-
-        Equal groups are one for the factory. The first group is in each call and stays apart: groups with names do not
-        mix with others, and a class that takes only one group still refuses a second one.
-        """
-        members = [id(tensor_of(member)) for group in groups for member in group["params"]]
-        if len(groups) < 3 or len(set(members)) < len(members):  # torch reports a duplicate
-            return self.factory(groups, **request.options)
-        others, firsts = groups[1:], equal_groups(groups[1:])
-        unequal = merged(others)
-        made = self.factory([groups[0], *unequal[:_GROUPS_AT_ONCE]], **request.options)
-        found = [options_of(group) for group in made.param_groups[1:]]
-        for start in range(_GROUPS_AT_ONCE, len(unequal), _GROUPS_AT_ONCE):
-            first = {**groups[0], "params": groups[0]["params"][:1]}
-            more = self.factory([first, *unequal[start : start + _GROUPS_AT_ONCE]], **request.options)
-            found += [options_of(group) for group in more.param_groups[1:]]
-            for parameter, entry in more.state.items():  # Adagrad's has state from the start
-                made.state.setdefault(parameter, entry)
-        options = dict(zip(dict.fromkeys(firsts), found, strict=True))
-        made.param_groups[1:] = [
-            {**group, **options[first], **as_torch_writes(group)} for first, group in zip(firsts, others, strict=True)
-        ]
         return made
 
 

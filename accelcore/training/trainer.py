@@ -98,7 +98,7 @@ class Trainer(Resumable):
         check_loss(given["loss"], model)
         self._name = type(model).__name__  # "fsdp" gives the model a class of torch's
         check_values(given)
-        self.backend, self._options = backend, given
+        self.backend = backend
         self._schedule = Schedule(given["scheduler"], optimizer, given["schedule_by"], given["warmup"], log)
         self._plan = plan = Plan(backend, model, optimizer, given, log)
         self._preparation = Preparation(plan)
@@ -159,12 +159,12 @@ class Trainer(Resumable):
     @property
     def total_steps(self) -> int | None:
         """Number of windows of the whole training, as given, or from `epochs(n)` and the last loader; or None."""
-        return self._options["total_steps"] or self._stream.loops.total_steps(self.accumulate)
+        return self._plan.options["total_steps"] or self._stream.loops.total_steps(self.accumulate)
 
     @property
     def options(self) -> Mapping[str, Any]:
         """Options that this trainer was made with, defaults included; see `TrainerOptions`."""
-        return MappingProxyType(self._options)
+        return MappingProxyType(self._plan.options)
 
     @property
     def accumulate(self) -> int:
