@@ -65,7 +65,7 @@ def test_a_strategy_over_one_rank_is_the_training_without_it_and_waits_for_nothi
 
     alone = train()
     kind = STRATEGIES[parallel]
-    monkeypatch.setattr("accelcore.training.stages.parameters.create_strategy", kind)
+    monkeypatch.setattr("accelcore.training.plan.create_strategy", kind)
     with accel.distributed(rank=0, world_size=1, init_method=f"file://{tmp_path}/meeting"):
         together = train(parallel=parallel)
     assert all(error(a, b) < 1e-6 for a, b in zip(together, alone, strict=True))
