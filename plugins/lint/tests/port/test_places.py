@@ -1,8 +1,12 @@
 """Which backend a ported line uses: one that the script selects already, or a process selects, or none."""
 
+from unittest import mock
+
 import pytest
+import torch
 from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.project import Known
+from port_sources import imported
 
 STARTED = """import torch
 import torch.multiprocessing as mp
@@ -246,7 +250,7 @@ def test_a_decorator_asks_for_the_device_when_the_function_runs(level):
     [
         ('device="cuda"', False),
         ('device="cuda:1"', True),
-        ('backend="nccl"', True),
+        ('backend="nccl"', False),
         ('place=torch.device("cuda")', False),
         ('device=torch.device("cuda" if torch.cuda.is_available() else "cpu")', False),
         ("count=torch.cuda.device_count()", False),
@@ -257,6 +261,23 @@ def test_a_default_asks_for_a_device_at_import_only_if_it_did(default, is_left, 
     assert (default in outcome.source) is is_left
     assert [note.line for note in outcome.left] == [4] * is_left
     assert port_source(outcome.source, level).source == outcome.source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl"), (None, "gloo")])
+def test_the_default_of_a_backend_is_that_of_the_accelerator(kind, backend, level):
+    source = "import torch\n\n\ndef join(rank, backend='nccl'):\n    return backend\n"
+    device = torch.device(kind) if kind else None
+    ported = port_source(source, level).source
+    with mock.patch.object(torch.accelerator, "current_accelerator", side_effect=lambda: device):
+        assert imported(ported).join(0) == backend
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("body", ["assert backend in ('nccl', 'gloo')", "return 1 if backend == 'nccl' else 0"])
+def test_the_default_of_a_backend_stays_if_its_function_knows_some_backends_only(body, level):
+    source = f"import torch\n\n\ndef join(rank, backend='nccl'):\n    {body}\n"
+    assert "def join(rank, backend='nccl')" in port_source(source, level).source
 
 
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])

@@ -25,6 +25,7 @@ _BOUND = (*_INIT, *(f"{module}.FullyShardedDataParallel" for module in _SHARDED)
 
 _ASKED = "a question for one vendor's process group: ask torch.distributed.is_backend_available for the one in use"
 _CHOOSES = re.compile(rf"[\"']({'|'.join(GROUPS)}|gloo)[\"']|\binit_process_group\(")
+_GROUP = re.compile(rf"[\"']({'|'.join(GROUPS)}|gloo|mpi)[\"']")
 _SHOWS = re.compile(r"(\w+\.)*(print|log|info|debug|warn|warning|write)")
 """Names of functions that show what they get."""
 
@@ -99,10 +100,19 @@ def _decide_name(node: cst.SimpleString | cst.Attribute, facts: Facts) -> Rewrit
         and "backend" in text_of(parent.targets[0].target).lower()
     ) or (isinstance(parent, cst.Param) and "backend" in parent.name.value)
     if is_backend and (facts.is_library or facts.has_guard) and facts.is_default(node):
-        return Left(DEFAULT)
+        return _decide_default(node, facts)
     if is_backend:
         return _default(facts, node)
     return Left("a process-group backend's name in a place where it is not certain what it is for")
+
+
+def _decide_default(node: cst.SimpleString | cst.Attribute, facts: Facts) -> Rewrite | Left:
+    """Replace the default of a parameter, which is set on import, unless its function knows some backends only."""
+    function = next((outer for outer in facts.parents(node) if isinstance(outer, cst.FunctionDef)), None)
+    if function is None or len(_GROUP.findall(text_of(function))) > 1:
+        return Left(DEFAULT)
+    device = facts.place.device(node).removeprefix("(").removesuffix(")")
+    return _named(node, f"{facts.torch}.distributed.get_default_backend_for_device({device})", facts)
 
 
 def _decide_question(node: cst.Call, facts: Facts) -> Left | None:
@@ -143,7 +153,11 @@ def _decide_id(node: cst.Arg, facts: Facts) -> Rewrite | None:
 
 
 def _default(facts: Facts, node: cst.SimpleString | cst.Attribute, *, joins: bool = False) -> Rewrite:
-    return Rewrite(whole(node, _default_name(facts, node, joins=joins)).build, node.children, facts.needs_torch)
+    return _named(node, _default_name(facts, node, joins=joins), facts)
+
+
+def _named(node: cst.SimpleString | cst.Attribute, source: str, facts: Facts) -> Rewrite:
+    return Rewrite(whole(node, source).build, node.children, facts.needs_torch)
 
 
 def _default_name(facts: Facts, node: cst.CSTNode, *, joins: bool = False) -> str:
