@@ -95,11 +95,19 @@ def index_of(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]
             if isinstance(right, cst.Tuple) and len(right.elements) == 1:
                 right = right.elements[0].value
             return not isinstance(right, cst.Tuple), right
-        if isinstance(node.operator, cst.Add) and value in _PREFIX and isinstance(node.right, cst.Call):
-            is_text = text_of(node.right.func) == "str" and len(node.right.args) == 1
-            return is_text, node.right.args[0].value if is_text else None
+        if isinstance(node.operator, cst.Add) and value in _PREFIX:
+            return _index_text(node.right)
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "format":
         form = node.func.value
         if isinstance(form, cst.SimpleString) and _FORM.fullmatch(str(form.evaluated_value)):
             return len(node.args) == 1 and node.args[0].keyword is None, node.args[0].value if node.args else None
     return False, None
+
+
+def _index_text(node: cst.BaseExpression) -> tuple[bool, cst.BaseExpression | None]:
+    """Return whether what follows `"cuda:" +` is an index, as in `str(rank)` or `args.gpu`, which is a text, and it."""
+    if isinstance(node, cst.Call):
+        is_text = text_of(node.func) == "str" and len(node.args) == 1
+        return is_text, node.args[0].value if is_text else None
+    is_named = isinstance(node, (cst.Name, cst.Attribute))
+    return is_named, node if is_named else None

@@ -81,3 +81,29 @@ def test_a_device_that_a_function_returns_by_a_number_keeps_it(level):
     )
     ported = port_source(source, level, Known(imported=True)).source
     assert "device.type, rank)" in ported
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("name", ["'cuda:' + gpu", "'cuda:' + args.gpu"])
+def test_a_text_that_follows_the_name_of_a_device_is_its_index(level, name):
+    source = f"import torch\n\n\ndef put(x, gpu, args):\n    device = {name}\n    return x.to(device)\n"
+    outcome = port_source(source, level, Known(imported=True))
+    assert (outcome.after, outcome.left) == (0, [])
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")):
+        imported(outcome.source).put(x := mock.Mock(), "3", mock.Mock(gpu="3"))
+    x.to.assert_called_once_with("meta:3")
+    assert port_source(outcome.source, level, Known(imported=True)).source == outcome.source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(("given", "is_left"), [("device", False), ("self.device", False), ("gpu", True)])
+def test_a_move_to_a_device_that_is_made_of_the_scripts_own_takes_it(level, given, is_left):
+    source = (
+        "import torch\n\n\nclass Put:\n    def __init__(self, device):\n        self.device = device\n\n"
+        f"    def put(self, x, device, gpu):\n        return x.cuda(torch.device({given}))\n"
+    )
+    outcome = port_source(source, level, Known(imported=True))
+    assert bool(outcome.left) is is_left
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")):
+        made = imported(outcome.source).Put("meta")
+        assert is_left or made.put(torch.ones(1), "meta", 0).device.type == "meta"

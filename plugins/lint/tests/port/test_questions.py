@@ -82,7 +82,7 @@ def test_what_a_script_asks_of_bfloat16_is_still_about_accelerators(condition):
 LEFT = [
     "torch.cuda.get_device_capability()",
     "where = torch.cuda.Stream(number)",
-    "where = torch.device('cuda:' + number)",
+    "where = torch.device('cuda:' + number[0])",
     "state = torch.load(path)",
 ]
 
@@ -245,7 +245,7 @@ def test_a_tensor_of_a_size_is_made_on_the_device(made, ported):
 
 
 @pytest.mark.parametrize(
-    "use", ["device = torch.device('cuda:' + number if cuda else 'cpu')", "run(torch.cuda.Event, cuda)"]
+    "use", ["device = torch.device('cuda:' + number[0] if cuda else 'cpu')", "run(torch.cuda.Event, cuda)"]
 )
 @pytest.mark.parametrize("value", ["torch.cuda.is_available()", "False if number < 0 else torch.cuda.is_available()"])
 @pytest.mark.parametrize("name", ["cuda", "self.has_gpu"])

@@ -57,7 +57,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if given is None:
         return Left(f"arguments of {method}() that are not known")
     index = given.pop("device").value if "device" in given else None
-    if index is not None and _is_tensors(index, facts):
+    if index is not None and (_is_tensors(index, facts) or _is_made_of_device(index, facts)):
         source: str | Left = text_of(index)
     elif index is not None and _is_device(index, facts):
         source = _or_current(text_of(index), node, facts)
@@ -147,6 +147,15 @@ def _is_tensors(device: cst.BaseExpression, facts: Facts) -> bool:
     if not isinstance(device, cst.Attribute) or device.attr.value != "device" or text_of(device) in facts.assigned:
         return False
     return not SETTINGS.fullmatch(text_of(device.value)) and facts.name(device) is None
+
+
+def _is_made_of_device(index: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a move's argument is made of the script's own device, as in `x.cuda(torch.device(device))`."""
+    if not isinstance(index, cst.Call) or facts.name(index.func) != "torch.device" or len(index.args) != 1:
+        return False
+    given = index.args[0].value
+    is_named = isinstance(given, (cst.Name, cst.Attribute)) and is_device_name(text_of(given))
+    return is_named and not (facts.is_whole(given) or facts.is_local_rank(given) or facts.is_current(given))
 
 
 def _is_own_device(call: cst.Call, owner: str, facts: Facts) -> bool:
