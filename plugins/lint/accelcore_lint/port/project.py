@@ -134,12 +134,14 @@ class Project:
         files: what the project says about each file that is ported.
         all: what is the same for all files.
         programs: for each file that is ported those that it imports, and that import it, also through others.
+        beside: the same, with those that the scripts which import the file import, too.
         mac: the line of the report that names what they, and the files they import, use and MPS lacks; "" if nothing.
     """
 
     files: Mapping[Path, Known]
     all: Known
     programs: Mapping[Path, frozenset[Path]]
+    beside: Mapping[Path, frozenset[Path]]
     mac: str
 
     def known(self, path: Path) -> Known:
@@ -154,7 +156,7 @@ class Project:
         splits = {path.resolve() for path in splits if not _TEST.fullmatch(path.name)}
         files = dict(self.files)
         for path, known in files.items():
-            found = sorted(splits - {path} if script in (path, *self.programs[path]) else self.programs[path] & splits)
+            found = sorted(splits - {path} if script in (path, *self.programs[path]) else self.beside[path] & splits)
             if found and not known.keeps_questions:
                 files[path] = replace(known, keeps_questions=KEPT.format(found[0].name))
         return replace(self, files=files)
@@ -208,8 +210,13 @@ def read_project(paths: Iterable[Path]) -> Project:
             above[path].add(user)
     edges = {path: (_reached(path, below), _reached(path, above)) for path in given}
     programs = {path: frozenset(files | users) for path, (files, users) in edges.items()}
+    scripts = {path: found for path, (found, users) in edges.items() if not (users or _TEST.fullmatch(path.name))}
+    beside = {
+        path: programs[path].union(*(scripts[user] for user in users & {*scripts}))
+        for path, (_, users) in edges.items()
+    }
     mac = lacks_of_mps({path: texts[path] for path in reached})
-    return Project(_known_of_each(edges, texts, imports, known, set(own)), known, programs, mac)
+    return Project(_known_of_each(edges, texts, imports, known, set(own)), known, programs, beside, mac)
 
 
 def _known_of_each(

@@ -324,7 +324,7 @@ STREAM = "stream = torch.cuda.Stream()"
     ("asked", "line", "kept"),
     [
         ("args.use_gpu = args.use_gpu and torch.cuda.is_available()", f"if args.use_gpu:\n        {STREAM}", True),
-        ("args.use_gpu = torch.cuda.is_available()", "d = torch.device('cuda:' + args.n) if args.use_gpu else 0", True),
+        ("args.use_gpu = torch.cuda.is_available()", "d = torch.device('cuda:' + n[0]) if args.use_gpu else 0", True),
         ("args['gpu'] = torch.cuda.is_available()", f"if args['gpu']:\n        {STREAM}", True),
         ("args['gpu'] = torch.cuda.is_available()", f"if args['cpu']:\n        {STREAM}", False),
         ("args = dict(gpu=torch.cuda.is_available())", f"if args.get('gpu'):\n        {STREAM}", True),
@@ -358,3 +358,19 @@ def test_the_reason_for_a_flag_that_stays_names_the_file_whose_lines_are_left(tm
     }
     (note,) = program(tmp_path, files)["options.py"].left
     assert "model.py" in note.text
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_question_stays_beside_one_in_a_file_that_the_same_script_imports(tmp_path, level, together):
+    place = f"import torch\n\n\ndef place(net):\n    {CHOICE}\n"
+    tells = "if device.type == 'cuda':\n        torch.cuda.ipc_collect()\n    else:\n        net.step()"
+    files = {
+        "nets.py": f"{place}    {tells}\n",
+        "bench.py": f"{place}    return net(torch.ones(1).to(device))\n",
+        "one.py": "import nets\n" + "import bench\n" * together,
+        "two.py": "import bench\n",
+    }
+    made = program(tmp_path, files, level)
+    assert CHOICE in made["nets.py"].source
+    assert (CHOICE in made["bench.py"].source) is together
