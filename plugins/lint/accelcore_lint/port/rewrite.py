@@ -28,6 +28,7 @@ from accelcore_lint.port.vendors import (
     tool_reason,
     vendor_lines,
 )
+from accelcore_lint.port.visible import variables_set, with_both_variables
 from accelcore_lint.port.walk import walk
 
 _BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
@@ -148,6 +149,10 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
     if level is not Level.TORCH and all(note.rule != "device call" for note in outcome.rewritten):
         name = facts.place.name
         swept = swept if name in facts.identifiers else without_backend(swept, name)
+    if level is not Level.TORCH:
+        made = [Note(facts.line(line), "variable", text_of(line).split("\n", 1)[0]) for line in variables_set(module)]
+        outcome.rewritten += made
+        swept = with_both_variables(swept)
     outcome.source = swept.code
     if level is Level.TRAINER:
         outcome.source, outcome.loops = with_trainers(outcome.source, source)

@@ -17,6 +17,9 @@ GROUPS = ("nccl", "hccl")
 MODULES = ("apex", "torch_npu")
 """Packages that only work on those devices."""
 
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""Environment variables that hide those devices."""
+
 OTHERS = ("numba", "cupy")
 """Packages that have functions for those devices beside others."""
 
@@ -49,7 +52,6 @@ _TOOL_STRINGS = {
 
 _TOOL_NAME, _TOOL_STRING = (re.compile("|".join(known)) for known in (_TOOL_NAMES, _TOOL_STRINGS))
 _LIBRARIES = ("pynvml", "faiss")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 _WORD = re.compile(r"(?<![\w'\"])\w+(?![\w'\"])")
 _LITERAL = re.compile(r"(['\"])(.*?)\1")
 _OPTION = re.compile(r"NpuFused\w+")
@@ -165,7 +167,7 @@ def vendor_lines(source: str) -> set[int]:
     replicas = set() if _OTHER_REPLICAS.search(source) else {"DataParallel", *_REPLICAS.findall(source)}
     words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
     has_tools = any(each in source for each in _LIBRARIES)
-    sets_all = all(each in source for each in _VISIBLE)  # each vendor's variable, so that the devices are chosen on all
+    sets_all = all(each in source for each in VISIBLE)  # each vendor's variable, so that the devices are chosen on all
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for token, following in itertools.pairwise(tokens):
         kind, text, (line, _) = token.type, token.string, token.start
@@ -193,7 +195,7 @@ def vendor_lines(source: str) -> set[int]:
             match = _STRING.fullmatch(text)
             value = match[2] if match else ""
             is_own = _is_own_word(earlier, before, following.string)
-            is_tool = _TOOL_STRING.fullmatch(value) is not None and not (sets_all and value in _VISIBLE)
+            is_tool = _TOOL_STRING.fullmatch(value) is not None and not (sets_all and value in VISIBLE)
             if is_tool or (not is_own and (device_text(value) or type_text(value))):
                 found.add(line)
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:

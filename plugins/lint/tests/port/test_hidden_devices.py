@@ -1,9 +1,12 @@
 """Scripts that hide devices by an environment variable: the device is chosen after that."""
 
+import os
+from unittest import mock
+
 import pytest
 from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.project import read_project
-from port_sources import left_by_rules, written
+from port_sources import imported, left_by_rules, written
 
 SPAWNED = """import os
 import torch
@@ -291,3 +294,35 @@ def test_a_module_beside_a_script_that_hides_devices_does_not_ask_to_pin_memory(
     outcome = port_source(files["loaders.py"], Level.ROLES, read_project(paths).known(paths[0]))
     assert ("pin_memory=True" in outcome.source) is stays
     assert not outcome.left
+
+
+@pytest.mark.parametrize("level", [Level.ROLES, Level.TRAINER])
+@pytest.mark.parametrize("given", ["'1,3'", "str(\n        args.gpu  # why\n    )", "args.gpu"])
+@pytest.mark.parametrize("environ", ["os.environ", "environ"])
+def test_the_variables_of_both_vendors_hide_devices_where_one_did(monkeypatch, level, given, environ):
+    head = "import os\nfrom os import environ\nimport torch\n\n\ndef hide(args):\n"
+    source = f"{head}    {environ}['CUDA_VISIBLE_DEVICES'] = {given}\n    return torch.ones(1)\n"
+    outcome = port_source(source, level)
+    assert (outcome.after, outcome.left) == (0, [])
+    monkeypatch.setattr(os, "environ", found := {})
+    imported(outcome.source).hide(mock.Mock(gpu="1,3"))
+    assert found == {"CUDA_VISIBLE_DEVICES": "1,3", "ASCEND_RT_VISIBLE_DEVICES": "1,3"}
+    assert ("# why" in outcome.source) is ("# why" in source)
+    assert port_source(outcome.source, level).source == outcome.source
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"),
+    [
+        (Level.TORCH, "os.environ['CUDA_VISIBLE_DEVICES'] = '1'"),
+        (Level.ROLES, "os.environ['CUDA_VISIBLE_DEVICES'] = '-1'"),
+        (Level.ROLES, "os.environ['CUDA_VISIBLE_DEVICES'] = ''"),
+        (Level.ROLES, "os.environ['CUDA_VISIBLE_DEVICES'] = gpu\nprint(os.environ['CUDA_VISIBLE_DEVICES'])"),
+        (Level.ROLES, "env = dict(os.environ)\nenv['CUDA_VISIBLE_DEVICES'] = gpu"),
+        (Level.ROLES, "# TODO(accelcore): a reason\nos.environ['CUDA_VISIBLE_DEVICES'] = gpu"),
+    ],
+)
+def test_a_variable_of_one_vendor_stays_where_it_may_mean_more_than_which_devices_are_used(level, lines):
+    outcome = port_source(f"import os\nimport torch\n\ngpu = '1'\n{lines}\nx = torch.ones(2)\n", level)
+    assert "ASCEND" not in outcome.source
+    assert outcome.left

@@ -131,7 +131,7 @@ TOOLS = {
         4,
     ],
     "op = load('op', sources=['op.cpp', 'kernels/op.cu'])": [2],
-    "os.environ['CUDA_VISIBLE_DEVICES'] = '1'": [2],
+    "gpus = os.environ['CUDA_VISIBLE_DEVICES']": [2],
     "os.environ.setdefault('ASCEND_RT_VISIBLE_DEVICES', '1')": [2],
     "env['CUDA_VISIBLE_DEVICES'] = env['ASCEND_RT_VISIBLE_DEVICES'] = '1'": [],
     "index = faiss.IndexFlatL2(8)": [],

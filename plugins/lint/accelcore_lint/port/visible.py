@@ -1,0 +1,51 @@
+"""The environment variables by which a script hides devices: each vendor has its own."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from accelcore_lint.port.rule import TODO
+from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.vendors import VISIBLE
+from accelcore_lint.port.walk import find
+
+_FIRST, _OTHER = VISIBLE
+_IS_LEFT = re.compile(rf"{re.escape(TODO)}.*\n\s*[\w.]*environ\b")
+
+
+def variables_set(module: cst.Module) -> list[cst.Assign]:
+    """Return the assignments to `os.environ["CUDA_VISIBLE_DEVICES"]` of a file, if it does no more with the variable.
+
+    None if it sets both vendors' variables, reads one, hides all devices, or has a comment of an earlier run.
+    """
+    code = module.code
+    if _FIRST not in code or _OTHER in code or _IS_LEFT.search(code):
+        return []
+    made = [each for each in find(module, cst.Assign) if _sets(each)]
+    names = [each for each in find(module, cst.SimpleString) if each.evaluated_value == _FIRST]
+    return made if len(made) == len(names) else []
+
+
+def with_both_variables(module: cst.Module) -> cst.Module:
+    """Set both vendors' variables where a file sets one: each vendor's devices ignore the other's."""
+    for line in variables_set(module):
+        (first,) = line.targets
+        other = first.with_changes(target=cst.ensure_type(first.target, cst.Subscript).deep_replace(*_named(first)))
+        module = cst.ensure_type(module.deep_replace(line, line.with_changes(targets=[first, other])), cst.Module)
+    return module
+
+
+def _named(target: cst.AssignTarget) -> tuple[cst.SimpleString, cst.SimpleString]:
+    """Return the name of the variable in a target, and that of the other one."""
+    (name,) = find(target, cst.SimpleString)
+    return name, name.with_changes(value=name.value.replace(_FIRST, _OTHER))
+
+
+def _sets(line: cst.Assign) -> bool:
+    target = line.targets[0].target
+    if len(line.targets) != 1 or not isinstance(target, cst.Subscript):
+        return False
+    is_variable = text_of(target.value) in ("os.environ", "environ") and _FIRST in text_of(target)
+    return is_variable and text_of(line.value).strip("'\"") not in ("", "-1")
