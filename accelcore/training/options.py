@@ -89,7 +89,7 @@ class TrainerOptions(TypedDict, total=False):
             function needs the number of updates: from `total_steps`, or from `trainer.epochs(n)` and the length of
             the loader.
         warmup: updates in which the learning rate first rises linearly to its value: a number, or a share of all
-            updates, such as 0.05. For a `scheduler` that the trainer makes. Default: `0`.
+            updates, such as 0.05. For a `scheduler` by name. Default: `0`.
         total_steps: number of updates of the whole training, for a scheduler or observers, such as `Progress`. It does
             not end the training. None: computed from `trainer.epochs(n)` and the loader.
         schedule_by: when the scheduler is stepped. `"window"`: after each update, even if it was skipped for overflow.

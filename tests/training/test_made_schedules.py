@@ -68,8 +68,10 @@ AFTER = {  # of the share of the updates that are done
 OF_TORCH = {"function": lambda optimizer, updates: StepLR(optimizer, updates // 3, gamma=0.5)}
 
 
-@pytest.mark.parametrize("name", AFTER)
-@pytest.mark.parametrize("warmup", [0, 3, 0.2])
+@pytest.mark.parametrize(
+    ("name", "warmup"),
+    [*((name, warmup) for name in AFTER for warmup in (0, 3, 0.2) if name != "function" or not warmup)],
+)
 def test_a_named_schedule_rises_and_falls_over_all_updates(accel, name, warmup):
     trainer, rates = make(accel, OF_TORCH.get(name, name), warmup=warmup)
     rising = 3 if warmup else 0
@@ -168,8 +170,9 @@ def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tm
         train(longer, 6)
     for options, message in (
         ({"total_steps": 18}, "12 updates, and .* 18"),
-        ({"warmup": 2}, "CosineAnnealingLR, .* a SequentialLR"),
-        ({"scheduler": None}, "CosineAnnealingLR, .* no scheduler"),
+        ({"warmup": 2}, '"cosine" with warmup=0, .*="cosine" with warmup=2'),
+        ({"scheduler": "linear", "total_steps": 12}, '"cosine" with .*="linear" with'),
+        ({"scheduler": None}, '"cosine" .* no scheduler'),
     ):
         with pytest.raises(accelcore.CheckpointError, match=message):
             make(accel, **options)[0].resume(tmp_path)
@@ -183,7 +186,7 @@ def test_a_resumed_run_of_another_length_says_how_to_keep_the_schedule(accel, tm
 def test_a_schedule_that_is_added_on_resume_is_refused(accel, tmp_path, options):
     trainer, _ = make(accel, scheduler=None)
     train(trainer, 4, stop=4, folder=tmp_path)
-    with pytest.raises(accelcore.CheckpointError, match=r"no scheduler(.|\n)*remove scheduler=(.|\n)*trainer\.load"):
+    with pytest.raises(accelcore.CheckpointError, match=r"no scheduler(.|\n)*remove(.|\n)*trainer\.load"):
         make(accel, **options)[0].resume(tmp_path)
 
 
@@ -224,9 +227,9 @@ def test_a_schedule_that_has_ended_trains_at_0_and_warns_once(accel, tmp_path, c
         train(trainer, 2, stop=stop, folder=tmp_path)
         found += rates.seen
         assert torch.equal(trainer.model.weight, weight) == (stop > end)
-        assert caplog.text.count(f"{ENDED} {end}, and a later update was trained at the learning rate 0. ") == warnings
+        assert caplog.text.count(f"{ENDED} {end}, and a later update was trained") == warnings
         assert caplog.text.count(ENDED) == warnings
-    assert found == pytest.approx(expected + [0.0] * (10 - end), abs=0)
+    assert found == pytest.approx(expected + [0.0] * (10 - end), rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +248,7 @@ def test_a_scheduler_of_a_function_goes_on_past_its_end_as_torchs_does_and_warns
     with pytest.raises(ValueError, match=raises) if raises else nullcontext():
         train(trainer, 2)
     assert rates.seen[:5] == pytest.approx(expected[: len(rates.seen)], abs=0)
-    assert caplog.text.count(f"{ENDED} 4, and a later update was trained at the learning rate {expected[4]:g}. ") == 1
+    assert caplog.text.count(f"{ENDED} 4, and a later update was trained") == 1
 
 
 def warm(optimizer, then, rising=2):
@@ -259,11 +262,6 @@ WRONG = {  # for 8 epochs of 3 updates, which are 5 batches
     "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
     "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 6)),
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, 40),
-    "OneCycleLR too short": lambda optimizer: OneCycleLR(optimizer, 0.1, 23),
-    "CosineAnnealingLR too short": lambda optimizer: CosineAnnealingLR(optimizer, 12),
-    "LinearLR": lambda optimizer: LinearLR(optimizer, 1.0, 0.1, 8),
-    "PolynomialLR": lambda optimizer: PolynomialLR(optimizer, 8),
-    "SequentialLR too short": lambda optimizer: warm(optimizer, lambda optimizer: PolynomialLR(optimizer, 9)),
 }
 RIGHT = {
     "StepLR": lambda optimizer: StepLR(optimizer, 1, gamma=0.9),
@@ -325,15 +323,16 @@ def test_a_constant_rate_has_no_end(accel, caplog):
     [
         ({"scheduler": "cosin"}, r"'cosin' is unknown(.|\n)*mean 'cosine'"),
         ({"scheduler": 3}, "3 is not a scheduler"),
-        ({"scheduler": lambda optimizer: None}, "an optimizer and the number of updates"),
+        ({"scheduler": lambda optimizer: None}, r"not a scheduler(.|\n)*function of optimizer and number of updates"),
         ({"scheduler": CosineAnnealingLR}, "not a scheduler"),
         ({"scheduler": "cosine", "schedule_by": "script"}, "schedule_by='script' needs"),
-        ({"scheduler": None, "warmup": 5}, "warmup=5 needs a scheduler that the trainer makes"),
+        ({"scheduler": None, "warmup": 5}, "warmup=5 needs a schedule by name"),
+        ({"scheduler": OF_TORCH["function"], "warmup": 5}, r"warmup=5 needs a schedule by name(.|\n)*SequentialLR"),
         ({"warmup": -1}, "warmup=-1"),
         ({"warmup": 1.0}, r"warmup=1.0(.|\n)*share of all updates below 1"),
         ({"total_steps": 0}, "total_steps=0"),
         ({"warmup": 12, "total_steps": 12}, "as long as the whole training, of 12"),
-        ({"scheduler": lambda optimizer, updates: updates, "total_steps": 3}, "returned 3"),
+        ({"scheduler": lambda optimizer, updates: updates, "total_steps": 3}, "3 is not a scheduler"),
     ],
 )
 def test_what_makes_no_schedule_is_refused(accel, options, message):

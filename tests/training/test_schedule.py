@@ -226,7 +226,7 @@ def test_it_resumes_as_it_was_stepped(accel, tmp_path, by, other):
 
     make(by).save(tmp_path)
     make(by).resume(tmp_path)
-    with pytest.raises(accelcore.CheckpointError, match=rf'by {by}, .* by {other}\n.*schedule_by="{by}"'):
+    with pytest.raises(accelcore.CheckpointError, match=rf"by the {by}, .* by the {other}\n.*schedule_by="):
         make(other).resume(tmp_path)
 
 

@@ -112,20 +112,14 @@ class SchedulePart(Part):
         return self.schedule.state()
 
     def prepare(self, saved: Saved) -> Callable[[], object]:
-        schedule = as_dict(saved.shared.get("schedule"), "schedule", "kind", "by", "updates", "state")
+        schedule = as_dict(saved.shared.get("schedule"), "schedule", "kind", "updates", "state")
         updates, state = schedule["updates"], schedule["state"]
-        restore = self.schedule.prepare(
+        return self.schedule.prepare(
             schedule["kind"],
             None if updates is None else _number(updates, "updates"),
             {} if state is None else as_dict(state, "schedule"),
             saved.path,
         )
-        if schedule["by"] != self.schedule.by:
-            raise CheckpointError(
-                f"the checkpoint's scheduler is stepped by {schedule['by']}, and this one by {self.schedule.by}",
-                remedy=f'give the trainer schedule_by="{schedule["by"]}"',
-            )
-        return restore
 
 
 @dataclass(frozen=True)
