@@ -20,17 +20,11 @@ def check_loss(loss: Any, model: nn.Module) -> None:
     """Raise ConfigurationError if `loss` is not a function of a model and a batch."""
     if loss is None:
         return
-    if not callable(loss) or _is_torchs(loss):
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    if not callable(loss) or _is_torchs(loss) or bound(function, model, None) is None:
         name = repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         raise ConfigurationError(
             f"loss={name} does not take a model and a batch",
-            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
-        )
-    function = loss.forward if isinstance(loss, nn.Module) else loss
-    given = bound(function, model, None)
-    if given is None:
-        raise ConfigurationError(
-            f"loss={getattr(loss, '__name__', kind_of(loss))} does not take two arguments",
             why="it is called as loss(model, batch)",
             remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
         )

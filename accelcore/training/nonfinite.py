@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from accelcore.errors import TrainingError, logger
+from accelcore.errors import TrainingError
 from accelcore.scaling.dynamic import is_finite
 from accelcore.training.gradients import Gradients, by_slot
 from accelcore.training.plan import Plan
@@ -21,8 +21,6 @@ _SMALL = 1024  # bytes; a loss that is a view of more would keep that memory
 class FiniteCheck:
     """Look for NaN and inf in the parameters or masters: often in the first windows, later in every 64th.
 
-    A loss that is NaN or inf may leave them finite, and train nothing. This is logged once.
-
     The host reads the result of a look one window later, so that the device never waits for the host.
     """
 
@@ -30,7 +28,7 @@ class FiniteCheck:
     due: float  # the window after which `window_ended` is to be called next; inf if there is no check
 
     def __init__(self, plan: Plan, steps: int) -> None:
-        self._plan, self._warned = plan, False
+        self._plan = plan
         self._wanted = plan.options["on_nonfinite"] is not None and len(plan.gradients.values) > 0
         self.losses = deque(maxlen=2 * _EVERY * plan.options["accumulate"])
         self.begin(steps)
@@ -60,14 +58,6 @@ class FiniteCheck:
         """
         if self._wanted and self._found(agree=agree).item():
             self._examine(steps, agree=agree)
-        bad = self._bad_losses() if self._wanted and not self._warned else []
-        if bad:
-            self._warned = True
-            logger.warning(
-                "%d of the last %d losses%s are NaN or inf, the first of step %d: %s. The parameters are finite: such "
-                "batches may train nothing. A cross-entropy is NaN if each label of a batch is ignore_index",
-                *(len(bad), len(self.losses), self._where(), *bad[0]),
-            )
 
     @torch.no_grad()
     def _found(self, *, agree: bool) -> Tensor:
@@ -91,22 +81,16 @@ class FiniteCheck:
             )
 
     def _first_bad_loss(self) -> str:
-        bad = self._bad_losses()
-        if bad:
-            return f"the first loss{self._where()} that was not finite is that of step {bad[0][0]}: {bad[0][1]}"
-        return (
-            f"the losses{self._where()} of the last {len(self.losses)} micro-batches were finite" if self.losses else ""
-        )
-
-    def _bad_losses(self) -> list[tuple[int, float]]:
+        """Return which of the last losses was the first that is not finite."""
         if not self.losses:
-            return []
-        flat = [loss.detach().reshape(()).to(self.losses[0][1].device) for _, loss in self.losses]
-        values = zip((step for step, _ in self.losses), torch.stack(flat).tolist(), strict=True)  # one copy to the host
-        return [each for each in values if not math.isfinite(each[1])]
-
-    def _where(self) -> str:
-        return " on this rank" if self._plan.backend.collectives.world_size > 1 else ""
+            return ""
+        device = self.losses[0][1].device
+        values = torch.stack([loss.detach().reshape(()).to(device) for _, loss in self.losses]).tolist()
+        bad = [(step, value) for (step, _), value in zip(self.losses, values, strict=True) if not math.isfinite(value)]
+        where = " on this rank" if self._plan.backend.collectives.world_size > 1 else ""
+        if not bad:
+            return f"the losses{where} of the last {len(values)} micro-batches were finite"
+        return f"the first loss{where} that was not finite is that of step {bad[0][0]}: {bad[0][1]}"
 
 
 def first_not_finite(gradients: Gradients, tensors: Sequence[Tensor | None]) -> str | None:

@@ -19,10 +19,8 @@ from accelcore.jobs.exchange import gather_objects
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import wait_for_all
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
-from accelcore.util.containers import rows, tensors
+from accelcore.util.containers import tensors
 from accelcore.util.text import bound, kind_of
-
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Evaluation(Batches):
@@ -39,7 +37,7 @@ class Evaluation(Batches):
             >>> error = trainer.evaluate(loader).mean(lambda batch: model(batch).square())
 
         Every rank must call this. The host waits for the device once, after the last batch. A warning is logged if
-        all results have the shape (n, n) for n rows, as predictions of shape (n, 1) minus targets of shape (n,) have.
+        a result has the shape (n, n) for n rows, as predictions of shape (n, 1) minus targets of shape (n,) have.
 
         Args:
             function: returns a tensor of values, which all count alike: one for each row, or another number of them,
@@ -60,24 +58,18 @@ class Evaluation(Batches):
             raise ConfigurationError(f"mean({name}) is not given a function of the batch alone", remedy=remedy)
         totals: dict[str, list[Tensor]] = defaultdict(list)
         counts: dict[str, int] = defaultdict(int)
-        square: dict[str, int] = {}  # for each name, the n of results of shape (n, n); 0 if one has another shape
         for batch in self:
             returned = function(batch)
             for name, value in (returned if isinstance(returned, Mapping) else {"": returned}).items():
                 total, count = _total(value, batch)
-                if (size := rows(batch)) > 1 and square.get(name, size):
-                    square[name] = size if isinstance(value, Tensor) and value.shape == (size, size) else 0
                 totals[name].append(total)
                 counts[name] += count
-        for name, size in square.items():
-            if size and self._collectives.rank == 0:
-                _warn_of_square(f"the result {name!r}" if name else "the result", size)
-        own = {name: [torch.stack(parts).cpu().double().sum().item(), counts[name]] for name, parts in totals.items()}
-        sums: dict[str, list[float]] = {}
-        # A rank without batches knows no names.
+        own = {name: (torch.stack(parts).cpu().double().sum().item(), counts[name]) for name, parts in totals.items()}
+        of_names = defaultdict(list)  # a rank without batches knows no names
         for of_rank in gather_objects(self._collectives, own, "trainer.evaluate(...).mean()"):
             for name, pair in of_rank.items():
-                sums[name] = [one + other for one, other in zip(sums.get(name, [0.0, 0]), pair, strict=True)]
+                of_names[name].append(pair)
+        sums = {name: [sum(each) for each in zip(*pairs, strict=True)] for name, pairs in of_names.items()}
         if not any(count for _, count in sums.values()):
             raise ConfigurationError(
                 "an evaluation of no rows has no mean",
@@ -88,37 +80,36 @@ class Evaluation(Batches):
         return means[""] if set(means) == {""} else means
 
 
-@cache
-def _warn_of_square(what: str, size: int) -> None:
+@cache  # logged once
+def _warn_of_square(size: int) -> None:
     logger.warning(
-        "%s of the function given to trainer.evaluate(...).mean() has shape (%d, %d) for a batch of %d rows, and its "
-        "mean is over all of these values. If predictions of shape (%d, 1) met targets of shape (%d,), use squeeze(1)",
-        *(what, size, size, size, size, size),
+        "the function given to trainer.evaluate(...).mean() returned shape (%d, %d) for a batch of %d rows, and all of "
+        "these values count. If predictions of shape (%d, 1) met targets of shape (%d,), use squeeze(1)",
+        *[size] * 5,
     )
 
 
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
-    if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _WHOLE:
+    """Return the sum of the values for a batch, and their number."""
+    is_count = isinstance(value, Tensor) and not (value.dim() or value.is_floating_point())
+    if is_count or not isinstance(value, Tensor | Real):
         raise TrainingError(
-            "the function returned a whole number for a batch: this looks like a count",
-            why="a scalar counts as the mean over the batch's rows",
-            remedy="return one value for each row, such as predicted == target without .sum()",
-        )
-    if not isinstance(value, Tensor | Real):
-        raise TrainingError(
-            f"the function returned {kind_of(value)} for a batch, not a tensor or a number",
-            remedy="return a tensor with one value for each row, or a dict of such tensors",
+            f"the function returned {'a whole number' if is_count else kind_of(value)} for a batch, which is neither "
+            "values nor their mean",
+            remedy="return a tensor of one value for each row, such as predicted == target without .sum(), or a dict "
+            "of such tensors",
         )
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
-    if value.dim():
-        return total, value.numel()
     lengths = {len(tensor) for tensor in tensors(batch) if tensor.dim()}
+    if value.dim():
+        if value.shape == (len(value), len(value)) and lengths == {len(value)} and len(value) > 1:
+            _warn_of_square(len(value))
+        return total, value.numel()
     if len(lengths) != 1 or 0 in lengths:
-        has = f"tensors of {' and '.join(map(str, sorted(lengths)))} rows" if lengths else "no tensor with rows"
         raise TrainingError(
             "the function returned a scalar for a batch whose number of rows is unknown",
-            why=f"a scalar counts as the mean over the batch's rows. This batch has {has}",
+            why=f"a scalar counts as the mean over the rows, and this batch has tensors of {sorted(lengths)} rows",
             remedy="return one value for each row: for the mean over rows, loss.expand(rows)",
         )
     (count,) = lengths
