@@ -47,7 +47,7 @@ from accelcore.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from accelcore.errors import CheckpointError, ConfigurationError, nearest
+from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.util.files import remedy_of_writing
 from accelcore.util.text import is_number
 
@@ -93,20 +93,10 @@ def after_steps(folder: Path, steps: int) -> Path:
     return found[-1] if found else folder / f"step-{steps:08d}"
 
 
-def beneath(folder: Path) -> str:
-    """Return up to five folders in `folder`, or one below, that have checkpoints, for a message."""
-    inside = [*folder.glob("*/"), *folder.glob("*/*/")]
-    found = sorted(path for path in inside if _has_checkpoints(path))
-    return ", ".join(map(str, found[:5]))
-
-
-def similar(folder: Path) -> Path | None:
-    """Return the folder of checkpoints above `folder`, or beside it with a similar name but for the number of a run."""
-    if _has_checkpoints(folder.parent):
-        return folder.parent
-    word, found = re.sub(r"\d+", "", folder.name), filter(_has_checkpoints, folder.parent.glob("*/"))
-    near = nearest(folder.name, (path.name for path in found if re.sub(r"\d+", "", path.name) != word))
-    return None if near is None else folder.with_name(near)
+def near(folder: Path) -> str:
+    """Return up to five folders with checkpoints, for a message: those in `folder`, one below, and its parent."""
+    places = [folder.parent, *folder.glob("*/"), *folder.glob("*/*/")]
+    return ", ".join(map(str, sorted(filter(_has_checkpoints, places))[:5]))
 
 
 def _has_checkpoints(folder: Path) -> bool:
@@ -118,14 +108,8 @@ def _has_checkpoints(folder: Path) -> bool:
 
 def no_checkpoint(folder: Path, remedy: str) -> CheckpointError:
     """Return the error for a folder without a checkpoint; it names folders that may be meant."""
-    is_there = folder.exists()
-    near = None if is_there else similar(folder)
-    return CheckpointError(
-        f"there is no checkpoint in {folder}",
-        why="" if is_there else "there is no such folder",
-        available=beneath(folder),
-        remedy=(f"did you mean {near}? Else " if near else "") + remedy,
-    )
+    why = "" if folder.exists() else "there is no such folder"
+    return CheckpointError(f"there is no checkpoint in {folder}", why=why, available=near(folder), remedy=remedy)
 
 
 def _order_of(path: Path) -> tuple[int, int]:

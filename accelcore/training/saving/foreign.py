@@ -145,7 +145,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"there is no model in {folder}",
             why=f"it has neither a checkpoint nor one of the files {', '.join(_FILES)}",
-            available=store.beneath(folder),
+            available=store.near(folder),
             remedy="give the folder that has one",
         )
     files, model = [name], {}

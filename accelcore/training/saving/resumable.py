@@ -221,7 +221,7 @@ class Resumable(ABC):
         if must_exist:
             raise store.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
         if rank == 0:
-            meant = store.beneath(folder) or store.similar(folder)
+            meant = store.near(folder)
             log, hint = (logger.warning, f" (did you mean one of these? {meant})") if meant else (notice, "")
             log("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
         return None

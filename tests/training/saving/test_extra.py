@@ -138,14 +138,14 @@ def test_a_folder_of_folders_names_those_with_checkpoints(accel, tmp_path, caplo
 @pytest.mark.parametrize(
     ("saved", "asked", "level"),
     [
-        ("first", "frist", "WARNING"),
+        ("first", "frist", "INFO"),
         ("first", "first/step-9", "WARNING"),
         ("run_2", "run_3", "INFO"),
         ("other", "first", "INFO"),
         (None, "first", "INFO"),
     ],
 )
-def test_a_first_start_beside_a_folder_of_a_similar_name_is_a_warning_that_names_it(
+def test_a_first_start_in_a_folder_of_checkpoints_is_a_warning_that_names_it(
     accel, tmp_path, caplog, saved, asked, level
 ):
     if saved:
