@@ -109,7 +109,8 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     if len(lengths) != 1 or 0 in lengths:
         raise TrainingError(
             "the function returned a scalar for a batch whose number of rows is unknown",
-            why=f"a scalar counts as the mean over the rows, and this batch has tensors of {sorted(lengths)} rows",
+            why="a scalar counts as the mean over the rows. This batch has "
+            + (f"tensors of {' and '.join(map(str, sorted(lengths)))} rows" if lengths else "no tensor with rows"),
             remedy="return one value for each row: for the mean over rows, loss.expand(rows)",
         )
     (count,) = lengths

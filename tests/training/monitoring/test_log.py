@@ -256,7 +256,7 @@ def test_figures_go_to_tensorboard_and_wandb_and_a_resumed_run_is_the_same_one(a
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("accelcore.training.monitoring.log.find_spec", lambda name: name)
+    monkeypatch.setattr("accelcore.training.monitoring.records.find_spec", lambda name: name)
     for resumes in (False, True):
         log = accelcore.Log(tmp_path, every=5, plot=False, tensorboard=True, wandb={"project": "p"})
         trainer = make(accel, log)
