@@ -185,3 +185,20 @@ def test_set_epoch_may_be_called_by_a_base_class_or_by_accelerate(head, base, an
     name = "Base" if "Base" in head + base else ""
     source = EPOCHS.format(head=head, base=base, name=name, answer=answer, prepare=prepare or "pass")
     assert ("ACC309" in [finding.code for finding in check(source)]) is found
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("'cuda' if torch.cuda.is_available() else 'cpu'", False),
+        ("torch.device('cuda:0' if args.cuda else 'cpu')", False),
+        ("{'cuda:0': 'cpu'}", False),
+        ("{'cuda:0': place}", False),
+        ("{'cuda:0': 'cuda:1'}", True),
+        ("'cuda:0' if args.first else 'cuda:1'", True),
+        ("lambda storage, place: storage.cuda()", True),
+    ],
+)
+def test_a_checkpoint_that_loads_elsewhere_without_the_device_is_not_bound_to_it(place, found):
+    source = f"import torch\n\n\ndef load(args, path, place):\n    return torch.load(path, map_location={place})\n"
+    assert ("ACC107" in [finding.code for finding in check(source)]) is found

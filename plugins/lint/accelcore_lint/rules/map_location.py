@@ -11,7 +11,11 @@ from accelcore_lint.vendors import DEVICES, is_device_text
 
 
 def _names_vendor(value: ast.expr) -> bool:
+    if isinstance(value, ast.Dict):  # of the places in the file to those in memory
+        return any(map(_names_vendor, value.values))
     for node in ast.walk(value):
+        if isinstance(node, ast.IfExp) and not (_names_vendor(node.body) and _names_vendor(node.orelse)):
+            return False  # where the script has no such device, it takes another one
         if is_device_text(node):
             return True
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DEVICES:
