@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -15,6 +16,8 @@ from accelcore.torch_internals import expect_no_step
 from accelcore.util.text import bound, is_whole
 
 ScheduleBy = Literal["window", "script"]
+
+Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an optimizer for a number of updates
 
 _NONE, _TO_BE_MADE = "no scheduler", "a scheduler that is not made yet"
 
@@ -54,16 +57,16 @@ class Schedule:
         self.by, self._warmup, self._optimizer, self._log = by or "window", warmup, optimizer, log
         is_named = isinstance(scheduler, str)
         is_function = callable(scheduler) and not isinstance(scheduler, type) and bound(scheduler, None, 1) is not None
-        self._name: str | None = scheduler if is_named else None
-        self._function = scheduler if is_function else None
-        self._is_given = scheduler is not None and not (is_named or is_function)
+        self._name = scheduler if is_named else ""
+        make = partial(_of_name, self._name, warmup) if is_named else scheduler
+        self._make: Make | None = make if is_named or is_function else None
         # A schedule by name fits, and with `schedule_by` the script says what is counted.
-        self._may_not_fit = by is None and (self._is_given or is_function)  # until `warn_of_length` has looked
+        self._may_not_fit = not (scheduler is None or is_named or by)  # until `warn_of_length` has looked
         self._steps_by_window = scheduler is not None and self.by == "window"
-        self._updates_are_checked = not (is_named or is_function)  # by `check_updates`
+        self._updates_are_checked = self._make is None  # by `check_updates`
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
-        if self.by == "script" and not self._is_given:
+        if self.by == "script" and (scheduler is None or self._make is not None):
             raise ConfigurationError(
                 f"schedule_by={by!r} needs a scheduler, not {'None' if scheduler is None else 'a name or a function'}",
                 remedy='make the scheduler yourself, or leave schedule_by="window"',
@@ -80,15 +83,15 @@ class Schedule:
                 available=", ".join(_NAMED),
                 remedy=did_you_mean(scheduler, _NAMED, "pass a function: scheduler=lambda optimizer, updates: ..."),
             )
-        if self._is_given:
-            self.scheduler = self._checked(scheduler)
         if scheduler is not None:
+            if self._make is None:
+                self.scheduler = self._checked(scheduler)
             expect_no_step(optimizer)  # a trainer may update without calling `step`
 
     @property
     def is_to_be_made(self) -> bool:
         """Whether the scheduler still waits for the number of updates."""
-        return self.scheduler is None and (self._name or self._function) is not None
+        return self.scheduler is None and self._make is not None
 
     def begin(self, updates: int | None) -> None:
         """Note the learning rates that the schedule will begin from; make it if the number of updates is given."""
@@ -100,24 +103,8 @@ class Schedule:
                 self.check_updates(updates)
 
     def make(self, updates: int) -> None:
-        made = self._named(updates) if self._function is None else self._function(self._optimizer, updates)
-        self.scheduler, self.updates = self._checked(made), updates
-
-    def _named(self, updates: int) -> LRScheduler:
-        """Make the schedule of a name: a linear rise over the updates of the warm-up, and then its curve."""
-        assert self._name is not None, "without a name there is a function"
-        curve, warmup = _NAMED[self._name], self._warmup
-        rising = warmup if isinstance(warmup, int) else round(warmup * updates)
-        if rising >= updates:
-            raise ConfigurationError(
-                f"warmup={warmup!r} is as long as the whole training, of {updates} updates",
-                remedy="give a shorter warm-up, or train longer",
-            )
-
-        def factor(step: int) -> float:
-            return (step + 1) / (rising + 1) if step < rising else curve(min(1.0, (step - rising) / (updates - rising)))
-
-        return LambdaLR(self._optimizer, factor)
+        assert self._make is not None, "the scheduler was given"
+        self.scheduler, self.updates = self._checked(self._make(self._optimizer, updates)), updates
 
     def _checked(self, scheduler: Any) -> LRScheduler:
         """Return a scheduler; raise ConfigurationError if it is none, or cannot be stepped."""
@@ -157,7 +144,7 @@ class Schedule:
 
     def warn_of_length(self, epochs: int | None, updates: int | None) -> None:
         """Log once that the scheduler seems to be made for another number of steps than that of the updates."""
-        if not (self._may_not_fit and self._steps_by_window and epochs and updates):
+        if not (self._may_not_fit and epochs and updates):
             return
         self._may_not_fit = False
         if _seems_to_count_otherwise(self.scheduler, epochs, updates):
@@ -246,6 +233,21 @@ class Schedule:
     def restored(self) -> None:
         """Continue with the scheduler as it is now."""
         self._expected = None
+
+
+def _of_name(name: str, warmup: float, optimizer: Optimizer, updates: int) -> LRScheduler:
+    """Make the schedule of a name: a linear rise over the updates of the warm-up, and then its curve."""
+    curve, rising = _NAMED[name], warmup if isinstance(warmup, int) else round(warmup * updates)
+    if rising >= updates:
+        raise ConfigurationError(
+            f"warmup={warmup!r} is as long as the whole training, of {updates} updates",
+            remedy="give a shorter warm-up, or train longer",
+        )
+
+    def factor(step: int) -> float:
+        return (step + 1) / (rising + 1) if step < rising else curve(min(1.0, (step - rising) / (updates - rising)))
+
+    return LambdaLR(optimizer, factor)
 
 
 def _new_run(path: str) -> str:
