@@ -154,7 +154,8 @@ class StoredTensors:
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor; the same object each time. Raise ValueError if some of its rows are missing."""
         if name not in self._known:
-            self._known[name] = self._read(name)
+            with torch.device("cpu"):  # safetensors would read to the default device
+                self._known[name] = self._read(name)
         return self._known[name]
 
     def _read(self, name: str) -> Tensor:

@@ -181,7 +181,8 @@ def _from_bytes(data: Tensor) -> Any:
 
     from accelcore.checkpoint.codec import decode
 
-    tensors = load(data.numpy().tobytes())
+    with torch.device("cpu"):  # safetensors would read to the default device
+        tensors = load(data.numpy().tobytes())
     tree = json.loads(tensors.pop("tree").numpy().tobytes())
     return decode(tree, tensors)["sent"]
 

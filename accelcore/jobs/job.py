@@ -171,7 +171,7 @@ class Job:
                 f"job.mean was given {kind_of(value)}", remedy="give a number, or torch.tensor(values)"
             )
         if not isinstance(value, Tensor):
-            return float(self.mean(torch.tensor(value, dtype=torch.float64)).item())
+            return float(self.mean(torch.tensor(value, dtype=torch.float64, device="cpu")).item())
         if value.is_complex():
             return torch.view_as_complex(self.mean(torch.view_as_real(value.detach().resolve_conj())))
         group = self._collectives.cpu_group()

@@ -311,7 +311,7 @@ def _of_run(entries: Sequence[Entry], run: Run, dtype: torch.dtype, place: torch
     entry: Entry = {}
     for key, value in entries[0].items():
         if key == "step":
-            entry[key] = torch.as_tensor(value).detach().to(place, torch.float32, copy=True)
+            entry[key] = torch.as_tensor(value, device=place).detach().to(place, torch.float32, copy=True)
         elif not isinstance(value, Tensor):
             entry[key] = value
         elif key in COUNTERS or value.shape != to_local(run.slots[0].trained).shape:
@@ -329,5 +329,5 @@ def _with_torchs_step(entry: Entry, group: Mapping[str, Any]) -> Entry:
     taken = {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in entry.items()}
     steps = taken.get("step", group.get("step") if "exp_avg" in taken else None)
     if isinstance(steps, int | float):
-        taken["step"] = torch.tensor(steps, dtype=torch.float32)
+        taken["step"] = torch.tensor(steps, dtype=torch.float32, device="cpu")
     return taken

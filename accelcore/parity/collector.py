@@ -206,7 +206,7 @@ class Collector:
             # The number of bytes is in the name, because an emulation has another kind of generator.
             generators[f"{device.type} generator of {len(state)} bytes"] = state
         for name, state in generators.items():
-            self._samples.add("random", "", name, torch.tensor([crc32(state.numpy().tobytes())]))
+            self._samples.add("random", "", name, torch.tensor([crc32(state.numpy().tobytes())], device="cpu"))
         self._saw_all("weight", _named(watched, (*model.named_parameters(), *model.named_buffers())))
 
     def _leave(self, watched: Watched, module: nn.Module, name: str | None, output: Any) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from uuid import uuid4
 from zlib import crc32
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -167,7 +168,8 @@ class Reader:
 
     def _checked(self, file: Any, file_name: str, name: str) -> Any:
         texts = file.metadata()
-        value = texts[name] if name in texts else file.get_tensor(name)
+        with torch.device("cpu"):  # safetensors would read to the default device
+            value = texts[name] if name in texts else file.get_tensor(name)
         if _sum(self.facts["run"], file_name, name, value) != json.loads(texts["sums"])[name]:
             raise ValueError(f"{name} in {file_name} has another checksum than when it was written")
         return value

@@ -218,7 +218,7 @@ def odd_ranks(steps: Mapping[int, SeenStep]) -> dict[Event, int]:
             own = [_last(events, event._replace(kind="gradient")) for events in ranks.values()]
             mean = sum(
                 (each for each in own if each is not None and {each.shape} == shapes),
-                torch.zeros(*shapes, dtype=torch.float64),
+                torch.zeros(*shapes, dtype=torch.float64, device="cpu"),
             )
             unlike = {rank: _unlike(values, mean) for rank, values in held.items()}
             found[event] = max(unlike.items(), key=itemgetter(1))[0]

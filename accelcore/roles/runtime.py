@@ -219,7 +219,7 @@ class TorchRuntime(Runtime):
             torch.use_deterministic_algorithms(True)
 
     def rng_state(self) -> dict[str, Tensor]:
-        return {**host_rng_state(), **({_ALIKE: torch.ones(())} if draws_on_host() else {})}
+        return {**host_rng_state(), **({_ALIKE: torch.ones((), device="cpu")} if draws_on_host() else {})}
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> list[str]:
         return [name for name in set_host_rng_state(state) if name != _ALIKE or not draws_on_host()]
@@ -336,13 +336,13 @@ def host_rng_state() -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor([version, *words], dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "python": torch.tensor([version, *words], dtype=torch.int64, device="cpu"),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64, device="cpu"),
     }
     if "numpy" in sys.modules:
         _, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        state["numpy_gauss"] = torch.tensor([cached], dtype=torch.float64)
+        state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64, device="cpu")
+        state["numpy_gauss"] = torch.tensor([cached], dtype=torch.float64, device="cpu")
     return state
 
 

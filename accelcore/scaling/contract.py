@@ -221,7 +221,7 @@ class StaticScaler(LossScaler):
         key = like.dtype, like.device
         if key not in self._inverses:
             exact = like.dtype.itemsize >= 4
-            self._inverses[key] = torch.full((), 1 / self._scale).to(like) if exact else 1 / self._scale
+            self._inverses[key] = torch.full((), 1 / self._scale, device="cpu").to(like) if exact else 1 / self._scale
         return self._inverses[key]
 
 
@@ -244,7 +244,7 @@ class OverflowStreak:
         if self._count is None or self._count_on_host is None:
             self._count = torch.zeros((), device=found.device)
             on_host = found.device.type == "cpu"
-            self._count_on_host = self._count if on_host else torch.zeros((), pin_memory=True)
+            self._count_on_host = self._count if on_host else torch.zeros((), device="cpu", pin_memory=True)
         torch.addcmul(found, self._count, found, out=self._count)
         if self._count_on_host is not self._count:
             self._count_on_host.copy_(self._count, non_blocking=True)

@@ -69,7 +69,7 @@ class FiniteCheck:
     def _examine(self, steps: int, *, agree: bool) -> None:
         gradients = self._plan.gradients
         name = first_not_finite(gradients, gradients.values)  # None if only the norm has overflowed
-        found = torch.tensor(float(name is not None))
+        found = torch.tensor(float(name is not None), device="cpu")
         if (self._plan.strategy.agree(found) if agree else found).item():
             raise TrainingError(
                 f"after step {steps}, {'a parameter of another rank' if name is None else f'the parameter {name!r}'} "

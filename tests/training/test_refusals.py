@@ -120,3 +120,10 @@ def test_a_job_of_several_ranks_without_a_strategy_says_which_to_take(accel, mon
     model = net()
     with pytest.raises(accelcore.ConfigurationError, match=r'parallel=None(.|\n)*give "ddp" if (.|\n)*"fsdp" if not'):
         accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_setting_by_which_torch_replaces_moved_parameters_is_refused(accel, monkeypatch):
+    monkeypatch.setattr("torch.__future__._overwrite_module_params_on_conversion", True)
+    model = net()
+    with pytest.raises(accelcore.ConfigurationError, match="set_overwrite_module_params_on_conversion"):
+        accel.trainer(model, accel.optimizers.create("sgd", model.parameters()), loss=loss_of)

@@ -209,7 +209,7 @@ class GradientMemory:
         if all(self.received):
             self._flags.fill_(1)
         else:
-            self._flags.copy_(torch.tensor(self.received))
+            self._flags.copy_(torch.tensor(self.received, device="cpu"))
         return self._packed
 
     def unpack(self) -> None:

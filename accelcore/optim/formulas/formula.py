@@ -349,7 +349,7 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of all elements, in float32 or more exact, on the first one's device; 0 of none."""
     norms = [torch.linalg.vector_norm(t, dtype=_exact(t.dtype)) for t in tensors]
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 

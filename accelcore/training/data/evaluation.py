@@ -99,7 +99,9 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
             remedy="return a tensor of one value for each row, such as predicted == target without .sum(), or a dict "
             "of such tensors",
         )
-    value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    value = (
+        value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    )
     total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
     lengths = {len(tensor) for tensor in tensors(batch) if tensor.dim()}
     if value.dim():

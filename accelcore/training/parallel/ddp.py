@@ -87,7 +87,9 @@ class DDP(Strategy):
         has = [parameter.grad is not None for parameter in self._parameters]
         with torch.enable_grad():
             if not all(has):  # by a copy that does not make the host wait for the whole backward pass
-                received = received * torch.tensor(has, dtype=received.dtype).to(received.device, non_blocking=True)
+                received = received * torch.tensor(has, dtype=received.dtype, device="cpu").to(
+                    received.device, non_blocking=True
+                )
             loss = received.sum()
             for parameter in self._parameters:
                 if id(parameter) not in arrived:

@@ -134,7 +134,7 @@ class FullySharded(Strategy):
     def after_backward(self) -> None:
         """Drop the zeros that were reduced for parameters that no rank used."""
         has = [had or number in self._arrived for number, had in enumerate(self._had)]
-        flags = torch.tensor(has, dtype=torch.float32).to(self.device, non_blocking=True)
+        flags = torch.tensor(has, dtype=torch.float32, device="cpu").to(self.device, non_blocking=True)
         self.collectives.all_reduce(flags, "max")
         if not all(has):  # only then the host waits for the flags of the other ranks
             for parameter, anywhere in zip(self._parameters, flags.tolist(), strict=True):
@@ -339,7 +339,7 @@ class UnusedShards:
     def _end(self) -> None:
         self._queued = False
         for number in tuple(self._pending):
-            self.leave(number, torch.empty(0))
+            self.leave(number, torch.empty(0, device="cpu"))
 
 
 def _places_of(group: nn.Module, groups: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:

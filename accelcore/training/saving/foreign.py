@@ -159,7 +159,8 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
-        return load_file(path)
+        with torch.device("cpu"):  # safetensors would read to the default device
+            return load_file(path)
     with path.open("rb") as file:
         begin = file.read(8)
     if not begin.startswith((b"PK", b"\x80")):  # torch's archive, or a pickle

@@ -41,6 +41,12 @@ class Place(Stage):
             raise ConfigurationError(
                 "the model is already wrapped in DataParallel", remedy='pass the bare module, and parallel="ddp"'
             )
+        if torch.__future__.get_overwrite_module_params_on_conversion():
+            raise ConfigurationError(
+                "torch is set to replace a model's parameters when it is moved",
+                why="the optimizer would keep the old ones, and train these",
+                remedy="torch.__future__.set_overwrite_module_params_on_conversion(False)",
+            )
         values = (*plan.model.named_parameters(), *plan.model.named_buffers())
         if empty := [name for name, tensor in values if tensor.is_meta]:
             raise ConfigurationError(

@@ -109,10 +109,14 @@ def _bias(query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None) -> T
     """Return the bias of the scores, with -inf for hidden positions; None if nothing is hidden."""
     bias = None
     if mask is not None:
-        hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else mask.float()
+        hidden = (
+            torch.zeros(mask.shape, device="cpu").masked_fill_(~mask, -torch.inf)
+            if mask.dtype is torch.bool
+            else mask.float()
+        )
         bias = hidden.expand(query.shape[0], *hidden.shape[-3:]) if hidden.ndim == 4 else hidden
     if is_causal:
-        future = torch.full((query.shape[2], key.shape[2]), -torch.inf).triu_(1)
+        future = torch.full((query.shape[2], key.shape[2]), -torch.inf, device="cpu").triu_(1)
         bias = future if bias is None else bias + future
     return bias
 

@@ -154,7 +154,7 @@ class Native(Formula):
                 entry[name] = torch.empty_like(value, dtype=dtype).copy_(state)
         step: Any = entry.get("step")
         if self.counts and not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.device.type == "cpu"):
-            entry["step"] = torch.tensor(float(step), dtype=torch.float32)
+            entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         return entry
 
 
