@@ -139,7 +139,7 @@ GELU_OF_INFINITY = _bug(
 )
 SUMS_OF_ROWS = _bug(
     kernel="layer_norm (also with fp32 weights), embedding, embedding_bag and indexing on the CPU, backward, bf16, fp16"
-    "; convolution of many images, backward, fp16",
+    "; convolution of many images, backward, fp16, and bf16 on a processor without AVX-512",
     what="the gradients of their parameters are summed over the rows in the dtype of the input: in bf16 the sum stands "
     "still after some hundred rows, in fp16 after some thousand",
     instead="the CPU backend replaces these kernels for autocast and for models in low precision, if torch has "

@@ -42,7 +42,7 @@ class CpuPrecision(TorchPrecision):
         _replace_kernels(replace_attention)
         _replace_kernels(replace_parameter_gradients)
         if not self.has_units(dtype):
-            if dtype is torch.float16 or processor.lacks_lstm(dtype):
+            if dtype is torch.float16 or processor.lacks_onednn(dtype):
                 _replace_kernels(partial(rounded_products.install, dtype))
             warn_without_units(dtype)
 

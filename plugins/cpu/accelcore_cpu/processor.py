@@ -29,8 +29,8 @@ def has_units(dtype: torch.dtype) -> bool:
     return _has(*_UNITS[dtype])
 
 
-def lacks_lstm(dtype: torch.dtype) -> bool:
-    """Return whether torch refuses to compute LSTMs in `dtype` on this processor, as oneDNN has no kernel for it."""
+def lacks_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has no kernels for `dtype` on this processor: torch refuses LSTMs in it, for example."""
     return not has_units(dtype) and (dtype is torch.float16 or not _has("avx512_f"))
 
 

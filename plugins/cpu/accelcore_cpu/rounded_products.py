@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from accelcore.precision.dispatcher import Kernel, replace_kernels
-from accelcore_cpu.processor import USUAL, fast_format, fast_setting, lacks_lstm, with_setting
+from accelcore_cpu.processor import USUAL, fast_format, fast_setting, lacks_onednn, with_setting
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.mv, _aten.addmv)  # the last two tensors are factors
@@ -30,11 +30,17 @@ _SMALL = 2**24  # operations of a product of 200 x 200: a smaller one costs oneD
 
 
 def install(dtype: torch.dtype) -> None:
-    """Compute products of tensors of `dtype` on the CPU in fp32 from now on, and round them, where torch's are slow."""
-    lacking = tuple(filter(lacks_lstm, (torch.float16, torch.bfloat16)))
+    """Compute products of tensors of `dtype` on the CPU in fp32 from now on, and round them, where torch's are slow.
+
+    Also the gradients of convolutions in bf16: without oneDNN torch sums those of many images in bf16.
+    """
+    lacking = tuple(filter(lacks_onednn, (torch.float16, torch.bfloat16)))
     replace_kernels("LSTMs in low precision", dict.fromkeys(_LSTM, partial(_rounded, lacking)), "CPU")
     if dtype is torch.float16:
         replace_kernels("products of fp16", _products(), "CPU")
+    else:
+        kernels = {_aten.convolution_backward.default: partial(_rounded, (torch.bfloat16,))}
+        replace_kernels("gradients of convolutions in bf16", kernels, "CPU")
 
 
 def _products() -> dict[OpOverload, Kernel]:
