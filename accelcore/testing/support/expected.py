@@ -12,6 +12,7 @@ from torch import Tensor
 
 _EXACT = 8  # times the rounding errors of inputs and result
 _EXACT_IN_LOW = 2  # times those of bf16 and fp16, in which kernels round their results, and hardly anything before
+_OF_SCALE = 4  # rounding errors of the largest number: a kernel may add up thousands of terms one by one
 _SYSTEMATIC = 2  # rounding errors of constants, such as the reciprocal of a mean's count
 
 
@@ -176,7 +177,8 @@ class Expected:
             usual = spread[compared]
             spread = usual.amax() if len(others) == 1 else spread.clamp(min=float(usual.median()))
         rounded = self._exact * (spread + limits.eps * size)
-        allowed = self.factor * (rounded + 2 * limits.eps * scale) + _EXACT * limits.tiny
+        of_scale = _OF_SCALE if self._exact == _EXACT else 2
+        allowed = self.factor * (rounded + of_scale * limits.eps * scale) + _EXACT * limits.tiny
         fixed = None
         if self.strict and not bool(finite.all()):
             fixed = ~finite

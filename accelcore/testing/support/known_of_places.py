@@ -11,6 +11,7 @@ from torch.nn import functional
 
 _ROWS = 70_000  # more than 16 bits count
 _FAR = (2**16, _ROWS - 1)  # of which 16 bits would be 0 and 4,463
+_CHANCE = 2**16 / (2**16 + _ROWS - 1)  # of a class that is 2**16 times as likely as each other one
 
 Compute = Callable[[torch.device], Tensor]
 Write = Callable[[Tensor], object]
@@ -62,13 +63,16 @@ def _reduced_with(value: float, reduce: Reduce) -> Compute:
 
 
 def _loss_of_many_classes(device: torch.device) -> Tensor:
-    """Return the loss of two rows whose target has half of the probability, and its gradients at four classes."""
+    """Return the loss of two rows whose target is 2**16 times as likely as each other class, and its gradients.
+
+    In any order, sums of the exponentials are exact in fp32: each class adds 2**-16.
+    """
     targets = torch.tensor(_FAR, device=device)
-    rows = torch.zeros(2, _ROWS, device=device).scatter(1, targets[:, None], math.log(_ROWS - 1)).requires_grad_()
+    rows = torch.zeros(2, _ROWS, device=device).scatter(1, targets[:, None], 16 * math.log(2)).requires_grad_()
     loss = functional.cross_entropy(rows, targets)
     (found,) = torch.autograd.grad(loss, rows)
     right, wrong = (found.gather(1, each[:, None]).flatten() for each in (targets, targets - 2**16))
-    return torch.cat([loss.exp()[None], right, wrong * (_ROWS - 1)])
+    return torch.cat([loss.exp()[None], right, wrong * 2**16])
 
 
 def _read_far(read: Callable[[Tensor, Tensor], Tensor]) -> Compute:
@@ -188,7 +192,10 @@ KNOWN_OF_PLACES: dict[str, tuple[Compute, list[float]]] = {
             *(1, 8, 2, 16, 4, 32),
         ],
     ),
-    "loss of many classes": (_loss_of_many_classes, [2, -0.25, -0.25, 0.25, 0.25]),
+    "loss of many classes": (
+        _loss_of_many_classes,
+        [1 / _CHANCE, *[(_CHANCE - 1) / 2] * 2, *[_CHANCE / 2] * 2],
+    ),
     **{
         f"{name} of {word} in long rows": (_reduced_with(value, reduce), [value] * 10)
         for name, reduce in _REDUCTIONS.items()
