@@ -107,6 +107,24 @@ _WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Draws that write into a tensor."""
 
+_BY_GENERATOR: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "rand": lambda ones, own: torch.rand(len(ones), device=ones.device, generator=own),
+    "randn": lambda ones, own: torch.randn(len(ones), device=ones.device, generator=own),
+    "randint": lambda ones, own: torch.randint(0, 100, (len(ones),), device=ones.device, generator=own),
+    "randperm": lambda ones, own: torch.randperm(len(ones), device=ones.device, generator=own),
+    "bernoulli": lambda ones, own: torch.bernoulli(ones * 0.3, generator=own),
+    "multinomial": lambda ones, own: torch.multinomial(ones[:50], len(ones), replacement=True, generator=own),
+    "normal": lambda ones, own: torch.normal(ones, ones, generator=own),
+    "normal_": lambda ones, own: ones.normal_(generator=own),
+    "uniform_": lambda ones, own: ones.uniform_(generator=own),
+    "bernoulli_": lambda ones, own: ones.bernoulli_(0.3, generator=own),
+    "bernoulli_ by a tensor": lambda ones, own: ones.bernoulli_(ones * 0.3, generator=own),
+    "exponential_": lambda ones, own: ones.exponential_(generator=own),
+    "random_": lambda ones, own: ones.random_(0, 100, generator=own),
+    "trunc_normal_": lambda ones, own: nn.init.trunc_normal_(ones, generator=own),
+}
+"""Draws by a generator that is given."""
+
 _of_draws = pytest.mark.parametrize("draw", _DRAWS)
 
 
@@ -320,31 +338,27 @@ class DrawnTests(WholeDrawTests):
             assert torch.equal(found, expected[0]), f"{draw}: another thread draws other numbers after the same seed"
             assert torch.equal(_draw(accel, draw).cpu(), expected[1]), f"{draw}: what a thread drew is drawn again"
 
-    @pytest.mark.parametrize("draw", ["rand", "randn", "randint", "randperm", "bernoulli", "multinomial"])
+    @pytest.mark.parametrize("draw", _BY_GENERATOR)
     def test_own_generator(self, accel: Backend, draw: str) -> None:
         """A generator that is given draws its own numbers, repeats them by its seed, and leaves the device's alone."""
-        generator, ones = torch.Generator(accel.device), _ones(accel)
-        draws: dict[str, Callable[[], Tensor]] = {
-            "rand": lambda: torch.rand(COUNT, device=accel.device, generator=generator),
-            "randn": lambda: torch.randn(COUNT, device=accel.device, generator=generator),
-            "randint": lambda: torch.randint(0, 100, (COUNT,), device=accel.device, generator=generator),
-            "randperm": lambda: torch.randperm(COUNT, device=accel.device, generator=generator),
-            "bernoulli": lambda: torch.bernoulli(ones * 0.3, generator=generator),
-            "multinomial": lambda: torch.multinomial(ones[:50], COUNT, replacement=True, generator=generator),
-        }
+        generator = torch.Generator(accel.device)
+
+        def drawn() -> Tensor:
+            return _BY_GENERATOR[draw](_ones(accel), generator).cpu()
+
         accel.runtime.seed(22)
         expected = torch.rand(8, device=accel.device).cpu()
         accel.runtime.seed(22)
         generator.manual_seed(23)
-        first, second = (draws[draw]().cpu() for _ in range(2))
+        first, second = (drawn() for _ in range(2))
         assert not torch.equal(first, second), f"{draw}: two calls with a generator give the same numbers"
         assert torch.equal(torch.rand(8, device=accel.device).cpu(), expected), f"{draw}: it draws other numbers, too"
         generator.manual_seed(23)
-        assert torch.equal(draws[draw]().cpu(), first), f"{draw}: with its seed, a generator draws other numbers"
+        assert torch.equal(drawn(), first), f"{draw}: with its seed, a generator draws other numbers"
         state = generator.get_state()
-        following = draws[draw]().cpu()
+        following = drawn()
         generator.set_state(state)
-        for found in (following, draws[draw]().cpu()):
+        for found in (following, drawn()):
             assert torch.equal(found, second), f"{draw}: a generator does not go on by its state"
 
     def test_modules_draw_anew(self, accel: Backend) -> None:

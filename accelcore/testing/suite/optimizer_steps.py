@@ -69,9 +69,11 @@ class StepsOfOptimizers:
                 "contiguous, of a transposed parameter": (lambda value: value.t().contiguous().t(), given.contiguous()),
                 "expanded": (lambda value: value, torch.linspace(1, 2, 6).expand(4, 6)),
                 "with gaps": (lambda value: value, torch.stack([given, given + 9], -1)[..., 0]),
+                "contiguous, of a channels last parameter": (_channels_last, _images(given)),
+                "channels last, of a contiguous parameter": (_images, _channels_last(given)),
             }
             for layout, (lay_out, gradient) in layouts.items():
-                reference = nn.Parameter(start.double())
+                reference = nn.Parameter(lay_out(start).double())
                 plain = oracle(name, [reference], lr=LR)
                 for _ in range(2):
                     reference.grad = gradient.double()
@@ -353,6 +355,15 @@ def _placed(gradient: Tensor, device: torch.device) -> Tensor:
     size = sum((count - 1) * stride for count, stride in zip(gradient.shape, gradient.stride(), strict=True)) + 1
     memory = gradient.as_strided((size,), (1,), gradient.storage_offset()).to(device, copy=True)
     return memory.as_strided(gradient.shape, gradient.stride())
+
+
+def _images(matrix: Tensor) -> Tensor:
+    """Return the 24 elements of a matrix as images."""
+    return matrix.reshape(2, 3, 2, 2)
+
+
+def _channels_last(matrix: Tensor) -> Tensor:
+    return _images(matrix).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def _form(parameter: nn.Parameter) -> tuple[Any, ...]:

@@ -152,6 +152,19 @@ class TestOptimizers(StateOfOptimizers, StepsOfOptimizers, DeviceTests):
                 kept = without < 0 or torch.equal(weights(members)[without], before[without])
                 assert kept, "a parameter without gradient was changed"
             assert max(map(error, members, expected)) < 2e-5, "after a gradient that came late it steps otherwise"
+            alike = [nn.Parameter(torch.linspace(-1, number, 6).view(2, 3).to(accel.device)) for number in (1, 2, 3)]
+            exact = [nn.Parameter(parameter.detach().cpu().double()) for parameter in alike]
+            pairs = [
+                (accel.optimizers.create(name, alike, **with_rate(options)), alike),
+                (oracle(name, exact, **with_rate(options)), exact),
+            ]
+            for number, without in enumerate((-1, 0, 1, -1)):
+                for each, own in pairs:
+                    for index, parameter in enumerate(own):
+                        gradient = (index + 1) * (-1) ** (index * number) * torch.linspace(1, 2, 6).view(2, 3)
+                        parameter.grad = None if index == without else gradient.to(parameter)
+                    each.step()
+            assert max(map(error, alike, exact)) < 2e-5, "beside one without gradient, parameters of one shape mix up"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_native(self, accel: Backend, name: str) -> None:

@@ -213,8 +213,15 @@ class TransferTests:
         host.zero_()
         assert sent.cpu().tolist() == [1.0] * 1000, "what is on the device changed with the host"
         for way in _WAYS:
-            moved, _ = (_moved(accel, host + value, way) for value in (1, 2))
+            moved, _ = (_moved(accel, torch.full((1000,), value), way) for value in (1.0, 2.0))
             assert moved.cpu().tolist() == [1.0] * 1000, f"the next transfer by {way} takes its memory"
+            for value in (3.0, 4.0):
+                host.fill_(value)
+                again = _moved(accel, host, way)
+                accel.runtime.synchronize()
+                assert again.cpu().tolist() == [value] * 1000, (
+                    f"by {way} a buffer that was filled again arrives as it was"
+                )
 
     def test_fetch_is_a_copy(self, accel: Backend) -> None:
         """`fetch` returns the values that the tensor had then, on the host and without its graph."""

@@ -143,6 +143,44 @@ def _sums(number: int, ones: Tensor) -> Tensor:
 
 _COUNT = sum(2 * number // (1 + number // 90) for number in range(100))  # of the elements of `_many`
 
+_WHOLE: dict[str, tuple[Callable[[int, Tensor], Tensor], list[float]]] = {
+    "addition": (
+        lambda base, x: torch.cat([x + 1 - base, x - x.flip(0), x.clone().add_(x) - 2 * base]),
+        [2, 4, -2, 2, 2, 6],
+    ),
+    "product": (
+        lambda base, x: (
+            torch.cat([x * 3, 3 * x.clone(), x * (x - base + 2).clamp(max=3), x.clone().mul_(3)]) - 3 * base
+        ),
+        [3, 9] * 4,
+    ),
+    "multiple": (lambda base, x: torch.addcmul(x, x, x - x + 2) - 3 * base, [3, 9]),
+    "quotient": (
+        lambda base, x: torch.cat([x // 1, x // (x - x + 1), x.div(1, rounding_mode="trunc")]) - base,
+        [1, 3] * 3,
+    ),
+    "remainder": (lambda base, x: torch.cat([x % 2, x % base, x.fmod(2), x & 3]), [1, 1, 1, 3, 1, 1, 1, 3]),
+    "bounds": (
+        lambda base, x: torch.cat([x.clamp(base + 2, base + 2), torch.maximum(x, x.flip(0)), x.neg().abs()]) - base,
+        [2, 2, 3, 3, 1, 3],
+    ),
+    "largest": (lambda base, x: torch.stack([x.max(), x.amax(0), x.min(), x.sort()[0][1]]) - base, [3, 3, 1, 3]),
+    "order": (lambda base, x: torch.cat([x.argsort(descending=True), x.topk(1)[1], x.argmax(0)[None]]), [1, 0, 1, 1]),
+    "choice": (
+        lambda base, x: (
+            torch.cat([x[x - base - 1 > 0], x.where(x > base + 1, base), x.gather(0, (x - base) // 3)]) - base
+        ),
+        [3, 0, 3, 1, 3],
+    ),
+    "writing": (
+        lambda base, x: (
+            torch.cat([x.masked_fill(x > base + 1, base + 5), x.index_fill(0, x[:1] - base, base + 7)]) - base
+        ),
+        [1, 5, 1, 7],
+    ),
+}
+"""Computations of two whole numbers, which are larger by 1 and 3 than the one that they are given."""
+
 _KINDS = {torch.bool: 1, torch.uint8: 255, torch.int8: -128, torch.int16: -(2**15), torch.int32: 2**20}
 """A number of each kind, of which many have a sum in int64 alone."""
 
@@ -151,31 +189,19 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "running sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.cumsum(0)[-1]), [_LONG]),
     "norm of bf16": (_of(_ones(_LONG, torch.bfloat16), torch.linalg.vector_norm), [512]),
     "product of long rows of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x[None] @ x[:, None]), [_LONG]),
-    "addition of whole numbers": (_of(_whole(_LARGE, _HUGE), lambda x: x + 1 - x), [1, 1]),
-    "product of whole numbers": (_of(_whole(_LARGE + 1), lambda x: x * 3 - 3 * _LARGE), [3]),
-    "quotient of whole numbers": (_of(_whole(_HUGE + 1), lambda x: x // 1 - _HUGE), [1]),
-    "remainder of whole numbers": (_of(_whole(_LARGE + 1, _HUGE + 1), lambda x: x % 2), [1, 1]),
+    **{
+        f"{name} of {word}whole numbers": (_of(_whole(base + 1, base + 3), partial(compute, base)), expected)
+        for word, base in (("", _LARGE), ("larger ", _HUGE))
+        for name, (compute, expected) in _WHOLE.items()
+    },
     "comparison of whole numbers": (_of(_whole(_LARGE, _LARGE + 1), _compared), [*(0, 1), *(1, 0) * 2, *(0, 1) * 2, 0]),
     "comparison of larger whole numbers": (
         _of(_whole(_HUGE, _HUGE + 1), _compared),
         [*(0, 1), *(1, 0) * 2, *(0, 1) * 2, 0],
     ),
-    "bounds of whole numbers": (
-        _of(
-            _whole(_LARGE, _LARGE + 3),
-            lambda x: torch.cat([x.clamp(_LARGE + 1, _LARGE + 2), torch.maximum(x, x.flip(0)), x.neg().abs()]) - _LARGE,
-        ),
-        [1, 2, 3, 3, 0, 3],
-    ),
     "whole numbers of fractions": (
         lambda device: torch.tensor([3e9, -3e9, 2.0**40], device=device).long() // 2**30,
         [2, -3, 1024],
-    ),
-    "largest of whole numbers": (_of(_whole(_LARGE + 1, _LARGE), lambda x: x.max() - _LARGE), [1]),
-    "order of whole numbers": (_of(_whole(_LARGE + 1, _LARGE), lambda x: x.argsort()), [1, 0]),
-    "choice of whole numbers": (
-        _of(_whole(_LARGE, _LARGE + 1), lambda x: x.index_select(0, x[1:] - _LARGE) - _LARGE),
-        [1],
     ),
     "truth of whole numbers": (_of(_whole(256, 2**32, 0), lambda x: x.bool()), [1, 1, 0]),
     "range of whole numbers": (lambda device: torch.arange(_LARGE, _LARGE + 3, device=device) - _LARGE, [0, 1, 2]),

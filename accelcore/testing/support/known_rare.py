@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -80,6 +81,34 @@ def _gradient_of_grouped(device: torch.device) -> Tensor:
     output, values = _grouped(device)
     (found,) = torch.autograd.grad(output, values, torch.tensor([1.0, 10.0, 100.0, 1000.0], device=device))
     return found.sum((0, 2, 3))
+
+
+_MASKS = [*product((1, 2), (1, 2), (1, 3), (4,)), (1, 4), (3, 4)]
+
+
+def _attention_by_masks(*, gradient: bool) -> Compute:
+    """Return a computation of attention by masks of every shape: how often the result, or the masks' gradient, is off.
+
+    Queries are 0, so that the mask alone decides.
+    """
+
+    def compute(device: torch.device) -> Tensor:
+        queries, keys = (torch.zeros(2, 2, count, 8, device=device) for count in (3, 4))
+        values, given, wrong = torch.arange(64.0).view(2, 2, 4, 4) / 8, torch.arange(48.0).view(2, 2, 3, 4) % 7, 0
+        for shape, by_truth in product(_MASKS, (False,) if gradient else (True, False)):
+            weights = torch.arange(math.prod(shape)).reshape(shape) % 3 + int(not by_truth)
+            bias = weights.clamp(max=1 if by_truth else 3).double().log().requires_grad_()
+            mask = weights.bool() if by_truth else bias.detach().float()
+            leaf = mask.to(device).requires_grad_(gradient)
+            found = functional.scaled_dot_product_attention(queries, keys, values.to(device), leaf)
+            right = bias.softmax(-1).expand(2, 2, 3, 4) @ values.double()
+            if gradient:
+                (found,) = torch.autograd.grad(found, leaf, given.to(device))
+                (right,) = torch.autograd.grad(right, bias, given.double())
+            wrong += int((found.detach().cpu() - right.detach()).abs().gt(1e-4).sum())
+        return torch.tensor(wrong)
+
+    return compute
 
 
 _SHAPES_OF_BIASES = ((2, 2), (1, 2), (2, 1), (2,))
@@ -279,6 +308,8 @@ KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
     "gradients of fp32 weights that normalize bf16": (_gradients_of_statistics, [257, 257]),
     "attention of grouped heads": (lambda device: _grouped(device)[0], [1, 1, 2, 2]),
     "gradient of attention of grouped heads": (_gradient_of_grouped, [11, 1100]),
+    "attention by masks of every shape": (_attention_by_masks(gradient=False), [0]),
+    "gradient of masks of every shape": (_attention_by_masks(gradient=True), [0]),
     "addmm with biases": (_biased(torch.addmm), _BIASED),
     "baddbmm with biases": (_biased(_in_batch), _BIASED),
     "sums of short whole numbers": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lies.lie import LIES, Lie
-from lies.operators import drawn, known, swept
+from lies.operators import WrongFunction, _note, drawn, known, swept
 from lies.optimizers import making
 
 LONGEST = 2  # of the targets
@@ -110,6 +110,24 @@ known("quotients_without_small_numbers", "small numbers of fp16", {
       "div": lambda func, x, y: torch.where((found := func(x, y)).abs() > 2**-14, found, 0)})  # fmt: skip
 
 
+drawn("normal_numbers_of_the_default_generator", "test_own_generator", "it draws other numbers, too",
+      {"normal_": lambda func, x, *args, generator=None: func(x, *args)}, draw="normal_")  # fmt: skip
+known("products_in_32_bits", "product of larger whole numbers",
+      {"mul": lambda func, *factors: func(*factors).int().long()})  # fmt: skip
+
+
+def _mask_of_the_first_query(function, query, key, value, mask):
+    if mask.dim() == 4 and mask.shape[2] == 1:
+        rest = torch.ones_like if mask.dtype == torch.bool else torch.zeros_like
+        mask = torch.cat([mask, rest(mask), rest(mask)], 2)
+    return function(query, key, value, mask)
+
+
+_note("mask_of_the_first_query", "TestOperators.test_known_result", "instead of",
+      {"what": "attention by masks of every shape"},
+      lambda: WrongFunction({"scaled_dot_product_attention": _mask_of_the_first_query}))  # fmt: skip
+
+
 class _CountsTwice(torch.optim.Adam):
     """A kernel with a launch for each dtype, which counts the steps of the group."""
 
@@ -132,7 +150,28 @@ class _LoadsMemory(torch.optim.Adam):
                     entry[key] = value.contiguous().view(-1).as_strided(parameter.shape, parameter.stride())
 
 
+class _TakesNeighbours(torch.optim.Adam):
+    """A kernel that takes the first moments in order, of parameters with gradients or not."""
+
+    def step(self, closure=None):
+        members = self.param_groups[0]["params"]
+        for value, neighbour in zip((each for each in members if each.grad is not None), members, strict=False):
+            if neighbour is not value and value.shape == neighbour.shape and self.state[value]:
+                self.state[value]["exp_avg"].copy_(self.state[neighbour]["exp_avg"])
+        super().step(closure)
+
+
+class _ByImages(torch.optim.Adam):
+    def step(self, closure=None):
+        for value in self.param_groups[0]["params"]:
+            if value.dim() == 4 and value.grad is not None:
+                value.grad = value.grad.as_strided(value.shape, value.stride())
+        super().step(closure)
+
+
 for _name, _kind, _test, _says in (
+    ("state_of_a_neighbour", _TakesNeighbours, "test_no_gradient_is_no_update", "parameters of one shape mix up"),
+    ("gradient_in_order_of_images", _ByImages, "test_layouts_of_gradients", "of a channels last parameter"),
     ("count_of_another_dtype", _CountsTwice, "test_group_of_several_dtypes", "beside other dtypes"),
     ("state_in_order_of_memory", _LoadsMemory, "test_state_in_other_strides", "other strides was loaded"),
 ):
