@@ -182,7 +182,8 @@ class _Bar:
             TextColumn("{task.description}"),
             console=self._console,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # else it would lead what the script writes to a file to the terminal
+            # Else it would lead to the terminal what the script writes to a file; a daemon has none.
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
         )
         self._task = self._bar.add_task("")
         if self.is_live:

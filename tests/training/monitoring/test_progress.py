@@ -38,6 +38,12 @@ def test_without_a_terminal_lines_say_where_the_training_is(accel, capfd):
     assert found[-1][-1] in (None, "0:00:00")
 
 
+def test_a_daemon_without_standard_output_trains(accel, monkeypatch):
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}", None)
+    assert len(train(make(accel, accelcore.Progress(seconds=1e-9)))) == 10
+
+
 def test_lines_are_rare_and_the_last_step_has_one(accel, capfd):
     train(make(accel, accelcore.Progress()))
     steps = [int(LINE.fullmatch(line)[2]) for line in capfd.readouterr().err.splitlines()]
