@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from accelcore.errors import ConfigurationError
@@ -207,7 +208,7 @@ def check_numbers(*groups: Mapping[str, Any]) -> None:
 def check_members(
     groups: Iterable[Mapping[str, Any]], names: Mapping[int, str] | None = None, cause: Exception | None = None
 ) -> None:
-    """Raise ConfigurationError if the groups of an optimizer have a parameter twice. `names`: by the parameters' ids.
+    """Raise ConfigurationError if groups have a parameter twice, or a lazy one. `names`: by the parameters' ids.
 
     Groups hold parameters, or pairs of a name and a parameter.
     """
@@ -218,6 +219,12 @@ def check_members(
             name, member = each if isinstance(each, tuple) else (known or (names or {}).get(id(each)), each)
             before = found.get(id(member))
             found[id(member)] = number
+            if is_lazy(member):
+                raise ConfigurationError(
+                    f"the parameter {name!r} has no shape yet" if name else "a parameter has no shape yet",
+                    why="it is of a lazy module, such as nn.LazyLinear, which takes the shape from its first input",
+                    remedy="call the model with one batch before the optimizer is made",
+                ) from cause
             if before is None or not isinstance(member, Tensor):
                 continue
             what = f"the parameter {name!r}" if name else f"a parameter of shape {tuple(member.shape)}"

@@ -180,3 +180,15 @@ def test_a_trainer_refuses_an_optimizer_that_has_a_parameter_twice(accel):
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model[1].bias]})
     with pytest.raises(accelcore.ConfigurationError, match=r"'1\.bias' is in the groups 0 and 1"):
         accel.trainer(model, optimizer)
+
+
+def test_a_lazy_parameter_is_refused_until_it_has_a_shape(accel):
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 1))
+    for make in (
+        lambda: accel.optimizers.create("adamw", model.parameters()),
+        lambda: accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda m, x: m(x).sum()),
+    ):
+        with pytest.raises(accelcore.ConfigurationError, match=r"no shape yet(.|\n)*LazyLinear"):
+            make()
+    model(torch.ones(2, 4))
+    assert accel.optimizers.create("adamw", model.parameters()).route
