@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -68,6 +69,9 @@ class Compiler(ABC):
         """
 
 
+_SWITCHES = "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"  # torch's environment variables
+
+
 class NoCompiler(Compiler):
     """Compiler of a backend that declares none."""
 
@@ -95,6 +99,9 @@ class TorchCompiler(Compiler):
         reason = self._missing()
         if draws_on_host():
             reason = 'compiled modules draw other random numbers than runtime.seed(..., same="everywhere") promises'
+        for name in _SWITCHES:
+            if os.environ.get(name) == "1":
+                reason = f"{name}=1 is set, by which torch.compile compiles nothing"
         if reason is not None:
             logger.warning("the model runs eagerly, not compiled: %s", reason)
             return Compiled(module, compiled=False, reason=reason)

@@ -279,3 +279,12 @@ def test_compiling_leaves_torchs_settings_of_others_alone(compiler):
     compiled = compiler.compile(model(), {"backend": eager})
     compiled.module(X)
     assert torch._functorch.config.backward_pass_autocast == before == "same_as_forward"
+
+
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_compiler_that_the_environment_switches_off_compiles_nothing_and_says_so(compiler, monkeypatch, name, caplog):
+    monkeypatch.setenv(name, "1")
+    module = nn.Linear(2, 2)
+    compiled = compiler.compile(module, {"backend": eager})
+    assert (compiled.compiled, compiled.module) == (False, module)
+    assert f"{name}=1" in caplog.text
