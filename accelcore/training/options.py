@@ -217,39 +217,36 @@ def unwrapped(model: nn.Module, options: TrainerOptions, log: Once) -> nn.Module
     return inner if inner is model else unwrapped(inner, options, log)
 
 
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "accumulate": (lambda count: is_whole(count, 1), "a number of micro-batches", "give an int, 1 or more"),
+    "clip_norm": (lambda norm: is_number(norm) and norm > 0, "a norm", "give a number > 0 that is not text, or None"),
+    "clip": (
+        lambda f: bound(f, None) is not None,
+        "a function of the parameters",
+        "pass a norm as clip_norm=, or clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)",
+    ),
+    "weight": (lambda f: bound(f, None) is not None, "a function of the batch", "pass lambda batch: len(batch[0])"),
+    "flat": (lambda value: isinstance(value, bool), "True or False", "give one of them, or None to choose"),
+    "graph": (lambda value: isinstance(value, bool), "True or False", "give one of them"),
+    "on_nonfinite": (lambda word: word in (None, "raise", "skip"), '"raise", "skip" or None', "give one of them"),
+    "total_steps": (lambda count: is_whole(count, 1), "a number of updates", "give 1 or more, or None"),
+    "observers": (lambda value: isinstance(value, Sequence), "a list", "pass observers=[...]"),  # it is read twice
+}
+"""For options: whether a value fits, what it must be, and the remedy. None fits if it is the default."""
+
+
 def check_values(options: TrainerOptions) -> None:
     """Raise ConfigurationError for option values of the wrong type or out of range."""
-    accumulate, clip_norm, observers = options["accumulate"], options["clip_norm"], options["observers"]
-    clip, weight, flat, graph = options["clip"], options["weight"], options["flat"], options["graph"]
-    nonfinite, updates = options["on_nonfinite"], options["total_steps"]
-    by_value = "clip=lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0)"
-    norm_fits = clip_norm is None or (is_number(clip_norm) and clip_norm > 0)
-    nonfinite_fits, updates_fit = nonfinite in (None, "raise", "skip"), updates is None or is_whole(updates, 1)
-    clip_fits, weight_fits = (value is None or bound(value, None) is not None for value in (clip, weight))
-    for fits, wrong, remedy in (
-        (
-            is_whole(accumulate, 1),
-            f"accumulate={accumulate!r} is not a number of micro-batches",
-            "give an int, 1 or more",
-        ),
-        (norm_fits, f"clip_norm={clip_norm!r} is not a norm", "give a number > 0 that is not text, or None"),
-        (clip_fits, f"clip={clip!r} is not a function of the parameters", f"pass a norm as clip_norm=, or {by_value}"),
-        (weight_fits, f"weight={weight!r} is not a function of the batch", "pass lambda batch: len(batch[0])"),
-        (flat is None or isinstance(flat, bool), f"flat={flat!r} is unknown", "give True, False, or None to choose"),
-        (isinstance(graph, bool), f"graph={graph!r} is not True or False", "give one of them"),
-        (nonfinite_fits, f"on_nonfinite={nonfinite!r} is unknown", 'give "raise", "skip" or None'),
-        (updates_fit, f"total_steps={updates!r} is not a number of updates", "give 1 or more, or None"),
-        (
-            updates is None or options["scheduler"] is not None or observers,
-            f"total_steps={updates!r} has no effect without a scheduler",
-            'give scheduler="cosine", or remove it; to end the training there, break when trainer.steps reaches it',
-        ),
-        # It is read more than once.
-        (isinstance(observers, Sequence), f"observers is {kind_of(observers)}, not a list", "pass observers=[...]"),
-    ):
-        if not fits:
-            raise ConfigurationError(wrong, remedy=remedy)
-    if clip is not None and clip_norm is not None:
+    given: Mapping[str, Any] = options
+    for name, (fits, kind, remedy) in _CHECKS.items():
+        if not fits(given[name]) and (given[name] is not None or name in _DEFAULTS):
+            raise ConfigurationError(f"{name}={given[name]!r} is not {kind}", remedy=remedy)
+    if given["total_steps"] is not None and given["scheduler"] is None and not given["observers"]:
+        raise ConfigurationError(
+            f"total_steps={given['total_steps']} has no effect without a scheduler",
+            remedy='give scheduler="cosine", or remove it; to end the training, break when trainer.steps reaches it',
+        )
+    if given["clip"] is not None and given["clip_norm"] is not None:
         raise ConfigurationError("clip= and clip_norm= were both given", remedy="give one of them")
 
 
@@ -272,19 +269,15 @@ def check_arguments(backend: Any, model: Any, optimizer: Any) -> None:
             remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; "
             "several models need a trainer each",
         )
-    reason = backend.optimizers.refusal(optimizer)
+    divides = hasattr(optimizer, "consolidate_state_dict")  # ZeroRedundancyOptimizer
+    what_divides = 'it divides the parameters among ranks itself: give the optimizer in it, and parallel="zero1"'
+    reason = what_divides if divides else backend.optimizers.refusal(optimizer)
     if reason is not None:
         raise ConfigurationError(
             f"a trainer cannot step a {type(optimizer).__name__}",
             why=reason,
             remedy='make one by name, which may have the same kernels: accel.optimizers.create("adamw", '
             "model.parameters(), lr=...)",
-        )
-    if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer
-        raise ConfigurationError(
-            f"a trainer cannot step a {type(optimizer).__name__}",
-            why="it divides the parameters among ranks itself, and does not update fp32 masters or shards",
-            remedy='give its optimizer itself, and choose parallel="zero1"',
         )
 
 

@@ -150,7 +150,7 @@ def test_a_backend_lives_in_a_config(accel):
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
         ({"precision": "amp"}, r"'amp'\n  available: fp32, (.|\n)*did you mean 'bf16'"),
         ({"precision": "BF16"}, "did you mean 'bf16'"),
-        ({"observers": accelcore.Progress()}, r"observers is a Progress, not a list(.|\n)*observers=\[\.\.\.\]"),
+        ({"observers": accelcore.Progress()}, r"observers=.*Progress.* is not a list(.|\n)*observers=\[\.\.\.\]"),
     ],
 )
 def test_words_of_other_libraries(accel, options, says):
