@@ -13,6 +13,7 @@ from accelcore.errors import ConfigurationError, TrainingError
 from accelcore.scaling.contract import MARK
 from accelcore.util.text import bound, kind_of
 
+_EXAMPLE = "pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
 _FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
 
 
@@ -26,7 +27,7 @@ def check_loss(loss: Any, model: nn.Module) -> None:
         raise ConfigurationError(
             f"loss={name} does not take a model and a batch",
             why="it is called as loss(model, batch)",
-            remedy="pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+            remedy=_EXAMPLE,
         )
 
 
@@ -44,20 +45,18 @@ class LossOfModel:
         except TypeError as error:
             if bound(self._forward, *listed, **named) is not None:
                 raise
-            raise _no_loss_given(f"the model cannot be called with this batch: {error}", named=bool(named)) from error
+            raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
         if isinstance(returned, Tensor) and returned.numel() != 1:
             shape = tuple(returned.shape)
-            raise _no_loss_given(f"the model returned a tensor of shape {shape}, not a scalar", named=bool(named))
+            raise _no_loss_given(f"the model returned a tensor of shape {shape}, not a scalar")
         return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
 
 
-def _no_loss_given(what: str, *, named: bool) -> TrainingError:
+def _no_loss_given(what: str) -> TrainingError:
     return TrainingError(
         what,
         why="loss= was not given to accel.trainer(...), so the model gets the batch and has to return its loss",
-        remedy='rename these items; or pass loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])'
-        if named
-        else "pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])",
+        remedy=f'{_EXAMPLE}. If the batch is a dict, rename these items; or use batch["x"] in this function',
     )
 
 

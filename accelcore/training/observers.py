@@ -132,14 +132,12 @@ def observed(batches: Iterator[Any], listeners: Listeners, epoch_now: Callable[[
         for batch in batches:
             if epoch is None:
                 epoch = epoch_now()
-                for begins in listeners.epoch_begin:
-                    begins(epoch)
+                tell(listeners.epoch_begin, epoch)
             for receive in listeners.batch:
                 receive(batch)
             yield batch
     if epoch is not None:
-        for ends in listeners.epoch_end:
-            ends(epoch)
+        tell(listeners.epoch_end, epoch)
 
 
 def _check(observers: Sequence[object]) -> None:
