@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING
@@ -129,18 +129,25 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {' or '.join(map(repr, close))}?" + (f" Else {otherwise}" if otherwise else "")
 
 
+def check_names(what: str, given: Iterable[str], known: Collection[str], words: Mapping[str, str]) -> None:
+    """Raise ConfigurationError for the first of the given names that is not known.
+
+    `words`: known names by words of other libraries.
+    """
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(
+                f"{what} {name!r}",
+                available=", ".join(known),
+                remedy=did_you_mean(words.get(name, name), known, "remove it, or use an available name"),
+            )
+
+
 class Settings:
     """Base of classes whose constructors raise ConfigurationError for a setting of an unknown name."""
 
     def __new__(cls, *_: object, **given: object) -> Self:
         parameters = inspect.signature(cls.__init__).parameters
-        known = [name for name in parameters if name != "self"]
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        for name in () if takes_any else given:
-            if name not in known:
-                raise ConfigurationError(
-                    f"{cls.__name__} has no setting {name!r}",
-                    available=", ".join(known),
-                    remedy=did_you_mean(name, known) or "remove it, or use an available name",
-                )
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            check_names(f"{cls.__name__} has no setting", given, [name for name in parameters if name != "self"], {})
         return super().__new__(cls)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelcore.errors import ConfigurationError, Once, Settings, did_you_mean
+from accelcore.errors import ConfigurationError, Once, Settings, check_names
 from accelcore.precision.policy import Policy
 from accelcore.scaling.dynamic import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
@@ -181,13 +181,7 @@ _WORDS = {
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
     """Return all options: those given, and the defaults of the others."""
     known = TrainerOptions.__annotations__
-    for name in given:
-        if name not in known:
-            raise ConfigurationError(
-                f"a trainer has no option {name!r}",
-                available=", ".join(known),
-                remedy=did_you_mean(_WORDS.get(name, name), known, "remove it, or use an available option"),
-            )
+    check_names("a trainer has no option", given, known, _WORDS)
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 
@@ -270,14 +264,14 @@ def check_arguments(backend: Any, model: Any, optimizer: Any) -> None:
             "several models need a trainer each",
         )
     divides = hasattr(optimizer, "consolidate_state_dict")  # ZeroRedundancyOptimizer
-    what_divides = 'it divides the parameters among ranks itself: give the optimizer in it, and parallel="zero1"'
-    reason = what_divides if divides else backend.optimizers.refusal(optimizer)
+    own = "it divides the parameters among ranks itself, and does not update fp32 masters or shards"
+    reason = own if divides else backend.optimizers.refusal(optimizer)
     if reason is not None:
         raise ConfigurationError(
             f"a trainer cannot step a {type(optimizer).__name__}",
             why=reason,
             remedy='make one by name, which may have the same kernels: accel.optimizers.create("adamw", '
-            "model.parameters(), lr=...)",
+            'model.parameters(), lr=...). parallel="zero1" divides its state among ranks',
         )
 
 
