@@ -56,27 +56,26 @@ class Evaluation(Batches):
         if not callable(function) or bound(function, None) is None:
             name, remedy = getattr(function, "__name__", kind_of(function)), "pass lambda batch: loss(model, batch)"
             raise ConfigurationError(f"mean({name}) is not given a function of the batch alone", remedy=remedy)
-        totals: dict[str, list[Tensor]] = defaultdict(list)
-        counts: dict[str, int] = defaultdict(int)
+        sums: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
         for batch in self:
             returned = function(batch)
             for name, value in (returned if isinstance(returned, Mapping) else {"": returned}).items():
-                total, count = _total(value, batch)
-                totals[name].append(total)
-                counts[name] += count
-        own = {name: (torch.stack(parts).cpu().double().sum().item(), counts[name]) for name, parts in totals.items()}
-        of_names = defaultdict(list)  # a rank without batches knows no names
-        for of_rank in gather_objects(self._collectives, own, "trainer.evaluate(...).mean()"):
-            for name, pair in of_rank.items():
-                of_names[name].append(pair)
-        sums = {name: [sum(each) for each in zip(*pairs, strict=True)] for name, pairs in of_names.items()}
-        if not any(count for _, count in sums.values()):
+                sums[name].append(_total(value, batch))
+        own = {}
+        for name, pairs in sums.items():
+            totals, counts = zip(*pairs, strict=True)
+            own[name] = torch.stack(totals).cpu().double().sum().item(), sum(counts)
+        found = gather_objects(self._collectives, own, "trainer.evaluate(...).mean()")
+        # A rank without batches knows no names.
+        of_names = {name: [rank[name] for rank in found if name in rank] for names in found for name in names}
+        added = {name: [sum(each) for each in zip(*pairs, strict=True)] for name, pairs in of_names.items()}
+        if not any(count for _, count in added.values()):
             raise ConfigurationError(
                 "an evaluation of no rows has no mean",
                 remedy="check that there is data to evaluate on; an evaluation is read once: call "
                 "trainer.evaluate(...) again, or return a dict of several values from one function",
             )
-        means = {name: total / count if count else float("nan") for name, (total, count) in sums.items()}
+        means = {name: total / count if count else float("nan") for name, (total, count) in added.items()}
         return means[""] if set(means) == {""} else means
 
 
@@ -99,10 +98,9 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
             remedy="return a tensor of one value for each row, such as predicted == target without .sum(), or a dict "
             "of such tensors",
         )
-    value = (
-        value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-    )
-    total = (value.float() if value.dtype in LOW_PRECISION else value).sum()
+    if not isinstance(value, Tensor):
+        value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
+    total = (value.float() if value.dtype in LOW_PRECISION else value).detach().sum()
     lengths = {len(tensor) for tensor in tensors(batch) if tensor.dim()}
     if value.dim():
         if value.shape == (len(value), len(value)) and lengths == {len(value)} and len(value) > 1:
