@@ -84,7 +84,7 @@ class Log(Meter):
         self._closing = ExitStack()
 
     def step(self, steps: int) -> None:
-        if self._is_main and not (self._is_open and steps == self._last + 1):
+        if self._is_main:
             self._open(steps - 1)
         self._last = steps
         super().step(steps)
@@ -107,12 +107,11 @@ class Log(Meter):
                     why="the log writes this figure itself" if name in _OWN else "it is not a number",
                     remedy=f"give a number, such as a mean, by a name of your own, such as valid_{name}=",
                 )
-        if self._trainer is None:
+        if not hasattr(self, "_trainer"):
             raise ConfigurationError("this log has no trainer", remedy="give it to one: observers=[log]")
         if self._is_main:
             steps = self._trainer.steps
-            if not (self._is_open and steps == self._last):
-                self._open(steps)
+            self._open(steps)
             self._finish()
             self._put({"step": steps, "epoch": self._epoch, **found})
 
@@ -139,8 +138,9 @@ class Log(Meter):
         self.close()
 
     def _open(self, done: int) -> None:
-        """Begin to write after `done` steps: drop what an earlier run has written of later ones."""
-        assert self._trainer is not None, "begin comes first"
+        """Open the log, unless it is at `done` steps: drop what an earlier run has written of later ones."""
+        if self._is_open and done == self._last:
+            return
         self._closing.close()
         while len(self._losses) > self._trainer.accumulate:  # those before a resume
             self._losses.popleft()

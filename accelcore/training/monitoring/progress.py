@@ -40,7 +40,7 @@ class Meter(Settings, Observer):
 
     measures_norm = False
     _averaged: int | None = None  # how many of the losses since the last figures count; None: all
-    _trainer: Trainer | None = None
+    _trainer: Trainer  # missing before `begin`
     _epoch: int | None = None
     _since: float | None = None  # the time when the epoch began, or the last figures in it
     _lr: float | Tensor | None = None
@@ -48,7 +48,7 @@ class Meter(Settings, Observer):
     _read: Callable[[], dict[str, Any]] | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        if self._trainer is not None:
+        if hasattr(self, "_trainer"):
             raise ConfigurationError(
                 f"one {type(self).__name__} was given to two trainers", remedy="make one for each trainer"
             )
@@ -61,7 +61,6 @@ class Meter(Settings, Observer):
         self._losses = deque[Tensor](maxlen=self._averaged)
 
     def epoch_begin(self, epoch: int) -> None:
-        assert self._trainer is not None, "begin comes first"
         self._epoch, self._total = epoch, self._trainer.total_steps
         self._since = perf_counter()
 

@@ -50,10 +50,7 @@ def read_records(folder: Path) -> list[Line]:
 
 def line_of(record: Line) -> str:
     """Return a record as a line of JSON. A number that is not finite becomes null, because JSON has none."""
-    values = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
-    }
-    return json.dumps(values) + "\n"
+    return json.dumps(json.loads(json.dumps(record), parse_constant=lambda name: None)) + "\n"
 
 
 def require(*packages: str) -> None:
