@@ -95,15 +95,9 @@ def after_steps(folder: Path, steps: int) -> Path:
 
 def near(folder: Path) -> str:
     """Return up to five folders with checkpoints, for a message: those in `folder`, one below, and its parent."""
-    places = [folder.parent, *folder.glob("*/"), *folder.glob("*/*/")]
-    return ", ".join(map(str, sorted(filter(_has_checkpoints, places))[:5]))
-
-
-def _has_checkpoints(folder: Path) -> bool:
-    try:
-        return bool(checkpoints(folder))
-    except OSError:  # such as another user's folder in /tmp
-        return False
+    # `glob` skips a folder that may not be read, such as another user's in /tmp.
+    paths = (*folder.parent.glob("step-*"), *folder.glob("*/step-*"), *folder.glob("*/*/step-*"))
+    return ", ".join(map(str, sorted({path.parent for path in paths if _NAME.fullmatch(path.name)})[:5]))
 
 
 def no_checkpoint(folder: Path, remedy: str) -> CheckpointError:
@@ -235,15 +229,14 @@ def keep_newest(newest: Path, keep: int | None, spared: Path | None = None) -> l
 
 def check_mode(folder: Path, run: str, mode: str) -> None:
     """Raise ConfigurationError if a checkpoint of this run has a metric of another mode."""
-    own = (path for path in reversed(checkpoints(folder)) if _recorded(path, "run") == run)
-    for path, (_, before) in ((path, found) for path in own if (found := _metric_of(path)) is not None):
-        if before != mode:
+    for path in checkpoints(folder):
+        _, before = _metric_of(path) or (None, mode)
+        if before != mode and _recorded(path, "run") == run:
             raise ConfigurationError(
                 f"this save has mode={mode!r}, and this run saved {path.name} with mode={before!r}",
                 why="the best checkpoint so far might be deleted",
                 remedy=f"write mode={before!r} in every save of the run, or save in another folder",
             )
-        return  # earlier ones have its mode
 
 
 def _best_of(paths: list[Path]) -> Path | None:
