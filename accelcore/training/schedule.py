@@ -11,13 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, StepLR
 
-from accelcore.errors import AccelError, CheckpointError, ConfigurationError, Once, TrainingError, did_you_mean, logger
+from accelcore.errors import AccelError, CheckpointError, ConfigurationError, Once, TrainingError, did_you_mean
 from accelcore.torch_internals import expect_no_step
 from accelcore.util.text import bound, is_whole
 
 ScheduleBy = Literal["window", "script"]
-
-Make = Callable[[Optimizer, int], LRScheduler]  # makes the scheduler of an optimizer for a number of updates
 
 _NONE, _TO_BE_MADE = "no scheduler", "a scheduler that is not made yet"
 
@@ -49,20 +47,14 @@ class Schedule:
                 f"schedule_by={by!r} is unknown",
                 available='"window": step after each update; "script": you step it, such as after each epoch',
             )
-        if not (is_whole(warmup) or (isinstance(warmup, float) and 0 <= warmup < 1)):
-            raise ConfigurationError(
-                f"warmup={warmup!r} is not a warm-up",
-                available="a number of updates, such as 100, or a share of all updates below 1, such as 0.05",
-            )
         self.by, self._warmup, self._optimizer, self._log = by or "window", warmup, optimizer, log
         is_named = isinstance(scheduler, str)
         is_function = callable(scheduler) and not isinstance(scheduler, type) and bound(scheduler, None, 1) is not None
         self._name = scheduler if is_named else ""
         make = partial(_of_name, self._name, warmup) if is_named else scheduler
-        self._make: Make | None = make if is_named or is_function else None
+        self._make: Callable[[Optimizer, int], LRScheduler] | None = make if is_named or is_function else None
         # A schedule by name fits, and with `schedule_by` the script says what is counted.
-        self._may_not_fit = not (scheduler is None or is_named or by)  # until `warn_of_length` has looked
-        self._steps_by_window = scheduler is not None and self.by == "window"
+        self._may_not_fit = not (scheduler is None or is_named or by)
         self._updates_are_checked = self._make is None  # by `check_updates`
         self._checkpoint = "FOLDER"  # the path of the one that was restored, for errors
         self._expected: int | None = None  # the scheduler's last_epoch; None: not checked
@@ -71,11 +63,12 @@ class Schedule:
                 f"schedule_by={by!r} needs a scheduler, not {'None' if scheduler is None else 'a name or a function'}",
                 remedy='make the scheduler yourself, or leave schedule_by="window"',
             )
-        if warmup and not is_named:
+        if not (is_whole(warmup) or (isinstance(warmup, float) and 0 <= warmup < 1)) or (warmup and not is_named):
             raise ConfigurationError(
-                f"warmup={warmup!r} needs a schedule by name",
-                available=", ".join(_NAMED),
-                remedy="choose one of these; any other schedule has a warm-up of its own, as by torch's SequentialLR",
+                f"warmup={warmup!r} is not possible with scheduler={scheduler!r}",
+                available="a number of updates, such as 100, or a share of all updates below 1, such as 0.05, with a "
+                f"schedule by name: {', '.join(_NAMED)}",
+                remedy="give one of these; any other schedule has a warm-up of its own, as by torch's SequentialLR",
             )
         if is_named and scheduler not in _NAMED:
             raise ConfigurationError(
@@ -144,11 +137,8 @@ class Schedule:
 
     def warn_of_length(self, epochs: int | None, updates: int | None) -> None:
         """Log once that the scheduler seems to be made for another number of steps than that of the updates."""
-        if not (self._may_not_fit and epochs and updates):
-            return
-        self._may_not_fit = False
-        if _seems_to_count_otherwise(self.scheduler, epochs, updates):
-            logger.warning(
+        if self._may_not_fit and epochs and updates and _seems_to_count_otherwise(self.scheduler, epochs, updates):
+            self._log.warn(
                 "%s seems to be made for another number of steps: the trainer steps it after each of %d updates. Make "
                 "it for %d updates, or give scheduler=lambda optimizer, updates: ..., which gets this number. If it "
                 'counts epochs, give accel.trainer(..., schedule_by="script"), and call scheduler.step() after each '
@@ -214,9 +204,9 @@ class Schedule:
 
         The script may do anything to the scheduler before the first window ends.
         """
-        if not self._steps_by_window:
+        assert not self.is_to_be_made, "a window needs a scheduler that is made"
+        if self.scheduler is None or self.by == "script":
             return
-        assert self.scheduler is not None, "a window needs a scheduler that is made"
         self.check()
         done = _last_epoch(self.scheduler)
         if self.updates is not None and done is not None and done >= self.updates and self._name != "constant":
