@@ -47,8 +47,7 @@ class LossOfModel:
                 raise
             raise _no_loss_given(f"the model cannot be called with this batch: {error}") from error
         if isinstance(returned, Tensor) and returned.numel() != 1:
-            shape = tuple(returned.shape)
-            raise _no_loss_given(f"the model returned a tensor of shape {shape}, not a scalar")
+            raise _no_loss_given(f"the model returned a tensor of shape {tuple(returned.shape)}, not a scalar")
         return (returned[0], returned[1:]) if type(returned) is tuple and len(returned) > 2 else returned
 
 
@@ -103,8 +102,8 @@ def without_backward(loss: Tensor) -> Tensor:
 def unusable_loss(loss: object) -> TrainingError:
     """Return the error for a value that backward cannot start from."""
     if not isinstance(loss, Tensor):
-        without = ", without .item()" if isinstance(loss, float) else ""
-        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS_OF_LOSS}{without}")
+        remedy = f"return {_FORMS_OF_LOSS}, without .item()"
+        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=remedy)
     if loss.numel() != 1:
         return TrainingError(
             f"the loss has shape {tuple(loss.shape)}, and must be a scalar",

@@ -84,12 +84,10 @@ class FiniteCheck:
         """Return which of the last losses was the first that is not finite."""
         if not self.losses:
             return ""
-        device = self.losses[0][1].device
-        values = torch.stack([loss.detach().reshape(()).to(device) for _, loss in self.losses]).tolist()
-        bad = [(step, value) for (step, _), value in zip(self.losses, values, strict=True) if not math.isfinite(value)]
+        bad = [(step, value) for step, loss in self.losses if not math.isfinite(value := loss.item())]
         where = " on this rank" if self._plan.backend.collectives.world_size > 1 else ""
         if not bad:
-            return f"the losses{where} of the last {len(values)} micro-batches were finite"
+            return f"the losses{where} of the last {len(self.losses)} micro-batches were finite"
         return f"the first loss{where} that was not finite is that of step {bad[0][0]}: {bad[0][1]}"
 
 
