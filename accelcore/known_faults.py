@@ -137,6 +137,14 @@ GELU_OF_INFINITY = _bug(
     seen="torch 2.13.0 and 2.15.0, in fp32, bf16 and fp16",
     findings=r"nn\.functional\.gelu, \w+, .*with inf: .* 0 is wrong in .*",
 )
+ATTENTION_OF_NAN = _bug(
+    kernel="scaled_dot_product_attention on the CPU",
+    what="a row is 0 instead of NaN if its scores are NaN and the keys are fewer than a vector of the processor has "
+    "elements (8 in fp32 with AVX2), and if under is_causal its scores are all -inf",
+    instead="nothing: the form SDPBackend.MATH is right",
+    seen="torch 2.13.0",
+    findings=r"nn\.functional\.scaled_dot_product_attention, .*with -?inf: result 0 is wrong.*: 0 instead of nan .*",
+)
 SUMS_OF_ROWS = _bug(
     kernel="layer_norm (also with fp32 weights), embedding, embedding_bag and indexing on the CPU, backward, bf16, fp16"
     "; convolution of many images, backward, fp16, and bf16 on a processor without AVX-512",
@@ -165,6 +173,6 @@ ELU_OF_SMALL = _bug(
 )
 TORCH_FAULTS = (
     FP16_EPSILON, SKIPPED_FIRST_STEP, BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, CAST_WITHOUT_GRADIENT, HERMITIAN_OUT,
-    UNSEEN_UPDATE, GELU_OF_INFINITY, SUMS_OF_ROWS, SUMS_AT_PLACES, ELU_OF_SMALL,
+    UNSEEN_UPDATE, GELU_OF_INFINITY, ATTENTION_OF_NAN, SUMS_OF_ROWS, SUMS_AT_PLACES, ELU_OF_SMALL,
 )  # fmt: skip
 """Bugs of torch on every device, and of its kernels on the host, by which other backends than the CPU's may compute."""

@@ -248,6 +248,12 @@ def gelu_of_infinity() -> bool | None:
     return bool(many.isnan().all()) and bool(one.isposinf().all())
 
 
+def attention_of_nan() -> bool:
+    """Check if attention of a NaN to one key is 0."""
+    query, key = torch.full((1, 1, 1, 8), torch.nan), torch.ones(1, 1, 1, 8)
+    return bool((torch.nn.functional.scaled_dot_product_attention(query, key, key) == 0).all())
+
+
 def elu_of_small() -> bool:
     """Check if elu of a small negative number has lost digits."""
     return abs(float(_ELU(torch.full((16,), -1e-7))[0]) + 1e-7) > 1e-9

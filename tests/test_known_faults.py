@@ -42,8 +42,8 @@ PROBES = dict(
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
             fault_probes.autocast_in_cache, fault_probes.cast_without_gradient, fault_probes.hermitian_out,
-            fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.sums_of_rows,
-            fault_probes.sums_at_places, fault_probes.elu_of_small,
+            fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.attention_of_nan,
+            fault_probes.sums_of_rows, fault_probes.sums_at_places, fault_probes.elu_of_small,
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
             fault_probes.narrow_convolution, fault_probes.gelu_out, fault_probes.grouped_variance,
             fault_probes.triangular_out, fault_probes.dense_out, fault_probes.counted_embedding,

@@ -91,6 +91,11 @@ class Schedule:
         if self.is_to_be_made:
             for group in self._optimizer.param_groups:  # as schedulers do; a checkpoint has them
                 lr = group.get("lr")
+                if lr is None:
+                    raise ConfigurationError(
+                        "the optimizer has no learning rate that a schedule could change",
+                        remedy="give it lr=..., or remove scheduler=",
+                    )
                 group.setdefault("initial_lr", lr.clone() if isinstance(lr, Tensor) else lr)
             if updates is not None:
                 self.check_updates(updates)
@@ -114,7 +119,7 @@ class Schedule:
             )
         if self.by == "window" and bound(scheduler.step) is None:  # such as ReduceLROnPlateau
             raise ConfigurationError(
-                f"{type(scheduler).__name__}.step needs an argument, which the trainer does not have",
+                f"{type(scheduler).__name__}.step needs an argument, such as a metric, which the trainer does not have",
                 remedy='make the scheduler yourself, set schedule_by="script", and call scheduler.step(...)',
             )
         return scheduler  # type: ignore[no-any-return]  # of any class with these methods

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelcore_cpu.backend import create
 
+from accelcore.known_faults import TORCH_FAULTS
 from accelcore.testing import whole_suite as suite
 from accelcore.testing.suite import operators as of_suite
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
@@ -251,9 +252,9 @@ def test_a_kernel_that_is_wrong_for_a_rare_argument_is_caught(what):
     name, says, kernels = WRONG[what]
     wrong = WrongFunction if kernels.keys() & FUNCTIONS else Wrong
     with wrong(kernels):
-        found = compare_options(HOST, [name], [torch.float16]).wrong
+        found = compare_options(HOST, [name], [torch.float16], TORCH_FAULTS).wrong
     assert any(says in each for each in found), found
-    right = compare_options(HOST, [name], [torch.float16])
+    right = compare_options(HOST, [name], [torch.float16], TORCH_FAULTS)
     assert right.compared
     assert right.wrong == []
 
