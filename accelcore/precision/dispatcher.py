@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,17 @@ Placed = tuple[tuple[OpOverload, str], Kernel]  # an operator, a dispatch key, a
 
 
 class Overrides:
-    """Sets of kernels in torch's dispatcher, each installed once under a name. They hold in the whole process."""
+    """Sets of kernels in torch's dispatcher, each installed once under a name. They hold in the whole process.
 
-    def __init__(self) -> None:
+    A kernel calls the one that it replaces, which must not be removed before it. `beneath`: sets that these stay above,
+    whenever those are installed.
+    """
+
+    def __init__(self, beneath: Overrides | None = None) -> None:
+        self._above: Overrides | None = None
+        if beneath is not None:
+            beneath._above = self
+        self._sets: dict[str, tuple[Callable[[], Iterator[Placed]], bool]] = {}
         self._removals: dict[str, ExitStack] = {}  # by the names of the sets
         self.kernels: dict[tuple[OpOverload, str], Kernel] = {}  # the one that was installed last at each place
         self._lock = threading.Lock()
@@ -43,7 +51,7 @@ class Overrides:
         """
         if name in self._removals:
             return
-        with self._lock, warnings.catch_warnings(), ExitStack() as removal:
+        with self._without_above(), self._lock, warnings.catch_warnings(), ExitStack() as removal:
             if name in self._removals:  # another thread has installed it meanwhile
                 return
             # torch warns of a kernel that is replaced; it is back after `remove`.
@@ -61,14 +69,29 @@ class Overrides:
             for operator, key in kernels:
                 forget_python_dispatch(operator, key)
             self._removals[name] = removal.pop_all()
+            self._sets[name] = make, with_keyset
             self.kernels |= kernels
 
     def remove(self) -> None:
         """Remove all sets, so that torch's own kernels are back."""
-        with self._lock:
+        with self._without_above(), self._lock:
             self.kernels.clear()
+            self._sets.clear()
             while self._removals:
                 self._removals.popitem()[1].close()
+
+    @contextmanager
+    def _without_above(self) -> Iterator[None]:
+        above = self._above
+        sets = dict(above._sets) if above else {}
+        if above and sets:
+            above.remove()
+        try:
+            yield
+        finally:
+            for name, (make, with_keyset) in sets.items():
+                assert above is not None, "it had the sets"
+                above.install(name, make, with_keyset=with_keyset)
 
 
 overrides = Overrides()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from accelcore.errors import UnsupportedError
-from accelcore.precision.dispatcher import Kernel, Overrides, Placed, torch_kernel
+from accelcore.precision.dispatcher import Kernel, Overrides, Placed, overrides, torch_kernel
 from accelcore.randomness.host_kernels import COMPOSED, argument_values, host_kernels
 from accelcore.torch_features import GET_KERNEL
 from accelcore.torch_internals import (
@@ -33,7 +33,7 @@ from accelcore.torch_internals import (
 _DROPPED, _KEPT = ("dropout", "dropout_p", "dropout_prob"), ("keep_prob",)
 _TRAINED = ("train", "training")
 
-_overrides = Overrides()
+_overrides = Overrides(beneath=overrides)
 _eager: Any = None  # torch's stance that runs compiled code eagerly
 _lock = threading.Lock()
 

@@ -183,3 +183,20 @@ def test_nothing_is_left_when_it_is_over(accel):
 def test_where_else_than_everywhere_is_a_mistake(accel):
     with pytest.raises(ConfigurationError, match="everywhere"):
         accel.runtime.seed(0, same="here")
+
+
+@pytest.mark.parametrize("leave", ["seed", "reset"])
+def test_kernels_that_are_replaced_meanwhile_stay_whole(accel, leave):
+    """In either order: each calls the kernel that it has replaced."""
+    queries = torch.ones(1, 2, 4, 8)
+    accelcore.precision.reset()
+    accel.runtime.seed(3, same="everywhere")
+    with accel.autocast("bf16"):  # replaces attention
+        pass
+    if leave == "seed":
+        accel.runtime.seed(3)
+    else:
+        accelcore.precision.reset()
+        assert torch.equal(torch.rand(3, dtype=torch.float64), uniform(3, 3)), "the host still draws"
+    found = torch.nn.functional.scaled_dot_product_attention(queries, queries, queries)
+    torch.testing.assert_close(found, queries)
