@@ -14,15 +14,13 @@ from accelcore.scaling.contract import MARK
 from accelcore.util.text import bound, kind_of
 
 _EXAMPLE = "pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
-_FORMS_OF_LOSS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
+_FORMS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with "loss"'
 
 
 def check_loss(loss: Any, model: nn.Module) -> None:
     """Raise ConfigurationError if `loss` is not a function of a model and a batch."""
-    if loss is None:
-        return
     function = loss.forward if isinstance(loss, nn.Module) else loss
-    if not callable(loss) or _is_torchs(loss) or bound(function, model, None) is None:
+    if loss is not None and (_is_torchs(loss) or bound(function, model, None) is None):
         name = repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         raise ConfigurationError(
             f"loss={name} does not take a model and a batch",
@@ -63,7 +61,7 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
     """Return the loss and the auxiliary outputs: the second of a pair, or the object or dict that holds the loss."""
     if type(returned) is tuple:
         if len(returned) != 2:
-            raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS_OF_LOSS}")
+            raise TrainingError(f"the loss is a tuple of {len(returned)}", remedy=f"return {_FORMS}")
         return returned[0], returned[1]
     if isinstance(returned, Mapping) and "loss" in returned:
         loss = returned["loss"]
@@ -76,7 +74,7 @@ def split_loss(returned: Any) -> tuple[Any, Any]:
             f'the {type(returned).__name__} that was returned has no "loss", or None',
             why="many models compute it only if the batch has labels",
             available=", ".join(map(repr, returned)) if isinstance(returned, Mapping) else "",
-            remedy=f"put the labels into the batch, or return {_FORMS_OF_LOSS}",
+            remedy=f"put the labels into the batch, or return {_FORMS}",
         )
     return loss, returned
 
@@ -89,21 +87,17 @@ def _refuse_backward(*_: Any, **__: Any) -> None:
     )
 
 
-# torch and pickle ask `__getstate__` for the attributes to save: none, so that the loss is saved as a plain tensor.
-_REFUSES_BACKWARD = {"backward": _refuse_backward, "__getstate__": dict}
-
-
 def without_backward(loss: Tensor) -> Tensor:
     """Let `loss.backward()` raise TrainingError. What is computed from the loss, or read from a file, is plain."""
-    loss.__dict__.update(_REFUSES_BACKWARD)
+    # torch and pickle ask `__getstate__` for the attributes to save: none, so that the loss is saved as a plain tensor.
+    loss.__dict__.update(backward=_refuse_backward, __getstate__=dict)
     return loss
 
 
 def unusable_loss(loss: object) -> TrainingError:
     """Return the error for a value that backward cannot start from."""
     if not isinstance(loss, Tensor):
-        remedy = f"return {_FORMS_OF_LOSS}, without .item()"
-        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=remedy)
+        return TrainingError(f"the loss is {kind_of(loss)}, not a tensor", remedy=f"return {_FORMS}, without .item()")
     if loss.numel() != 1:
         return TrainingError(
             f"the loss has shape {tuple(loss.shape)}, and must be a scalar",

@@ -174,16 +174,15 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._console = Console(stderr=True)
-        self.is_live = self._console.is_interactive
         self._bar = Progress(
             BarColumn(bar_width=20),
             TextColumn("{task.description}"),
-            console=self._console,
+            console=Console(stderr=True),
             auto_refresh=False,
             # Else it would lead to the terminal what the script writes to a file; a daemon has none.
             redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
         )
+        self.is_live = self._bar.console.is_interactive
         self._task = self._bar.add_task("")
         if self.is_live:
             self._bar.start()
@@ -193,4 +192,4 @@ class _Bar:
         if self.is_live:
             self._bar.update(self._task, completed=steps, total=total, description=text, refresh=True)
         else:
-            self._console.print(text, highlight=False, soft_wrap=True)
+            self._bar.console.print(text, highlight=False, soft_wrap=True)

@@ -99,8 +99,7 @@ def draw(runs: Mapping[str, Sequence[Line]], *paths: Path) -> None:
             steps, values = found.get(name, ([], []))
             if name == _BYTES:
                 values = [value / 2**20 for value in values]
-            marker = "." if len(steps) < 50 else None
-            axes.plot(steps, values, color=f"C{number}", marker=marker, linewidth=1, label=run)
+            axes.plot(steps, values, color=f"C{number}", marker="." if len(steps) < 50 else None, lw=1, label=run)
         axes.set(title=name.replace("_", " ") + ", MiB" * (name == _BYTES), xlabel="step")
         axes.grid(alpha=0.3)
         if len(runs) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -160,14 +160,14 @@ def test_a_first_start_in_a_folder_of_checkpoints_is_a_warning_that_names_it(
 
 def test_a_first_start_beside_a_folder_that_this_user_may_not_read(accel, tmp_path, monkeypatch):
     (tmp_path / "frist").mkdir()
-    read = Path.iterdir
 
-    def iterdir(folder):  # tests may run as root, who may read everything
-        if folder.name == "frist":
+    def denied(read, *folder):  # tests may run as root, who may read everything
+        if str(*folder).endswith("frist"):
             raise PermissionError(13, "Permission denied")
-        return read(folder)
+        return read(*folder)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, partial(denied, getattr(os, name)))
     assert make(accel).resume(tmp_path / "first") is None
     assert make(accel).resume(tmp_path) is None
 
