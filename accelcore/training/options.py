@@ -263,9 +263,9 @@ def check_arguments(backend: Any, model: Any, optimizer: Any) -> None:
             remedy=f"make it: {made}model.parameters(), lr=...). One optimizer can have several parameter groups; "
             "several models need a trainer each",
         )
-    divides = hasattr(optimizer, "consolidate_state_dict")  # ZeroRedundancyOptimizer
+    # Of ZeroRedundancyOptimizer.
     own = "it divides the parameters among ranks itself, and does not update fp32 masters or shards"
-    reason = own if divides else backend.optimizers.refusal(optimizer)
+    reason = own if hasattr(optimizer, "consolidate_state_dict") else backend.optimizers.refusal(optimizer)
     if reason is not None:
         raise ConfigurationError(
             f"a trainer cannot step a {type(optimizer).__name__}",

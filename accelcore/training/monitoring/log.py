@@ -110,10 +110,9 @@ class Log(Meter):
         if not hasattr(self, "_trainer"):
             raise ConfigurationError("this log has no trainer", remedy="give it to one: observers=[log]")
         if self._is_main:
-            steps = self._trainer.steps
-            self._open(steps)
+            self._open(self._trainer.steps)
             self._finish()
-            self._put({"step": steps, "epoch": self._epoch, **found})
+            self._put({"step": self._last, "epoch": self._epoch, **found})
 
     def close(self) -> None:
         """Write what is not yet written, and draw the plot. Later steps open the log again."""

@@ -161,9 +161,8 @@ class Progress(Meter):
     def _text(self, figures: dict[str, Any]) -> str:
         step, total = figures["step"], self._total
         done, seconds = step - self._first["step"], figures["seconds"] - self._first["seconds"]
-        shown = {**figures, "at": step if total is None else f"{step}/{total}", "left": None}
-        if total is not None and done:
-            shown["left"] = timedelta(seconds=round(seconds / done * max(0, total - step)))
+        left = None if total is None or not done else timedelta(seconds=round(seconds / done * max(0, total - step)))
+        shown = {**figures, "at": step if total is None else f"{step}/{total}", "left": left}
         return "  ".join(text.format(shown[name]) for name, text in _FORMATS.items() if shown[name] is not None)
 
 
