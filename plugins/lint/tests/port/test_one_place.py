@@ -10,6 +10,7 @@ from port_sources import written
 
 CHOICE = "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')"
 NUMBERED = "device = torch.device('cuda:' + str(n)) if torch.cuda.is_available() else torch.device('cpu')"
+NUMBERED_BELOW = NUMBERED.replace(" if ", " \\\n    if ")
 QUESTION = "if torch.cuda.is_available():\n"
 
 
@@ -161,6 +162,8 @@ def test_devices_that_a_function_of_another_file_hides_are_not_asked_for_before(
     [
         "torch.cuda.manual_seed_all(seed)\ntorch.manual_seed(seed)",
         f"torch.manual_seed(seed)\n{NUMBERED}\n{QUESTION}    torch.cuda.manual_seed_all(seed)",
+        f"torch.manual_seed(seed)\n{NUMBERED_BELOW}\n{QUESTION}    torch.cuda.manual_seed_all(seed)",
+        "torch.manual_seed(seed)\nprint(\n    seed,\n)\ntorch.cuda.manual_seed_all(seed)",
     ],
 )
 def test_a_seed_of_all_devices_goes_where_torchs_own_stands_by(lines, level):

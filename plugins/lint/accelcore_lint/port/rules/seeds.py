@@ -11,6 +11,7 @@ from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_calls import called
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.walk import find
 
 _HARMLESS = re.compile(
     r"\s*($|#|[\w.]*(seed(_all)?|cudnn\.\w+|use_deterministic_algorithms|set_device|print|info)\b *[(=]|os\.environ\["
@@ -132,12 +133,20 @@ def _runs_with(facts: Facts, other: cst.CSTNode, node: cst.CSTNode) -> bool:
 def _is_fresh(facts: Facts, other: cst.CSTNode, call: cst.CSTNode) -> bool:
     """Return whether nothing between two calls, in either order, can draw numbers on the device."""
     first, last = sorted((facts.line(other), facts.line(call)))
-    between = facts.code.splitlines()[first : last - 1]
-    return all(_HARMLESS.match(line) or _chooses_device(line) for line in between)
+    lines = facts.code.splitlines()
+    between = (each for each in find(facts.module, cst.BaseStatement) if first < facts.line(each) < last)
+    # Of a block, the head: its statements are asked apart. Any other statement may be written over several lines.
+    texts = (
+        text_of(each.with_changes(leading_lines=[]))
+        if isinstance(each, cst.SimpleStatementLine)
+        else lines[facts.line(each) - 1]
+        for each in between
+    )
+    return all(_HARMLESS.match(text) or _chooses_device(text) for text in texts)
 
 
 def _chooses_device(line: str) -> bool:
-    """Return whether a line assigns a choice of a device, and does nothing else."""
+    """Return whether a statement assigns a choice of a device, and does nothing else."""
     return _CHOICE.match(line) is not None and set(_CALLED.findall(line)) <= _ASKED
 
 
