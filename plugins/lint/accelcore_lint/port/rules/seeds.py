@@ -134,7 +134,8 @@ def _is_fresh(facts: Facts, other: cst.CSTNode, call: cst.CSTNode) -> bool:
     """Return whether nothing between two calls, in either order, can draw numbers on the device."""
     first, last = sorted((facts.line(other), facts.line(call)))
     lines = facts.code.splitlines()
-    between = (each for each in find(facts.module, cst.BaseStatement) if first < facts.line(each) < last)
+    statements = find(facts.module, cst.BaseStatement)  # type: ignore[type-abstract]  # it only asks isinstance
+    between = (each for each in statements if first < facts.line(each) < last)
     # Of a block, the head: its statements are asked apart. Any other statement may be written over several lines.
     texts = (
         text_of(each.with_changes(leading_lines=[]))
