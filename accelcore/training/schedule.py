@@ -230,6 +230,14 @@ class Schedule:
         self._expected = None
 
 
+class _Named(LambdaLR):
+    """Multiplies the present rates: also that of a group that was added, and one that the script has set."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        now, before = map(self.lr_lambdas[0], (self.last_epoch, self.last_epoch - 1))
+        return [group["lr"] * now / (before or 1.0) for group in self.optimizer.param_groups]
+
+
 def _of_name(name: str, warmup: float, optimizer: Optimizer, updates: int) -> LRScheduler:
     """Make the schedule of a name: a linear rise over the updates of the warm-up, and then its curve."""
     curve, rising = _NAMED[name], warmup if isinstance(warmup, int) else round(warmup * updates)
@@ -240,9 +248,9 @@ def _of_name(name: str, warmup: float, optimizer: Optimizer, updates: int) -> LR
         )
 
     def factor(step: int) -> float:
-        return (step + 1) / (rising + 1) if step < rising else curve(min(1.0, (step - rising) / (updates - rising)))
+        return min(1.0, (step + 1) / (rising + 1)) * curve(min(1.0, max(0, step - rising) / (updates - rising)))
 
-    return LambdaLR(optimizer, factor)
+    return _Named(optimizer, factor)
 
 
 def _new_run(path: str) -> str:

@@ -318,6 +318,37 @@ def test_a_constant_rate_has_no_end(accel, caplog):
     assert "schedule" not in caplog.text
 
 
+@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_a_named_schedule_changes_the_rates_of_added_groups_and_those_that_the_script_has_set(accel, name, warmup):
+    trainer, rates = make(accel, name, warmup=warmup)
+    groups = trainer.optimizer.param_groups
+    for epoch in trainer.epochs(4):
+        if epoch == 2:  # 6 of 12 updates are done
+            expected = groups[0]["lr"] / 2
+            groups[0]["lr"] = expected
+            trainer.model.more = nn.Parameter(torch.ones(2))
+            trainer.optimizer.add_param_group({"params": [trainer.model.more], "lr": 0.01})
+            trainer.refresh()
+        for batch in trainer.batches(LOADER):
+            trainer(batch)
+        if epoch >= 2:
+            done = [AFTER[name]((steps - warmup) / (12 - warmup)) for steps in (6, trainer.steps)]
+            assert [group["lr"] for group in groups] == pytest.approx(
+                [lr * done[1] / done[0] for lr in (expected, 0.01)]
+            )
+    assert rates.seen[6] == expected
+
+
+@pytest.mark.parametrize("lr", [{}, {"lr": None}], ids=["none", "None"])
+def test_a_name_needs_a_learning_rate(accel, lr):
+    optimizer = torch.optim.SGD((model := nn.Linear(3, 2)).parameters(), lr=0.1)
+    del optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0].update(lr)
+    with pytest.raises(accelcore.ConfigurationError, match="no learning rate"):
+        accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).sum(), scheduler="cosine", total_steps=3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

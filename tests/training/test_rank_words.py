@@ -371,9 +371,9 @@ def test_a_mean_of_predictions_against_targets_of_another_shape_is_reported_once
 
     for function, n in ((error, 7), (lambda batch: {"mse": error(batch), "rows": batch[1]}, 8)):
         (said,) = mean(function, [n, n, 1])
-        assert all(part in said for part in (f"shape ({n}, {n})", f"{n} rows", f"({n}, 1)", f"({n},)", "squeeze(1)"))
+        assert all(part in said for part in ("shape (n, n)", f"{n} rows", "(n, 1)", "(n,)", "squeeze(1)"))
         assert not mean(function, [n, n, 1])
-    assert not mean(lambda batch: batch[0].new_ones(len(batch[0]), 9), [3, 6])  # a value for each token
+    assert not mean(lambda batch: batch[0].new_ones(len(batch[0]), 9), [3, 9])  # a value for each of 9 tokens
     assert not mean(error, [1, 1])
 
 

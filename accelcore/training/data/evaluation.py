@@ -19,7 +19,7 @@ from accelcore.jobs.exchange import gather_objects
 from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import wait_for_all
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
-from accelcore.util.containers import tensors
+from accelcore.util.containers import rows, tensors
 from accelcore.util.text import bound, kind_of
 
 
@@ -37,7 +37,7 @@ class Evaluation(Batches):
             >>> error = trainer.evaluate(loader).mean(lambda batch: model(batch).square())
 
         Every rank must call this. The host waits for the device once, after the last batch. A warning is logged if
-        a result has the shape (n, n) for n rows, as predictions of shape (n, 1) minus targets of shape (n,) have.
+        the first result has shape (n, n) for n rows, as predictions of shape (n, 1) minus targets of shape (n,) have.
 
         Args:
             function: returns a tensor of values, which all count alike: one for each row, or another number of them,
@@ -60,6 +60,10 @@ class Evaluation(Batches):
         for batch in self:
             returned = function(batch)
             for name, value in (returned if isinstance(returned, Mapping) else {"": returned}).items():
+                # The last batch may have n rows by chance.
+                is_first = name not in sums and self._collectives.rank == 0
+                if is_first and getattr(value, "shape", ()) == (rows(batch),) * 2 != (1, 1):
+                    _warn_of_square(len(value))
                 sums[name].append(_total(value, batch))
         own = {}
         for name, pairs in sums.items():
@@ -82,9 +86,9 @@ class Evaluation(Batches):
 @cache  # logged once
 def _warn_of_square(size: int) -> None:
     logger.warning(
-        "the function given to trainer.evaluate(...).mean() returned shape (%d, %d) for a batch of %d rows, and all of "
-        "these values count. If predictions of shape (%d, 1) met targets of shape (%d,), use squeeze(1)",
-        *[size] * 5,
+        "trainer.evaluate(...).mean() averages a result of shape (n, n) for n = %d rows. If predictions of shape "
+        "(n, 1) met targets of shape (n,), use squeeze(1)",
+        size,
     )
 
 
@@ -101,11 +105,9 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     if not isinstance(value, Tensor):
         value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     total = (value.float() if value.dtype in LOW_PRECISION else value).detach().sum()
-    lengths = {len(tensor) for tensor in tensors(batch) if tensor.dim()}
     if value.dim():
-        if value.shape == (len(value), len(value)) and lengths == {len(value)} and len(value) > 1:
-            _warn_of_square(len(value))
         return total, value.numel()
+    lengths = {len(tensor) for tensor in tensors(batch) if tensor.dim()}
     if len(lengths) != 1 or 0 in lengths:
         raise TrainingError(
             "the function returned a scalar for a batch whose number of rows is unknown",
@@ -113,8 +115,7 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
             + (f"tensors of {' and '.join(map(str, sorted(lengths)))} rows" if lengths else "no tensor with rows"),
             remedy="return one value for each row: for the mean over rows, loss.expand(rows)",
         )
-    (count,) = lengths
-    return total * count, count
+    return total * (count := lengths.pop()), count
 
 
 def _together(share: Iterable[Any], job: Collectives, device: torch.device) -> Iterator[Any]:

@@ -154,6 +154,7 @@ class Log(Meter):
                 old = path.with_name(f"log-before-{datetime.now():%Y%m%d-%H%M%S-%f}.jsonl")
                 path.replace(old)
                 logger.warning("%s has the log of another run, which is %s now", self._folder, old.name)
+            path.touch()  # so that a second log of this folder renames it, and warns
         if self._tensorboard:
             self._sinks.append(_tensorboard(self._folder, done, self._closing))
         if self._wandb is not False:

@@ -116,6 +116,16 @@ def test_a_new_run_keeps_the_logs_of_those_before_beside_its_own(accel, tmp_path
     assert "log of another run" in caplog.text
 
 
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_two_logs_in_one_folder_do_not_mix_in_silence(accel, tmp_path, caplog, trainers):
+    logs = [accelcore.Log(tmp_path, every=1, plot=False) for _ in range(2)]
+    for own in [logs] if trainers == 1 else [[log] for log in logs]:
+        train(make(accel, *own, total_steps=9), 1, batches=1)
+    for log in logs:
+        log.close()
+    assert "log of another run" in caplog.text
+
+
 def test_plots_hold_all_figures_and_load_nothing(accel, tmp_path, capsys):
     for name in ("a", "b"):
         log = accelcore.Log(tmp_path / name, every=2, plot=True)
