@@ -222,6 +222,12 @@ class Schedule:
             )
         try:
             self.scheduler.step()
+        except ValueError as error:  # such as OneCycleLR
+            raise TrainingError(
+                f"{type(self.scheduler).__name__} cannot go on after update {done}",
+                why=str(error),
+                remedy="make it for all updates: scheduler=lambda optimizer, updates: ..., which gets their number",
+            ) from error
         finally:  # a schedule past its end raises, and has counted the step
             self._expected = _last_epoch(self.scheduler)
 

@@ -45,7 +45,7 @@ def test_a_schedule_past_its_end_raises_at_each_window_and_training_goes_on_at_i
             other.step()
             trainer(window[1])
         else:
-            with pytest.raises(ValueError, match="Tried to step"):
+            with pytest.raises(accelcore.TrainingError, match="Tried to step"):
                 trainer(window[1])
         assert trainer.steps == number
         for one, its in zip(model.parameters(), hand.parameters(), strict=True):
@@ -57,7 +57,7 @@ def test_a_schedule_past_its_end_raises_at_each_window_and_training_goes_on_at_i
     resumed.resume(tmp_path)
     assert torch.equal(fresh.weight, model.weight)
     resumed(windows[0][0])
-    with pytest.raises(ValueError, match="Tried to step"):
+    with pytest.raises(accelcore.TrainingError, match="Tried to step"):
         resumed(windows[0][1])
     assert resumed.steps == len(windows) + 1
 

@@ -20,7 +20,7 @@ from accelcore.precision.policy import LOW_PRECISION
 from accelcore.training.agreement import wait_for_all
 from accelcore.training.data.sharding import Batches, check_loader, rank_0s_rows, share_once
 from accelcore.util.containers import rows, tensors
-from accelcore.util.text import bound, kind_of
+from accelcore.util.text import bound, is_whole, kind_of
 
 
 class Evaluation(Batches):
@@ -94,7 +94,7 @@ def _warn_of_square(size: int) -> None:
 
 def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     """Return the sum of the values for a batch, and their number."""
-    is_count = isinstance(value, Tensor) and not (value.dim() or value.is_floating_point())
+    is_count = is_whole(value) or (isinstance(value, Tensor) and not (value.dim() or value.is_floating_point()))
     if is_count or not isinstance(value, Tensor | Real):
         raise TrainingError(
             f"the function returned {'a whole number' if is_count else kind_of(value)} for a batch, which is neither "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from types import GeneratorType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accelcore.errors import ConfigurationError, DistributedError
+from accelcore.errors import ConfigurationError, DistributedError, TrainingError
 from accelcore.jobs.collectives import Collectives
 from accelcore.util.text import kind_of
 
@@ -61,6 +62,12 @@ class Batches(Iterator[Any]):
         self._batches, self._length = batches, length
 
     def __iter__(self) -> Iterator[Any]:  # noqa: PYI034
+        if isinstance(self._batches, GeneratorType) and self._batches.gi_frame is None:
+            raise TrainingError(
+                "all batches of this epoch were read before",
+                why="trainer.batches(loader) returns the batches of one epoch",
+                remedy="call it in each epoch: for batch in trainer.batches(loader):",
+            )
         return self._batches  # not self: the loop then calls the inner iterator directly
 
     def __next__(self) -> Any:

@@ -146,3 +146,21 @@ def test_a_batch_may_be_a_mapping_of_rows_without_a_truth_value(accel):
         make(accel, loss=lambda model, batch: model(batch["x"].mT).sum())(batches[1])
     if hasattr(caught.value, "__notes__"):  # Python 3.11
         assert "Batch of ('x': float32 (3, 4) on cpu)" in caught.value.__notes__[0]
+
+
+def test_batches_that_are_made_once_and_read_in_a_second_epoch_are_told(accel):
+    trainer = make(accel)
+    batches = trainer.batches(loader())
+    trainer(next(batches))
+    for batch in batches:
+        trainer(batch)
+    with pytest.raises(accelcore.TrainingError, match=r"read before(.|\n)*trainer\.batches\(loader\)"):
+        next(iter(batches))
+    assert trainer.steps == 3
+
+
+def test_a_count_is_no_mean_as_a_number_either(accel):
+    trainer = make(accel)
+    with pytest.raises(accelcore.TrainingError, match="whole number"):
+        trainer.evaluate(loader()).mean(lambda batch: int((batch > 0).sum()))
+    assert trainer.evaluate(loader()).mean(lambda batch: float(batch.mean())) == 1
