@@ -156,7 +156,7 @@ class Project:
         splits = {path.resolve() for path in splits if not _TEST.fullmatch(path.name)}
         files = dict(self.files)
         for path, known in files.items():
-            found = sorted(splits - {path} if script in (path, *self.programs[path]) else self.beside[path] & splits)
+            found = sorted((splits if script in (path, *self.programs[path]) else self.beside[path] & splits) - {path})
             if found and not known.keeps_questions:
                 files[path] = replace(known, keeps_questions=KEPT.format(found[0].name))
         return replace(self, files=files)

@@ -2,6 +2,7 @@
 
 import pytest
 from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.port_command import ported_together
 from accelcore_lint.port.project import read_project
 from port_sources import written
 
@@ -56,3 +57,24 @@ def test_a_backend_that_is_a_member_stays_in_other_places(line):
     outcome = port_source(f"{HEAD}{line}\n", Level.ROLES)
     assert f"\n{line}\n" in outcome.source
     assert "branch" not in outcome.left[0].text
+
+
+NUMBERED = (
+    "import torch\nfrom config import args\n\ndevice = torch.device('cuda:' + str(args.device)) "
+    "if torch.cuda.is_available() else torch.device('cpu')\n"
+)
+
+
+@pytest.mark.parametrize(("more", "count"), [("", 1), ("half = torch.cuda.is_available()\nnet.to(device)\n", 2)])
+def test_a_choice_that_stays_for_its_own_reason_names_no_other_line(more, count):
+    texts = [note.text for note in port_source(NUMBERED + more, Level.ROLES).left]
+    assert len(texts) == count
+    assert "args.device" in texts[0]
+    assert not any("is left tells" in text for text in texts[:1])
+
+
+def test_no_file_names_itself_as_the_other_one_that_keeps_its_choice(tmp_path):
+    files = {"am.py": NUMBERED, "cp.py": NUMBERED, "both.py": "import am\nimport cp\n"}
+    paths = written(tmp_path, files)
+    for each in ported_together(paths, Level.ROLES, read_project(paths), paths):
+        assert not any(f"a line of {each.path.name}" in note.text for note in each.outcome.left)

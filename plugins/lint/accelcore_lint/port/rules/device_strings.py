@@ -113,9 +113,19 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
         return Left(CHOSEN, node.children)
     if is_further(further := index_of(names[0])[1]) and is_below_any(names[0], facts.parents):
         return Left(_MAY_LACK.format(text_of(further or node)), node.children)
-    reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED) or facts.keeps(node)
+    reason = (facts.hides_all and HIDDEN) or (ASSERTED.search(facts.code) and NAMED)
     if reason and len(branches(choice)) > 1:
         return Left(reason, node.children)
+    decision = _rewritten(node, facts, choice, names)
+    # Its own reason first: that of another line may be this one.
+    keeps = facts.keeps(node) if len(branches(choice)) > 1 and not isinstance(decision, Left) else ""
+    return Left(keeps, node.children) if keeps else decision
+
+
+def _rewritten(
+    node: cst.BaseExpression, facts: Facts, choice: cst.BaseExpression, names: list[cst.BaseExpression]
+) -> Rewrite | Left | None:
+    """Replace a choice of a device, which nothing else keeps, by the accelerator's device or its name."""
     made = [not index_of(branch)[0] and isinstance(branch, cst.Call) for branch in branches(choice)]
     if any(made):
         return _of_devices(facts, node, names) if all(made) and choice is node else None
