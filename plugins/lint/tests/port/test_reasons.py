@@ -78,3 +78,18 @@ def test_no_file_names_itself_as_the_other_one_that_keeps_its_choice(tmp_path):
     paths = written(tmp_path, files)
     for each in ported_together(paths, Level.ROLES, read_project(paths), paths):
         assert not any(f"a line of {each.path.name}" in note.text for note in each.outcome.left)
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(("text", "kept"), [('"cuda:" + str(k)', True), ("f'cuda:{k}'", True), ("other", False)])
+def test_a_device_stays_that_is_compared_with_the_name_of_a_vendors_device(level, text, kept):
+    line = 'self.last_device = "cuda:" + str(max(self.map.keys()))'
+    source = (
+        f"import torch\n\n\nclass Net(torch.nn.Module):\n    def split(self):\n        {line}\n\n"
+        "    def forward(self, h, k, other):\n"
+        f"        return h if {text} != self.last_device else h.to(self.last_device)\n"
+    )
+    outcome = port_source(source, level)
+    assert (line in outcome.source) is kept
+    assert f"{text} != self.last_device" in outcome.source
+    assert any("change both" in note.text for note in outcome.left) is kept

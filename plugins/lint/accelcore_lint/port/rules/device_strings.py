@@ -24,6 +24,7 @@ from accelcore_lint.port.rules.replaced import kept_for_test
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, BY_PLACE, HIDDEN
 from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.walk import find
 
 _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = "torch.cuda.is_available"
@@ -44,6 +45,7 @@ DECLARED = "a process that only declares options may not be the one that trains:
 
 _MAY_LACK = "device index {} under a condition that asks for any device: there may be one only, so ask for their number"
 
+_COMPARED = "a name that is compared with the name and number of one vendor's device: change both"
 _CALLED = re.compile(r"assert_(?:\w+_)?(?:called|calls|awaited|awaits)\w*$")
 _EXPECTED = Left("a name that a test expects of what it replaces: change it with the line that gives it")
 
@@ -201,10 +203,24 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return Left(facts.keeps_questions)
     if is_further(index) and is_below_any(node, facts.parents):
         return Left(_MAY_LACK.format(text_of(index or node)))
+    if index is not None and _is_compared(node, facts):
+        return Left(_COMPARED)
     sources = {"location": location_source, "kind": kind_source, "default": default_source}
     source_of = sources.get(wanted, device_source)
     source = source_of(facts, node, index)
     return source if isinstance(source, Left) else whole(node, source)
+
+
+def _is_compared(node: cst.BaseExpression, facts: Facts) -> bool:
+    """Return whether a name that gets a device is compared with the text of one and its number, which stays."""
+    holder = facts.parent(node)
+    name = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else ""
+    for each in find(facts.module, cst.Comparison) if name else ():
+        sides = [each.left, *(target.comparator for target in each.comparisons)]
+        made = any(index_of(side)[1] is not None and not isinstance(side, cst.SimpleString) for side in sides)
+        if made and name in map(text_of, sides):
+            return True
+    return False
 
 
 def _is_expected(facts: Facts, node: cst.CSTNode) -> bool:
