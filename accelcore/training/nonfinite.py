@@ -58,6 +58,12 @@ class FiniteCheck:
         """
         if self._wanted and self._found(agree=agree).item():
             self._examine(steps, agree=agree)
+        if self._wanted and (bad := self._bad_losses()):
+            self._plan.log.warn(
+                "the loss of step %d is %s, and the parameters are finite: such batches may train nothing. A "
+                "cross-entropy is NaN if each label of a batch is ignore_index",
+                *bad[0],
+            )
 
     @torch.no_grad()
     def _found(self, *, agree: bool) -> Tensor:
@@ -84,11 +90,16 @@ class FiniteCheck:
         """Return which of the last losses was the first that is not finite."""
         if not self.losses:
             return ""
-        bad = [(step, value) for step, loss in self.losses if not math.isfinite(value := loss.item())]
+        bad = self._bad_losses()
         where = " on this rank" if self._plan.backend.collectives.world_size > 1 else ""
         if not bad:
             return f"the losses{where} of the last {len(self.losses)} micro-batches were finite"
         return f"the first loss{where} that was not finite is that of step {bad[0][0]}: {bad[0][1]}"
+
+    def _bad_losses(self) -> list[tuple[int, float]]:
+        losses = [loss.detach().reshape(()).to(self.losses[0][1].device) for _, loss in self.losses]
+        values = torch.stack(losses).tolist() if losses else []  # one copy to the host
+        return [(step, value) for (step, _), value in zip(self.losses, values, strict=True) if not math.isfinite(value)]
 
 
 def first_not_finite(gradients: Gradients, tensors: Sequence[Tensor | None]) -> str | None:

@@ -168,3 +168,13 @@ def test_a_plain_backward_pass_beside_the_trainer_is_refused_under_every_strateg
     for rank in found:
         assert "the parameter '" in rank[parallel]["beside"]
         assert "add the losses up" in rank[parallel]["beside"]
+
+
+@pytest.mark.parametrize("steps", [3, 70])
+def test_a_loss_that_is_nan_and_changes_no_parameter_is_reported_once(accel, tmp_path, caplog, steps):
+    trainer = make(accel, loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), torch.full((8,), -100)))
+    list(map(trainer, data(steps)))
+    for _ in range(2):
+        trainer.save(tmp_path)
+    assert trainer.model[0].weight.isfinite().all()
+    assert caplog.text.count("the loss of step 1 is nan, and the parameters are finite") == 1
