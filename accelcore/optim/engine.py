@@ -221,8 +221,8 @@ def check_members(
             found[id(member)] = number
             if is_lazy(member):
                 raise ConfigurationError(
-                    f"the parameter {name!r} has no shape yet" if name else "a parameter has no shape yet",
-                    why="it is of a lazy module, such as nn.LazyLinear, which takes the shape from its first input",
+                    f"a parameter has no shape yet{f': {name!r}' if name else ''}",
+                    why="a lazy module, such as nn.LazyLinear, takes it from the first input",
                     remedy="call the model with one batch before the optimizer is made",
                 ) from cause
             if before is None or not isinstance(member, Tensor):

@@ -99,8 +99,7 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
         raise TrainingError(
             f"the function returned {'a whole number' if is_count else kind_of(value)} for a batch, which is neither "
             "values nor their mean",
-            remedy="return a tensor of one value for each row, such as predicted == target without .sum(), or a dict "
-            "of such tensors",
+            remedy="return a tensor of one value for each row, such as predicted == target, or a dict of these",
         )
     if not isinstance(value, Tensor):
         value = torch.tensor(float(value), dtype=torch.float64, device="cpu")

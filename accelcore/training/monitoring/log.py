@@ -105,7 +105,7 @@ class Log(Meter):
                 raise ConfigurationError(
                     f"{name}={value!r} is not a figure of your own",
                     why="the log writes this figure itself" if name in _OWN else "it is not a number",
-                    remedy=f"give a number, such as a mean, by a name of your own, such as valid_{name}=",
+                    remedy=f"give a number, such as a mean, by another name, such as valid_{name}=",
                 )
         if not hasattr(self, "_trainer"):
             raise ConfigurationError("this log has no trainer", remedy="give it to one: observers=[log]")
