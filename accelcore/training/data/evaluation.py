@@ -26,6 +26,8 @@ from accelcore.util.text import bound, is_whole, kind_of
 class Evaluation(Batches):
     """Batches of `trainer.evaluate(loader)`, to be iterated over once, or averaged by `mean`."""
 
+    _made_by = "trainer.evaluate(loader)"
+
     def __init__(self, batches: Iterator[Any], length: Callable[[], int], collectives: Collectives) -> None:
         super().__init__(batches, length)
         self._collectives = collectives
@@ -76,8 +78,7 @@ class Evaluation(Batches):
         if not any(count for _, count in added.values()):
             raise ConfigurationError(
                 "an evaluation of no rows has no mean",
-                remedy="check that there is data to evaluate on; an evaluation is read once: call "
-                "trainer.evaluate(...) again, or return a dict of several values from one function",
+                remedy="check that there is data to evaluate on",
             )
         means = {name: total / count if count else float("nan") for name, (total, count) in added.items()}
         return means[""] if set(means) == {""} else means
@@ -99,7 +100,7 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
         raise TrainingError(
             f"the function returned {'a whole number' if is_count else kind_of(value)} for a batch, which is neither "
             "values nor their mean",
-            remedy="return a tensor of one value for each row, such as predicted == target, or a dict of these",
+            remedy="return one value for each row, such as predicted == target without .sum(), or a dict of these",
         )
     if not isinstance(value, Tensor):
         value = torch.tensor(float(value), dtype=torch.float64, device="cpu")

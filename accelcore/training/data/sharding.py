@@ -23,7 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accelcore.errors import ConfigurationError, DistributedError, TrainingError
+from accelcore.errors import ConfigurationError, DistributedError
 from accelcore.jobs.collectives import Collectives
 from accelcore.util.text import kind_of
 
@@ -58,15 +58,16 @@ class Batches(Iterator[Any]):
     The length is that of a whole epoch; after a resume within it, fewer are left.
     """
 
+    _made_by = "trainer.batches(loader)"
+
     def __init__(self, batches: Iterator[Any], length: Callable[[], int]) -> None:
         self._batches, self._length = batches, length
 
     def __iter__(self) -> Iterator[Any]:  # noqa: PYI034
         if isinstance(self._batches, GeneratorType) and self._batches.gi_frame is None:
-            raise TrainingError(
-                "all batches of this epoch were read before",
-                why="trainer.batches(loader) returns the batches of one epoch",
-                remedy="call it in each epoch: for batch in trainer.batches(loader):",
+            raise ConfigurationError(
+                f"these batches were read before, and can be read once: call {self._made_by} again",
+                remedy=f"write `for batch in {self._made_by}:`, in each epoch",
             )
         return self._batches  # not self: the loop then calls the inner iterator directly
 
