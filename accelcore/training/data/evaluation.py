@@ -53,7 +53,7 @@ class Evaluation(Batches):
         Raises:
             TrainingError: `function` returned neither tensors nor numbers; or a count; or a scalar, and the batch has
                 no tensors, or tensors that differ in dimension 0.
-            ConfigurationError: there are no rows at all.
+            ConfigurationError: there are no rows at all, or they were read before.
         """
         if not callable(function) or bound(function, None) is None:
             name, remedy = getattr(function, "__name__", kind_of(function)), "pass lambda batch: loss(model, batch)"
