@@ -19,6 +19,7 @@ from torch import Size, Tensor
 
 from accelcore.errors import CheckpointError
 from accelcore.optim.shards import as_shard, is_sharded, rows_of, to_local
+from accelcore.util.containers import item
 from accelcore.util.text import kind_of
 
 Pieces = dict[str, tuple[Tensor, int, int]]  # shards of tensors by name, each with its first row and its number of rows
@@ -53,6 +54,8 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
             return value
         if isinstance(value, Tensor):
             return {_TAG: "tensor", "name": store(value, path)}
+        if isinstance(number := item(value), bool | int | float):
+            return number
         if id(value) in above or len(above) > _DEEPEST:
             problem = "holds itself" if id(value) in above else f"is nested more than {_DEEPEST} deep"
             raise CheckpointError(
@@ -70,7 +73,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
         raise CheckpointError(
             f"{path.lstrip('.')} is {kind_of(value)}, which a checkpoint cannot hold",
             available="None, bools, numbers, strings, tensors, and lists, tuples and dicts of these",
-            remedy="convert it to one of these types, or do not save it",
+            remedy="convert it to one of these, as NumPy's arrays by torch.from_numpy(array), or do not save it",
         )
 
     def store(tensor: Tensor, path: str) -> str:

@@ -58,13 +58,13 @@ BEST: dict[str, Callable[..., Path]] = {"min": min, "max": max}
 
 
 def as_path(given: Any) -> Path:
-    """Return a path that the user gave; raise ConfigurationError if no file can have it."""
+    """Return a path that the user gave, `~` expanded; raise ConfigurationError if no file can have it."""
     try:
         if given == "":
             raise ValueError("it is empty")
-        path = Path(given)
+        path = Path(given).expanduser()
         path.stat()
-    except (TypeError, ValueError) as error:  # empty, a NUL in it, or not a path at all
+    except (TypeError, ValueError, RuntimeError) as error:  # empty, a NUL in it, not a path at all, or no such home
         why = "" if isinstance(error, TypeError) else str(error)
         raise ConfigurationError(
             f"{repr(given)[:80]} is not a path", why=why, remedy="give a string or a pathlib.Path"

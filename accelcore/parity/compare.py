@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelcore.checkpoint.store import as_path
 from accelcore.errors import RecordingError
 from accelcore.layerwise import unit_of
 from accelcore.parity.events import PHASE_OF, Event, Seen
@@ -133,7 +134,7 @@ def compare(reference: Path | str, other: Path | str, *, rank: int | None = None
     Raises:
         RecordingError: a folder has no recording, one is damaged, or they have no step or module in common.
     """
-    folders, others = ranks_of(Path(reference)), ranks_of(Path(other))
+    folders, others = ranks_of(as_path(reference)), ranks_of(as_path(other))
     ranks = sorted(others) if rank is None else [rank]
     # A rank that was not recorded is compared with the first: gradients and weights do not depend on the rank.
     recorded = {each: Reader(folders.get(each, folders[min(folders)])) for each in ranks}

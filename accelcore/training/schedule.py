@@ -140,9 +140,24 @@ class Schedule:
             raise _another_length(ConfigurationError, self.updates, updates, self._checkpoint)
         self._updates_are_checked = True
 
-    def warn_of_length(self, epochs: int | None, updates: int | None) -> None:
-        """Log once that the scheduler seems to be made for another number of steps than that of the updates."""
-        if self._may_not_fit and epochs and updates and _seems_to_count_otherwise(self.scheduler, epochs, updates):
+    def warn_of_length(self, epochs: int | None, updates: int | None, reached: int | None) -> None:
+        """Log once that the scheduler is, or seems to be, made for another number of steps than that of the updates.
+
+        Args:
+            epochs: the number of epochs; None if it is unknown, like the others.
+            updates: the number of updates, as given for the whole training, or `reached`.
+            reached: the number of updates that the loops of the script make.
+        """
+        if self.updates and reached and reached < self.updates:
+            self._log.warn(
+                "total_steps=%d, and trainer.epochs(...) makes %d updates: the schedule does not come to its end. An "
+                "update takes accumulate= batches, and a rank its share. Remove total_steps=: then the trainer counts",
+                *(self.updates, reached),
+            )
+        if not (self._may_not_fit and epochs and updates):
+            return
+        is_short = 0 < getattr(self.scheduler, "T_max", updates) < 0.9 * updates  # its learning rate rises again
+        if is_short or _seems_to_count_otherwise(self.scheduler, epochs, updates):
             self._log.warn(
                 "%s seems to be made for another number of steps: the trainer steps it after each of %d updates. Make "
                 "it for %d updates, or give scheduler=lambda optimizer, updates: ..., which gets this number. If it "
@@ -159,7 +174,7 @@ class Schedule:
     def _kind(self) -> str:
         if self.scheduler is None:
             return _TO_BE_MADE if self.is_to_be_made else _NONE
-        named = f'scheduler="{self._name}" with warmup={self._warmup}'
+        named = f'scheduler="{self._name}" with warmup={self._warmup or 0}'
         return f"{named if self._name else f'a {type(self.scheduler).__name__}'}, stepped by the {self.by}"
 
     def prepare(self, kind: str, updates: int | None, state: dict[str, Any], path: str) -> Callable[[], object]:

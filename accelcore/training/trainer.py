@@ -232,7 +232,8 @@ class Trainer(Resumable):
         self._plan.gradients.refresh(thorough=True)
         self._stream.measure(loader, shard=shard)
         self._schedule.check_updates(self.total_steps)
-        self._schedule.warn_of_length(self._stream.loops.total, self.total_steps)
+        loops = self._stream.loops
+        self._schedule.warn_of_length(loops.total, self.total_steps, loops.total_steps(self.accumulate))
         began = None if self._step.is_open else self.steps
         self._step.calls.epoch_begins()
         yield from self._stream.batches(loader, shard=shard)

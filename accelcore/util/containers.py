@@ -55,9 +55,10 @@ def _moves_itself(part: Any) -> bool:
     return not isinstance(part, type) and callable(getattr(owner, "to", None))
 
 
-def item(value: object) -> object:
-    """Return the number in a tensor of one element, and anything else as it is."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def item(value: Any) -> Any:
+    """Return the number in a tensor of one element or a scalar of NumPy, and anything else as it is."""
+    is_one = value.numel() == 1 if isinstance(value, Tensor) else getattr(value, "shape", None) == ()
+    return value.item() if is_one else value
 
 
 def tensors(value: object) -> list[Tensor]:

@@ -259,6 +259,7 @@ WRONG = {  # for 8 epochs of 3 updates, which are 5 batches
     "StepLR": lambda optimizer: StepLR(optimizer, 3),
     "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [3, 6]),
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 8),
+    "CosineAnnealingLR rising": lambda optimizer: CosineAnnealingLR(optimizer, 16),
     "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.5),
     "SequentialLR": lambda optimizer: warm(optimizer, lambda optimizer: CosineAnnealingLR(optimizer, 6)),
     "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, 40),
@@ -309,6 +310,18 @@ def test_a_scheduler_for_another_number_of_steps_is_reported_unless_it_was_asked
     assert [line.split()[0] for line in lines] == [name.split()[0]] * (wrong and not options)
     for word in ('schedule_by="script"', "24 updates", 'schedule_by="window"'):
         assert all(word in line for line in lines)
+
+
+@pytest.mark.parametrize(("given", "warns"), [(None, False), (3, False), (6, False), (7, True)])
+def test_a_schedule_that_does_not_come_to_its_end_is_reported(accel, caplog, given, warns):
+    trainer, _ = make(accel, total_steps=given)
+    train(trainer, 2)
+    assert ("total_steps=7, and trainer.epochs(...) makes 6 updates" in caplog.text) == warns
+
+
+def test_no_warmup_may_be_written_in_two_ways(accel, tmp_path):
+    make(accel, total_steps=3, warmup=0)[0].save(tmp_path)
+    assert make(accel, total_steps=3, warmup=0.0)[0].resume(tmp_path)
 
 
 def test_a_constant_rate_has_no_end(accel, caplog):

@@ -24,6 +24,7 @@ from accelcore.training.data.sharding import Shares, Source
 from accelcore.util.containers import checksum
 from accelcore.util.text import is_whole, kind_of
 
+_OTHER_LOOPS = "evaluate by trainer.evaluate(loader); read two loaders as one, by zip(one, other) or chain(one, other)"
 _FIRST = "first batch"  # its checksum, in the form
 
 
@@ -97,7 +98,7 @@ class DataStream:
 
     def _forget(self) -> None:
         self._loop += 1
-        self._source, self.use.given = None, None
+        self._source, self.use.given, self.loops.epoch = None, None, None
         self._shares.forget()
 
     def batches(self, loader: Iterable[Any], *, shard: bool) -> Iterator[Any]:
@@ -109,6 +110,7 @@ class DataStream:
         else:
             if position.taken:  # the previous loop was left early
                 position.move_to(position.epoch + 1)
+            self.loops.check_epoch(position.epoch)
             position.start = self._runtime.rng_state()
             position.generators = [generator.get_state() for generator in source.generators()]
             iterator = source.begin(position.epoch)
@@ -135,8 +137,7 @@ class DataStream:
                     raise TrainingError(
                         "this loop over batches has lost its position",
                         why="inside it a checkpoint was resumed, the epoch was set or has ended, or another loop began",
-                        remedy="start a new loop after trainer.resume(...); evaluate by trainer.evaluate(loader); read "
-                        "two loaders as one: zip(one, other)",
+                        remedy=f"start a new loop after trainer.resume(...); {_OTHER_LOOPS}",
                     )
             if not position.taken:
                 raise _no_batches(loader)
@@ -249,12 +250,13 @@ class EpochLoops:
     Attributes:
         total: the number of epochs that the script asked for last; None before it asks.
         batches: the number of batches of an epoch; None if it is unknown.
+        epoch: the epoch in which the loop is; None outside of a loop, or if the script has moved the stream in it.
     """
 
-    def __init__(self) -> None:
-        self.total: int | None = None
-        self.batches: int | None = None
-        self._number = 0
+    total: int | None = None
+    batches: int | None = None
+    epoch: int | None = None
+    _number = 0
 
     def total_steps(self, accumulate: int) -> int | None:
         """Return the number of windows of all epochs; None if it is unknown."""
@@ -267,8 +269,11 @@ class EpochLoops:
         self._number += 1
         number = self._number
         while stream.position.epoch < total:
-            position, epoch, (loop, _) = stream.position, stream.position.epoch, stream.place
-            yield epoch
+            position, self.epoch, (loop, _) = stream.position, (epoch := stream.position.epoch), stream.place
+            try:
+                yield epoch
+            finally:  # also if the script leaves the loop
+                self.epoch = None
             if number != self._number:
                 raise TrainingError(
                     f"another loop over trainer.epochs(...) has run inside the loop over trainer.epochs({total})",
@@ -288,6 +293,15 @@ class EpochLoops:
                     remedy="call it once, before the loop; to go back while training, leave the loop by break, resume, "
                     "and begin another",
                 )
+
+    def check_epoch(self, begins: int) -> None:
+        """Raise TrainingError if the loop is not in the epoch whose batches begin."""
+        if self.epoch not in (None, begins):
+            raise TrainingError(
+                f"another loop over trainer.batches(...) begins in epoch {self.epoch} of trainer.epochs(...)",
+                why="each loop over trainer.batches(...) is an epoch, and trainer.epochs(n) would skip the next one",
+                remedy=f"{_OTHER_LOOPS}; for two passes over the data, double n",
+            )
 
 
 class DataUse:

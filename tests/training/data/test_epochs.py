@@ -145,6 +145,43 @@ def test_a_window_that_is_open_when_the_epochs_end_is_reported(accel, caplog, wa
     assert [says in record.message for record in caplog.records] == [True] * (way != "batches")
 
 
+@pytest.mark.parametrize("way", ["whole", "next", "break"])
+def test_another_loop_over_batches_in_an_epoch_is_refused_before_it_trains(accel, way):
+    trainer, begun = make(accel), []
+
+    def train():
+        for epoch in trainer.epochs(4):
+            begun.append(epoch)
+            for batch in trainer.batches(DATA):
+                trainer(batch)
+                if way == "break":
+                    break
+            if way == "next":
+                next(iter(trainer.batches(DATA)))
+            for batch in trainer.batches(DATA):
+                trainer(batch)
+
+    with pytest.raises(accelcore.TrainingError, match=r"another loop(.|\n)*epoch 0(.|\n)*trainer\.evaluate"):
+        train()
+    assert begun == [0]
+    assert trainer.steps == (1 if way == "break" else len(DATA))
+
+
+def test_loops_over_batches_behind_a_loop_over_epochs_are_epochs(accel):
+    trainer = make(accel)
+    for _ in trainer.epochs(4):
+        for _ in trainer.batches(DATA):
+            break
+        break
+    list(map(trainer, trainer.batches(DATA)))
+    assert trainer.epoch == 2
+    for epoch in trainer.epochs(4):
+        list(map(trainer, trainer.batches(DATA)))
+        trainer.epoch = epoch  # the script says where it is
+        list(map(trainer, trainer.batches(DATA)))
+    assert trainer.epoch == 4
+
+
 def test_a_loop_over_epochs_in_another_is_refused(accel):
     trainer = make(accel)
 

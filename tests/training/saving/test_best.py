@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -39,6 +40,7 @@ def steps(folder):
         ("min", [3.0, 1.0, 1.0, 4.0], 1, [2, 4]),
         ("min", [3.0, None, float("nan"), float("-inf"), 5], 1, [1, 5]),
         ("min", [-0.5, torch.tensor(-0.7), -0.6], 1, [2, 3]),
+        ("min", [-0.5, np.float32(-0.7), np.array(-0.6)], 1, [2, 3]),
         ("min", [1, 2, 3], None, [1, 2, 3]),
         ("max", [3.0, 4.0, 4.0, 1.0], 1, [2, 4]),
         ("max", [0, None, float("nan"), float("inf"), -5], 1, [1, 5]),

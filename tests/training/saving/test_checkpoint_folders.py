@@ -118,6 +118,19 @@ def test_a_generator_on_one_side_only_is_named(accel, tmp_path, caplog, there):
     assert "other" not in caplog.text
 
 
+def test_a_tilde_is_the_users_home_wherever_a_trainer_or_a_log_takes_a_path(accel, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    log = accelcore.Log("~/log", plot=False)
+    trainer = make(accel, observers=[log])
+    log.write(score=1.0)
+    assert trainer.save("~/run") == trainer.resume("~/run") == tmp_path / "run" / "step-00000000"
+    assert trainer.load("~/run") == {}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"]
+    with pytest.raises(accelcore.ConfigurationError, match="'~no-such-user/run' is not a path"):
+        trainer.save("~no-such-user/run")
+
+
 def test_the_newest_whole_one_is_found_by_steps_and_not_by_time_or_name(accel, tmp_path):
     trainer = make(accel)
     for steps in (0, 9, 10, 100):

@@ -7,6 +7,7 @@ import re
 from functools import partial
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -65,9 +66,22 @@ def test_a_scheduler_that_the_trainer_does_not_know_is_saved_by_extra_or_reporte
     assert not extra or run(1) == pytest.approx(begun / 10)
 
 
-def test_what_a_checkpoint_cannot_hold_is_named(accel, tmp_path):
-    with pytest.raises(CheckpointError, match=r"extra\.model is a Linear"):
-        make(accel).save(tmp_path, extra={"model": nn.Linear(2, 2)})
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(nn.Linear(2, 2), "a Linear"), (np.ones(2), r"a ndarray(.|\n)*from_numpy"), (np.datetime64(1, "s"), "a datetime64")],
+)
+def test_what_a_checkpoint_cannot_hold_is_named(accel, tmp_path, value, says):
+    with pytest.raises(CheckpointError, match=rf"extra\.model is {says}"):
+        make(accel).save(tmp_path, extra={"model": value})
+
+
+def test_scalars_of_numpy_are_saved_as_plain_numbers(accel, tmp_path):
+    make(accel).save(tmp_path, extra={"values": [np.float32(0.5), np.int64(3), np.bool_(True), np.array(0.25)]})
+    again = make(accel)
+    again.resume(tmp_path)
+    assert [(type(value), value) for value in again.extra["values"]] == [
+        (float, 0.5), (int, 3), (bool, True), (float, 0.25)
+    ]  # fmt: skip
     with pytest.raises(ConfigurationError, match=r"extra=.*dict"):
         make(accel).save(tmp_path, extra=[1])
 
