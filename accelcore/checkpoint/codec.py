@@ -79,11 +79,13 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
     def store(tensor: Tensor, path: str) -> str:
         # Views of the same memory with the same shape are one tensor; any other view is copied.
         whole, tensor = tensor, to_local(tensor)
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in _DTYPES:
+        is_dense = tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype in _DTYPES
+        # A tensor on the meta device, and one of a class that is made of other tensors, have no memory of their own.
+        if not is_dense or (tensor.numel() and not tensor.data_ptr()):
             raise CheckpointError(
-                f"{path.lstrip('.')} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device.type}, which a "
-                "checkpoint cannot hold",
-                available="dense tensors with values, of the dtypes that safetensors knows",
+                f"{path.lstrip('.')} is {kind_of(tensor)}, {tensor.layout}, {tensor.dtype}, on {tensor.device.type}, "
+                "which a checkpoint cannot hold",
+                available="dense tensors with values, of the dtypes that safetensors knows, in memory of their own",
                 remedy="save between two windows if it is a sparse gradient; otherwise convert it in its state_dict",
             )
         bits = tensor.is_conj(), tensor.is_neg()

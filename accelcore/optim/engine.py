@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from accelcore.errors import ConfigurationError
 from accelcore.optim.flat.memory import Run
 from accelcore.scaling.contract import step_in_kernel
+from accelcore.util.text import kind_of
 
 __all__ = ["Engine", "Factory", "Memory", "Request"]
 
@@ -191,7 +192,10 @@ def check_numbers(*groups: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an option that is text, for `betas` of one number, and for no learning rate."""
     for key, value in chain.from_iterable(group.items() for group in groups):
         if key == "betas" and not isinstance(value, list | tuple):
-            raise ConfigurationError(f"betas={value!r} is not two numbers", remedy="give both: betas=(0.9, 0.999)")
+            raise ConfigurationError(
+                f"betas={value!r} is {kind_of(value)}, not a tuple of two numbers",
+                remedy="give both: betas=(0.9, 0.999); those of a configuration's own list: betas=tuple(config.betas)",
+            )
         for number in value if isinstance(value, list | tuple) else (value,):  # betas
             if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
                 raise ConfigurationError(

@@ -104,9 +104,13 @@ def test_what_holds_itself_or_is_nested_too_deeply_is_refused_by_its_path(kind):
     assert decode(encode({"a": twice, "b": [twice, twice]})[0], {}) == {"a": twice, "b": [twice, twice]}
 
 
-def test_a_tensor_without_values_is_refused_by_its_path():
-    with pytest.raises(accelcore.CheckpointError, match=r"^a\.b is .* on meta"):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
+def test_a_tensor_without_memory_of_its_own_is_refused_by_its_path():
+    with pytest.raises(accelcore.CheckpointError, match=r"^a\.b is a Tensor.* on meta"):
         encode({"a": {"b": torch.empty(2, device="meta")}})
+    made_of_two = torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))
+    with pytest.raises(accelcore.CheckpointError, match=r"^a\.b is a MaskedTensor.* cannot hold"):
+        encode({"a": {"b": made_of_two}})
 
 
 @pytest.mark.parametrize(
