@@ -100,6 +100,11 @@ class Machine:
         (site / f"{name}.py").write_text(code, encoding="utf-8")
         self.sites.insert(0, str(site))
 
+    def no_torch(self) -> None:
+        """Let an empty module be torch, which takes seconds to import. Doctor remembers nothing of it elsewhere."""
+        self.module("torch", "")
+        self.variables["XDG_CACHE_HOME"] = str(self.folder / "cache")
+
     def torch_backend(self, code: str, *, distribution: str = "vendor-runtime") -> None:
         """Install a distribution whose `vendor_runtime.autoload`, with this code in it, `import torch` calls."""
         site = self.folder / "vendor-site"

@@ -142,6 +142,7 @@ def test_commands_options_and_devices_are_completed(machine, words, offers):
 
 
 def test_a_reader_that_leaves_early_is_no_traceback(machine):
+    machine.no_torch()
     child = machine.start("doctor", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     child.stdout.close()
     assert child.stderr.read() == ""
