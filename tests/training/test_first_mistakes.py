@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import sys
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -369,9 +370,10 @@ def test_an_lr_that_a_file_leaves_empty_is_not_the_default(accel, lr):
         accel.optimizers.create("adamw", [{"params": net().parameters(), "lr": lr}])
 
 
-def test_one_number_as_betas(accel):
-    with pytest.raises(ConfigurationError, match=r"betas=0\.9 is not two(.|\n)*give both"):
-        accel.optimizers.create("adamw", net().parameters(), betas=0.9)
+@pytest.mark.parametrize("betas", [0.9, UserList([0.9, 0.95])])  # the list class of a configuration is no list
+def test_betas_that_are_no_tuple(accel, betas):
+    with pytest.raises(ConfigurationError, match=rf"betas=.* is a {type(betas).__name__}(.|\n)*give both.*betas=tuple"):
+        accel.optimizers.create("adamw", net().parameters(), betas=betas)
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": {"backend": "eager"}}])
