@@ -29,7 +29,7 @@ _FOREIGN = re.compile(
     r"|[\"'][^\"'\n]*(?:cuda[^\"'\n]*\.(?:so|dll|cu|cpp)\b|\bcu\d{2,3}\b|\bCUDA:\d)|[\"']_cuda[\"']"
     r"|(,|(?<!type)\(|(?<![=!])=)\s*[\"']torch\.[A-Z]\w*Tensor[\"']"
     r"|(?m:^)\s*(from|import)\s[^\n]*((?<!torch)_(gpu|cuda|npu)\b|\bnpu_)|\btorch\.ops\.(cuda|npu)\b|\bnpu-smi\b"
-    r"|(?<![\w.])npu_\w+\("
+    r"|(?<![\w.])npu_\w+\(|\w(?<!\bto)_npu\("
 )
 """Words of a vendor's tools beside torch, which no other device has, and members of an enum such as `Device.CUDA`.
 Also imports such as `from nms.nms_gpu import nms_gpu`, and functions that a module `gpu` beside one for the CPU has.

@@ -130,18 +130,25 @@ class Tree(Survey):
         return any(re.search(rf"\b{re.escape(name)}\b", text_of(each.params)) for each in functions)
 
     def in_default(self, node: cst.CSTNode) -> cst.BaseExpression | None:
-        """Return the parameter's default that holds a node, if one does."""
+        """Return the default that holds a node, of a parameter or of a field of a class, if one does."""
         inner = node
         for outer in self.parents(node):
             if isinstance(outer, cst.Param) and inner is outer.default:
                 return outer.default
+            if isinstance(outer, cst.AnnAssign) and inner is outer.value and self.is_field(outer):
+                return outer.value
             if isinstance(outer, (cst.Lambda, cst.BaseStatement)):
                 return None
             inner = outer
         return None
 
+    def is_field(self, assign: cst.AnnAssign) -> bool:
+        """Return whether an assignment declares an attribute of a class, such as a dataclass of options."""
+        outer = (each for each in self.parents(assign) if isinstance(each, (cst.ClassDef, cst.FunctionDef)))
+        return isinstance(next(outer, None), cst.ClassDef)
+
     def is_default(self, node: cst.CSTNode) -> bool:
-        """Return whether a node is in a parameter's default that does not ask for a device when it is imported."""
+        """Return whether a node is in a default that does not ask for a device when it is imported."""
         default = self.in_default(node)
         return default is not None and "is_available(" not in text_of(default)
 

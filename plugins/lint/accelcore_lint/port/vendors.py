@@ -87,7 +87,8 @@ _SETTINGS = re.compile(
 )
 _SETS = re.compile(
     rf"(?i)\bdevices?[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)\[?[\"']({'|'.join(DEVICES)})(?::\d+)?[\"']"
-    rf"|\.({'|'.join(DEVICES)})\(\)|backend[\"']?\]?(?: *= *|: *)[\"']({'|'.join(GROUPS)})[\"']"
+    rf"|\.({'|'.join(DEVICES)})\(\)"
+    rf"|backend[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)[\"']({'|'.join(GROUPS)})[\"']"
     r"|ExecutionProvider[\"']|_VISIBLE_DEVICES[\"'](?:\] *=|,)"
 )
 _OTHER_FRAMEWORKS = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(?:tensorflow|keras|jax|flax|mxnet|paddle)\b")
@@ -196,6 +197,7 @@ def vendor_lines(source: str) -> set[int]:
             value = match[2] if match else ""
             is_own = _is_own_word(earlier, before, following.string)
             is_tool = _TOOL_STRING.fullmatch(value) is not None and not (sets_all and value in VISIBLE)
+            is_tool = is_tool and (earlier, before) != ("help", "=")
             if is_tool or (not is_own and (device_text(value) or type_text(value))):
                 found.add(line)
         elif tokenize.tok_name[kind] == "FSTRING_MIDDLE" and text.rstrip(":") in DEVICES:

@@ -24,7 +24,8 @@ def variables_set(module: cst.Module) -> list[cst.Assign]:
     if _FIRST not in code or _OTHER in code or _IS_LEFT.search(code):
         return []
     made = [each for each in find(module, cst.Assign) if _sets(each)]
-    names = [each for each in find(module, cst.SimpleString) if each.evaluated_value == _FIRST]
+    helps = {arg.value for arg in find(module, cst.Arg) if arg.keyword is not None and arg.keyword.value == "help"}
+    names = [each for each in find(module, cst.SimpleString) if each.evaluated_value == _FIRST and each not in helps]
     return made if len(made) == len(names) else []
 
 

@@ -326,3 +326,11 @@ def test_a_variable_of_one_vendor_stays_where_it_may_mean_more_than_which_device
     outcome = port_source(f"import os\nimport torch\n\ngpu = '1'\n{lines}\nx = torch.ones(2)\n", level)
     assert "ASCEND" not in outcome.source
     assert outcome.left
+
+
+def test_a_help_text_with_the_name_of_the_variable_is_no_use_of_it():
+    option = "    parser.add_argument('--gpus', help='CUDA_VISIBLE_DEVICES')\n"
+    line = "    os.environ['CUDA_VISIBLE_DEVICES'] = gpus\n"
+    outcome = port_source(f"import os\nimport torch\n\n\ndef f(parser, gpus):\n{option}{line}", Level.ROLES)
+    assert (outcome.before, outcome.after, outcome.left) == (1, 0, [])
+    assert option in outcome.source

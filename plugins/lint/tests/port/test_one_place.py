@@ -110,6 +110,8 @@ def test_a_further_device_stays_under_a_question_for_any(form, index, kept, leve
         ("for key, value in weights.items():\n    new[key] = value.numpy()\nnet.load_state_dict(weights)", True),
         ("for key, value in weights.items():\n    new[key] = value", True),
         ("if next(iter(weights))[:7] in weights.keys():\n    new = {}\nnet.load_state_dict(weights)", False),
+        ("for key, net in self.weights.items():\n    net.load_state_dict(weights[key])", False),
+        ("for key, net in self.weights.items():\n    net.data = weights[key]", True),
         ("weights.eval()\nprint(weights(x))", False),
         ("weights.eval()\nprint(weights['best'])", True),
         ("print(weights.sum())", True),
@@ -252,6 +254,32 @@ def test_what_is_loaded_where_cuda_saved_it_is_loaded_to_the_cpu_on_others(lines
     if both.startswith("if"):
         ported = port_source(f"import torch\n\n{both.format(question)}\n{moves}", Level.ROLES).source
         assert ported.count(question) == (2 if NONE in both else 0)
+
+
+@pytest.mark.parametrize("test", ["{}", "not {}", "gpu and {}"])
+@pytest.mark.parametrize(
+    ("place", "more", "stays"),
+    [
+        ("map_location=torch.device('cpu')", "", True),
+        ("weights_only=True, map_location='cpu'", "", True),
+        ("map_location=lambda storage, loc: storage", "", True),
+        ("map_location='meta'", "", False),
+        ("map_location='cpu'", "; print(path)", False),
+    ],
+)
+def test_what_two_calls_load_stays_on_the_cpu_without_cuda_and_no_other_line_for_it(test, place, more, stays):
+    question = "torch.cuda.is_available()"
+    loads = f"state = torch.load({f'path, {place}'.rpartition(', map')[0]}){more}", f"state = torch.load(path, {place})"
+    one, other = reversed(loads) if "not" in test else loads
+    use = "own = net.state_dict()\nown.update({k: v for k, v in state['net'].items() if k in own})\n"
+    lines = f"if {test.format(question)}:\n    {one}\nelse:\n    {other}\n{use}net.load_state_dict(own)\nnet.cuda()\n"
+    outcome = port_source(f"import torch\n\n{lines}", Level.ROLES)
+    assert (lines.removesuffix("net.cuda()\n") in outcome.source) is stays
+    assert [note.rule for note in outcome.harmless] == ["device check"] * stays
+    assert (outcome.left == []) is stays
+    restored = lines.replace(use, "").replace("(own)", "(state['net'])")
+    again = port_source(f"import torch\n\n{restored}", Level.ROLES)
+    assert (again.after, again.harmless) == (0, [])
 
 
 def test_a_device_is_not_chosen_while_a_graph_is_captured():

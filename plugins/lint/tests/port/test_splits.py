@@ -34,7 +34,7 @@ def program(folder, files, level=Level.TORCH):
             "if device.type == 'cuda':\n        torch.cuda.ipc_collect()\n    else:\n        torch.mps.empty_cache()",
             False,
         ),
-        ("if device.type == 'cuda':\n        torch.cuda.ipc_collect()\n    else:\n        net.step()", True),
+        ("if device.type == 'cuda':\n        torch.cuda.nvtx.mark('x')\n    else:\n        net.step()", True),
         ("data = data.to(device)", False),
     ],
 )
@@ -364,7 +364,7 @@ def test_the_reason_for_a_flag_that_stays_names_the_file_whose_lines_are_left(tm
 @pytest.mark.parametrize("together", [True, False])
 def test_a_question_stays_beside_one_in_a_file_that_the_same_script_imports(tmp_path, level, together):
     place = f"import torch\n\n\ndef place(net):\n    {CHOICE}\n"
-    tells = "if device.type == 'cuda':\n        torch.cuda.ipc_collect()\n    else:\n        net.step()"
+    tells = "if device.type == 'cuda':\n        torch.cuda.nvtx.mark('x')\n    else:\n        net.step()"
     files = {
         "nets.py": f"{place}    {tells}\n",
         "bench.py": f"{place}    return net(torch.ones(1).to(device))\n",

@@ -16,6 +16,7 @@ from accelcore_lint.port.project import OTHERS
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_counts import at_least_one, needs_one
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
+from accelcore_lint.port.rules.loading import is_state, loads_twice
 from accelcore_lint.port.rules.other_packages import GIVEN, is_given_away
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_that_hide
@@ -153,6 +154,10 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
             return Left(_LOADS, node.children, harmless=True)
         if (moves := _loads_to_cpu(holder, whole_test, facts)) is not None:
             return Left(_FLAG if moves else _LOADS, node.children, harmless=not moves)
+        if isinstance(holder, cst.If) and loads_twice(holder, facts):
+            loads = [call for call in find(holder, cst.Call) if facts.name(call.func) == "torch.load"]
+            if not all(is_state(call, facts) for call in loads if argument(call, "map_location", 1) is None):
+                return Left(_LOADS, node.children, harmless=True)
         if text_of(holder.body).endswith(("get_rank()", "get_world_size()")):
             return Left("an answer for a process group: ask torch.distributed.is_initialized()", node.children)
         if ASSERTED.search(facts.code) and _NAMES.search(text_of(holder.body)):

@@ -28,7 +28,10 @@ _NUMBER = re.compile(
 _DEVICE = re.compile(rf"\btorch\.device\(|[\"']({'|'.join(DEVICES)})\b")
 _NO_INDEX = "set_device of a device that may have no index: torch.accelerator.set_device_index needs a number"
 
-_CALLS = ("synchronize", "set_device", "empty_cache", *_RESETS)
+_OPTIONAL = (*_RESETS, "ipc_collect")
+"""Functions that not every device's module has. Without one there is nothing to do."""
+
+_CALLS = ("synchronize", "set_device", "empty_cache", *_OPTIONAL)
 
 
 def called(node: cst.SimpleStatementLine | cst.SimpleStatementSuite, facts: Facts) -> tuple[str, cst.Call] | None:
@@ -98,11 +101,11 @@ def _decide(node: cst.SimpleStatementLine, facts: Facts) -> Rewrite | Left | Non
     device = index if named else device
     new = {"set_device": "set_device_index", "reset_max_memory_allocated": "reset_peak_memory_stats"}.get(name, name)
     given = "" if device is None or new == "empty_cache" else index_source(device)
-    if name not in (*_RESETS, "empty_cache"):
+    if name not in (*_OPTIONAL, "empty_cache"):
         return _guarded(facts, node, f"{module}.{new}({given})")
     facts.place.check_question(node)
     of = f"{facts.torch}.get_device_module()"  # torch.accelerator has these from torch 2.9, and not for MPS
-    return _guarded(facts, node, f"{of}.{new}({given})", f'hasattr({of}, "{new}")' if name in _RESETS else "")
+    return _guarded(facts, node, f"{of}.{new}({given})", f'hasattr({of}, "{new}")' if name in _OPTIONAL else "")
 
 
 def _is_vendors(device: cst.BaseExpression) -> bool:
@@ -179,6 +182,11 @@ ALONE = Rule(
             Level.TORCH,
             "torch.cuda.set_device(rank)",
             "if torch.accelerator.is_available():\n    torch.accelerator.set_device_index(rank)",
+        ),
+        Example(
+            Level.ROLES,
+            "torch.cuda.ipc_collect()",
+            'if hasattr(torch.get_device_module(), "ipc_collect"):\n    torch.get_device_module().ipc_collect()',
         ),
         Example(Level.ROLES, "torch.cuda.set_device(local_rank)\nprint(local_rank)", "print(local_rank)"),
         Example(Level.ROLES, "torch.npu.current_stream().synchronize()", "accel.runtime.synchronize()"),

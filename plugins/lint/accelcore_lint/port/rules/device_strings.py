@@ -45,6 +45,8 @@ DECLARED = "a process that only declares options may not be the one that trains:
 
 _MAY_LACK = "device index {} under a condition that asks for any device: there may be one only, so ask for their number"
 
+_VENDOR = re.compile(rf"\b({'|'.join(DEVICES)})\b")
+
 _COMPARED = "a name that is compared with the name and number of one vendor's device: change both"
 _CALLED = re.compile(r"assert_(?:\w+_)?(?:called|calls|awaited|awaits)\w*$")
 _EXPECTED = Left("a name that a test expects of what it replaces: change it with the line that gives it")
@@ -275,18 +277,14 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
     if name is not None and is_for_autocast(name, facts.code):
         return _AUTOCAST
-    is_field = isinstance(holder, cst.AnnAssign) and not nested and _is_field(holder, facts)
-    if is_field or (facts.submits and is_device_name(key_of(holder))):
+    is_field = isinstance(holder, cst.AnnAssign) and not nested and facts.is_field(holder)
+    if is_field and _VENDOR.search(text_of(cst.ensure_type(holder, cst.AnnAssign).annotation.annotation)):
+        return unknown  # as in Literal["cuda", "cpu"]
+    if (is_field and facts.is_library) or (facts.submits and (is_field or is_device_name(key_of(holder)))):
         return Left(DECLARED)
     if name is not None and is_device_name(name):
         return "location" if _LOCATION.search(name) else "kind"
     return unknown
-
-
-def _is_field(assign: cst.AnnAssign, facts: Facts) -> bool:
-    """Return whether an assignment declares an attribute of a class, such as a dataclass of options."""
-    outer = (each for each in facts.parents(assign) if isinstance(each, (cst.ClassDef, cst.FunctionDef)))
-    return isinstance(next(outer, None), cst.ClassDef)
 
 
 def _wanted_argument(facts: Facts, arg: cst.Arg, *, nested: bool) -> str | Left | None:

@@ -18,6 +18,9 @@ from accelcore_lint.port.vendors import DEVICES
 from accelcore_lint.port.walk import find
 
 _TABLE = 'map_location of one vendor\'s devices: a device, or "cpu", moves all that is loaded'
+_TO_CPU = re.compile(
+    r", *map_location *= *(?:torch\.device\([\"']cpu[\"']\)|[\"']cpu[\"']|lambda (\w+), *\w+: *\1(?:\.cpu\(\))?)(?=\))"
+)
 _PLACED = re.compile(r"\bload\([^\n]*\bmap_location *=")
 _OF_MODEL = ("eval", "train", "modules", "parameters", "named_parameters")
 """Methods that a whole model has, and a state or a tensor has not."""
@@ -54,11 +57,16 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
 
 def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     """Name the device of what is loaded without one, where another branch names one for devices that are not CUDA's."""
-    if facts.name(node.func) != "torch.load" or len(node.args) != 1 or node.args[0].star:
+    is_plain = [arg.keyword is None for arg in node.args] == [True] + [False] * (len(node.args) - 1)
+    if facts.name(node.func) != "torch.load" or not is_plain or any(arg.star for arg in node.args):
+        return None
+    if argument(node, "map_location") is not None:
         return None
     if not any(_PLACED.search(text_of(other)) for other in _other_branches(node, facts)):
         return None
-    if not _is_state(node, facts):
+    if not is_state(node, facts):
+        if any(isinstance(outer, cst.If) and loads_twice(outer, facts) for outer in facts.parents(node)):
+            return None
         return Left("torch.load without map_location only loads what was saved on a device that is here", inner=True)
     location = cst.Arg(
         cst.parse_expression(facts.place.device(node)),
@@ -68,13 +76,25 @@ def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
     def build(updated: cst.Call) -> cst.Call:
-        (path,) = updated.args
-        return updated.with_changes(args=[path.with_changes(comma=comma), location])
+        *args, last = updated.args
+        return updated.with_changes(args=[*args, last.with_changes(comma=comma), location])
 
     return Rewrite(build)
 
 
-def _is_state(load: cst.Call, facts: Facts) -> bool:
+def loads_twice(guard: cst.If, facts: Facts) -> bool:
+    """Return whether an `if` only loads something: to where CUDA saved it, or, where there is none, to the CPU.
+
+    If it is no state, its question stays: other devices then take from the CPU what is loaded, as before.
+    """
+    bodies = [text_of(each.body).strip() for each in (guard, guard.orelse) if isinstance(each, (cst.If, cst.Else))]
+    loads = [call for call in find(guard, cst.Call) if facts.name(call.func) == "torch.load"]
+    placed = [bool(_TO_CPU.search(body)) for body in bodies]
+    is_same = len({_TO_CPU.sub("", body) for body in bodies}) == 1
+    return len(loads) == len(bodies) == sum(placed) + 1 == 2 and is_same and "\n" not in "".join(bodies)
+
+
+def is_state(load: cst.Call, facts: Facts) -> bool:
     """Return whether all that is done with what is loaded is a `load_state_dict`, or what is done with a model.
 
     Also by a name, and beside the numbers of a checkpoint, which no device has.
@@ -87,7 +107,8 @@ def _is_state(load: cst.Call, facts: Facts) -> bool:
     name, scope = text_of(holder.targets[0].target), facts.function_of(load) or facts.module
     if len(holder.targets) != 1 or not name.isidentifier():
         return False
-    uses = (facts.parent(each) for each in find(scope, cst.Name) if each.value == name)
+    holders = [(each, facts.parent(each)) for each in find(scope, cst.Name) if each.value == name]
+    uses = (use for each, use in holders if getattr(use, "attr", None) is not each)  # not as in `self.name`
     read = [use for use in uses if not isinstance(use, cst.AssignTarget)]
     if any(isinstance(use, cst.Attribute) and use.attr.value in _OF_MODEL for use in read):
         # Without a move beside it, a model that the CPU has saved may be for the CPU.

@@ -32,6 +32,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         is_known = text_of(node.func).endswith("DataParallel")  # by its name, and not torch's
         if not any(is_known or isinstance(arg.value, (cst.List, cst.Tuple)) for arg in given):
             return None
+        if text_of(node.func).split(".")[-1] == "DataParallel":
+            return Left(_ONE_EACH, inner=True)
         return Left("device_ids of a wrapper that is not known: None where there is no accelerator", inner=True)
     dropped = [arg for arg in given if arg.keyword is not None and arg.keyword.value == "output_device"]
     if any(map(_has_comment, dropped)):

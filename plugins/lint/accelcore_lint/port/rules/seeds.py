@@ -16,9 +16,12 @@ from accelcore_lint.port.walk import find
 _HARMLESS = re.compile(
     r"\s*($|#|[\w.]*(seed(_all)?|cudnn\.\w+|use_deterministic_algorithms|set_device|print|info)\b *[(=]|os\.environ\["
     r"|[\w.]+ *= *(torch\.device\([^()]*\)|[\"'][^\"']*[\"']|[\d.]+|True|False|None) *($|#)"
-    r"|(if|elif|else|try|except)\b[^(]*:|(if|elif)\b.*\.(is_available|device_count)\(\).*:)"
+    r"|(if|elif|else|try|except)\b[^(]*:\s*($|#)|(if|elif)\b.*\.(is_available|device_count)\(\).*:\s*($|#))"
 )
-"""Lines that draw no numbers on a device."""
+"""Lines that draw no numbers on a device, and heads of blocks."""
+
+_HEAD = re.compile(r"\s*(if|elif|else)\b([^(:]|\.(is_available|device_count)\(\))*:(?=\s*[^\s#])")
+"""What stands before the statement in `if test: statement`."""
 
 _CHOICE = re.compile(r"\s*[\w.]+ *= *[^#]*\btorch\.device\(")
 _CALLED = re.compile(r"([\w.]*\w)\(")
@@ -143,7 +146,8 @@ def _is_fresh(facts: Facts, other: cst.CSTNode, call: cst.CSTNode) -> bool:
         else lines[facts.line(each) - 1]
         for each in between
     )
-    return all(_HARMLESS.match(text) or _chooses_device(text) for text in texts)
+    parts = (part for text in texts for part in _HEAD.sub("", text, count=1).split(";"))
+    return all(_HARMLESS.match(part) or _chooses_device(part) for part in parts)
 
 
 def _chooses_device(line: str) -> bool:

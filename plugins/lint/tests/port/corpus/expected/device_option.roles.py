@@ -8,8 +8,7 @@ import accelcore
 @dataclass
 class Config:
     lr: float = 0.1
-    # TODO(accelcore): a process that only declares options may not be the one that trains: choose this where the option is used
-    device: str = "cuda"  # where to train
+    device: str = (torch.accelerator.current_accelerator() or torch.device("cpu")).type  # where to train
 
 
 def build(width, device=(torch.accelerator.current_accelerator() or torch.device("cpu")).type):
