@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accelcore_lint.port import uses
 from accelcore_lint.port.defaults import typed_defaults
-from accelcore_lint.port.files import find_scripts
 from accelcore_lint.port.mac import lacks_of_mps
 from accelcore_lint.port.own_classes import (
     has_silent_to,
@@ -23,10 +21,10 @@ from accelcore_lint.port.own_classes import (
     torch_modules,
     without_aliases,
 )
+from accelcore_lint.port.project_files import IMPORT, folders_above, imported_by, root_of, scripts_in, text_in
 from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.vendors import imports_torch
 
-_IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
 OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
 """Words for accelerators beside those that a port starts from."""
 
@@ -56,12 +54,6 @@ _WORD = re.compile(r"\w+")
 _TEST = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _TESTS = re.compile(r"(?m)^(?:async )?def test_|^class Test\w*:|^class \w+\((?:\w+\.)*TestCase\)")
 """Tests in a file that is called as one. A script such as `test_net.py` has none."""
-
-_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt", "README.md")
-_ABOVE = 4
-"""How many folders around a file may be the one from which it imports."""
-_MOST = 3000
-"""How many files of a project are read beside those that are ported."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +128,7 @@ class Project:
         programs: for each file that is ported those that it imports, and that import it, also through others.
         beside: the same, with those that the scripts which import the file import, too.
         mac: the line of the report that names what they, and the files they import, use and MPS lacks; "" if nothing.
+        roots: for each file whose questions stay for that of another one, the latter.
     """
 
     files: Mapping[Path, Known]
@@ -143,6 +136,7 @@ class Project:
     programs: Mapping[Path, frozenset[Path]]
     beside: Mapping[Path, frozenset[Path]]
     mac: str
+    roots: Mapping[Path, Path] = field(default_factory=dict)
 
     def known(self, path: Path) -> Known:
         """Return what the project says about a file."""
@@ -154,33 +148,36 @@ class Project:
         `script`: the one whose program they are in.
         """
         splits = {path.resolve() for path in splits if not _TEST.fullmatch(path.name)}
-        files = dict(self.files)
+        files, roots = dict(self.files), dict(self.roots)
         for path, known in files.items():
             found = sorted((splits if script in (path, *self.programs[path]) else self.beside[path] & splits) - {path})
-            if found and not known.keeps_questions:
-                files[path] = replace(known, keeps_questions=KEPT.format(found[0].name))
-        return replace(self, files=files)
+            root = found[0] if found else path
+            root = root if script else self.roots.get(root, root)
+            if root != path and not known.keeps_questions:  # a file that has kept the others keeps its own anyway
+                files[path] = replace(known, keeps_questions=KEPT.format(root.name))
+                roots |= {} if script else {path: root}
+        return replace(self, files=files, roots=roots)
 
 
 def read_project(paths: Iterable[Path]) -> Project:
     """Read the files that are ported, and the others of their project: what imports them, and what they import."""
     given = {path.resolve() for path in paths}
-    files = given | {path.resolve() for root in {_root(path) for path in given} for path in _scripts(root)}
-    texts = {path: _text(path) for path in files}
+    files = given | {path.resolve() for root in {root_of(path) for path in given} for path in scripts_in(root)}
+    texts = {path: text_in(path) for path in files}
     stems = {path.stem for path in given}
-    imports = {path: list(_imported(path, text, None if path in given else stems)) for path, text in texts.items()}
+    imports = {path: list(imported_by(path, text, None if path in given else stems)) for path, text in texts.items()}
     for path in given:  # pytest runs it for the tests in its folder
         tests = (each for each in given - {path} if path.name == "conftest.py" and path.parent in each.parents)
         imports[path] += [(each, "") for each in tests if _TEST.fullmatch(each.name)]
     new = reached = set(given)
     while new := {found for path in new for found, _ in imports[path]} - reached:
         reached = reached | new
-        texts |= {path: _text(path) for path in new - set(texts)}
-        imports |= {path: list(_imported(path, texts[path], None)) for path in new - given}
+        texts |= {path: text_in(path) for path in new - set(texts)}
+        imports |= {path: list(imported_by(path, texts[path], None)) for path in new - given}
     own = {path: found for path, text in texts.items() if (found := movers(text))}
     plain = list(map(without_aliases, texts.values()))
     modules = {
-        part for path in files for part in (path.stem, *(folder.name for folder in (path.parent, *_above(path))))
+        part for path in files for part in (path.stem, *(folder.name for folder in (path.parent, *folders_above(path))))
     }
     known = Known(
         own_moves=own_moves(plain),
@@ -328,7 +325,7 @@ def _reached(path: Path, edges: Mapping[Path, set[Path]]) -> set[Path]:
 
 def _by_name(files: set[Path], texts: Mapping[Path, str]) -> frozenset[Path]:
     """Return files with what imports one of that name, also through others, and from wherever it is found."""
-    lines = {path: _IMPORT.findall(text) for path, text in texts.items()} if files else {}
+    lines = {path: IMPORT.findall(text) for path, text in texts.items()} if files else {}
     words = {path: set(_WORD.findall(" ".join(map(" ".join, found)))) for path, found in lines.items()}
     reached, count = set(files), 0
     while count < len(reached):
@@ -343,58 +340,3 @@ def _taken(name: str, text: str) -> set[str]:
     if name == "*":
         return set(_WORD.findall(text))
     return {name, *re.findall(rf"(?<![\w.]){re.escape(name)}\.(\w+)", text)}
-
-
-def _root(path: Path) -> tuple[Path, bool]:
-    """Return the folder of a file's project, and whether that is certain: it has a mark of one, such as `.git`."""
-    for folder in list(path.parents)[:_ABOVE]:
-        if any((folder / mark).exists() for mark in _MARKS):
-            return folder, True
-    return path.parent, False
-
-
-def _scripts(root: tuple[Path, bool]) -> Iterator[Path]:
-    folder, is_project = root
-    try:
-        found = find_scripts([folder]) if is_project else iter(sorted(folder.glob("*.py")))
-        yield from itertools.islice((path for path in found if path.is_file()), _MOST)
-    except OSError:
-        return  # a folder that may not be listed has nothing to say
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-def _above(path: Path) -> list[Path]:
-    return list(path.parents)[1:_ABOVE]
-
-
-def _imported(path: Path, text: str, stems: set[str] | None) -> Iterator[tuple[Path, str]]:
-    """Yield the files that a file imports, looked for in its folder and in those above it; if given, of these stems.
-
-    Each with a name that the file takes from it, or by which it knows the module; `"*"` is all names.
-    """
-    for base, names, plain in _IMPORT.findall(text):
-        members = [part.split() for part in re.split(r"[,\s]*[,\n][,\s]*", names.strip("() \t\r\n")) if part.split()]
-        modules = [(base, part[0]) for part in members] if base else []
-        modules += [(f"{base.rstrip('.')}.{part[0]}", part[-1]) for part in members] if base else []
-        modules += [(part.split()[0], part.split()[-1]) for part in plain.split(",") if part.split()]
-        for module, name in modules:
-            dots = len(module) - len(module.lstrip("."))
-            parts = [part for part in module.split(".") if part]
-            if stems is not None and (not parts or parts[-1] not in stems):
-                continue
-            above = [*_above(path), *(folder / "src" for folder in _above(path))]
-            roots = [path.parents[dots - 1]] if 0 < dots <= len(path.parents) else [path.parent, *above]
-            for root in roots if parts else ():
-                base_path = root.joinpath(*parts)
-                file = next(
-                    (each for each in (base_path.with_suffix(".py"), base_path / "__init__.py") if each.is_file()), None
-                )
-                if file is not None:
-                    yield file.resolve(), name
-                    break

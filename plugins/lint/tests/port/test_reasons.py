@@ -59,6 +59,12 @@ def test_a_backend_that_is_a_member_stays_in_other_places(line):
     assert "branch" not in outcome.left[0].text
 
 
+@pytest.mark.parametrize("line", ["from nets import *\nnet = nn.DataParallel(net, device_ids=[0, 1])"])
+def test_a_wrapper_that_is_known_by_its_name_is_not_said_to_be_unknown(line):
+    (note,) = port_source(f"import torch\n{line}\n", Level.ROLES).left
+    assert "DataParallel" in note.text
+
+
 NUMBERED = (
     "import torch\nfrom config import args\n\ndevice = torch.device('cuda:' + str(args.device)) "
     "if torch.cuda.is_available() else torch.device('cpu')\n"
@@ -78,6 +84,22 @@ def test_no_file_names_itself_as_the_other_one_that_keeps_its_choice(tmp_path):
     paths = written(tmp_path, files)
     for each in ported_together(paths, Level.ROLES, read_project(paths), paths):
         assert not any(f"a line of {each.path.name}" in note.text for note in each.outcome.left)
+
+
+def test_all_files_name_the_one_whose_line_keeps_their_choices(tmp_path):
+    choice = "import torch\n\n\ndef place():\n    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+    tells = "\n\ndef step(net, device):\n    return graph(net) if device.type == 'cuda' else net.step()\n"
+    files = {"b.py": choice, "c.py": choice, "d.py": choice, "e.py": choice + tells}
+    files |= {"one.py": "import e\nimport d\n", "two.py": "import d\nimport c\n", "three.py": "import c\nimport b\n"}
+    paths = written(tmp_path, files)
+    outcomes = {
+        each.path.name: each.outcome for each in ported_together(paths, Level.ROLES, read_project(paths), paths)
+    }
+    for name in ("b.py", "c.py", "d.py"):
+        assert ["e.py" in note.text for note in outcomes[name].left] == [True]
+    texts = [note.text for note in outcomes["e.py"].left]
+    assert len(texts) == 2
+    assert "this file" in texts[0]
 
 
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
