@@ -282,6 +282,27 @@ def test_what_two_calls_load_stays_on_the_cpu_without_cuda_and_no_other_line_for
     assert (again.after, again.harmless) == (0, [])
 
 
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("number", "use", "count"),
+    [
+        ("torch.cuda.current_device()", "", 0),
+        ("torch.cuda.current_device()", "\n    net.to(device)", 1),
+        ("torch.cuda.device_count() - 1", "", 2),
+        ("number", "", 1),
+    ],
+)
+def test_what_is_loaded_to_the_number_of_the_current_device_is_loaded_to_that(level, number, use, count):
+    source = (
+        f"import torch\n\n\ndef load(net, path, number):\n    device = {number}\n"
+        f"    net.load_state_dict(torch.load(path, map_location=lambda storage, loc: storage.cuda(device))){use}\n\n\n"
+        "device = torch.device('cpu' if args.cpu else 'cuda')\nload(net, args.path, args.number)\nnet.to(device)\n"
+    )
+    outcome = port_source(source, level)
+    assert (outcome.after, len(outcome.left)) == (count, count)
+    assert ("storage.cuda(device)" in outcome.source) is (number != "torch.cuda.current_device()")
+
+
 def test_a_device_is_not_chosen_while_a_graph_is_captured():
     source = (
         "import torch\n\n\ndef step(x):\n    return x.cuda()\n\n\ngraph = torch.cuda.CUDAGraph()\n"

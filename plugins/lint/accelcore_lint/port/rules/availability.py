@@ -86,7 +86,8 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
         return None
     is_count = name.endswith(".device_count")
     if not is_count and not facts.guards(node) and (target := _named_device(node, facts)) is not None:
-        only_moves = target == "device" and len(_uses(target, facts)) == len(_moves_to(target, facts)) + 1
+        code = _code_around(node, facts)
+        only_moves = target == "device" and len(_uses(target, code)) == len(_moves_to(target, code)) + 1
         return (
             whole(node, facts.place.device(node), facts.needs_torch) if only_moves else Left(_AS_DEVICE, node.children)
         )
@@ -117,17 +118,23 @@ def _named_device(node: cst.Call, facts: Facts) -> str | None:
     """Return what is assigned a number that then stands for a device, as in `x.to(device)`: 0 would be no CPU."""
     holder = facts.parent(node)
     target = text_of(holder.targets[0].target) if isinstance(holder, cst.Assign) else ""
-    if target.endswith(".device") or (target == "device" and _moves_to(target, facts)):
+    if target.endswith(".device") or (target == "device" and _moves_to(target, _code_around(node, facts))):
         return target
     return None
 
 
-def _uses(name: str, facts: Facts) -> list[str]:
-    return re.findall(rf"(?<![\w.]){re.escape(name)}(?!\w|=)", facts.code)
+def _code_around(node: cst.CSTNode, facts: Facts) -> str:
+    """Return the source in which a name that a line assigns is known: its function's, or the file's."""
+    function = facts.function_of(node)
+    return facts.code if function is None else text_of(function)
 
 
-def _moves_to(name: str, facts: Facts) -> list[str]:
-    return re.findall(rf"(?:\.to\(|(?<!\.cuda\()\bdevice=){re.escape(name)}\s*[,)]", facts.code)
+def _uses(name: str, code: str) -> list[str]:
+    return re.findall(rf"(?<![\w.]){re.escape(name)}(?!\w|=)", code)
+
+
+def _moves_to(name: str, code: str) -> list[str]:
+    return re.findall(rf"(?:\.to\(|(?<!\.cuda\()\bdevice=){re.escape(name)}\s*[,)]", code)
 
 
 def _decide_name(node: cst.Call, facts: Facts) -> Rewrite | None:

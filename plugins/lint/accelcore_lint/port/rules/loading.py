@@ -188,6 +188,9 @@ def _decide_function(node: cst.Lambda, facts: Facts) -> Rewrite | Left | None:
     ):
         return None
     index = argument(body, "device", 0)
+    made = facts.values_at(index) if index is not None else []
+    if len(made) == 1 and facts.is_current(made[0]):  # the number of the current device, by a name
+        index = None
     if index is None or not (facts.is_library or (facts.level is Level.TORCH and text_of(index) != "0")):
         source = device_source(facts, node, index)
     elif facts.is_whole(index) or facts.is_local_rank(index):
