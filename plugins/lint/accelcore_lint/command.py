@@ -38,12 +38,20 @@ class Command(click.Command):
         except click.ClickException as error:
             if ctx.resilient_parsing:
                 raise
-            error.show()
+            _show(error, ctx)
             ctx.exit(USAGE)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            error.show()
+            _show(error, ctx)
             ctx.exit(USAGE)
+
+
+def _show(error: click.ClickException, ctx: click.Context) -> None:
+    """Show an error as the program that runs shows its own; an error of usage as click does."""
+    if isinstance(error, click.UsageError):
+        error.show()
+    else:
+        click.echo(f"{ctx.find_root().info_name}: {error.format_message()}", err=True)

@@ -44,7 +44,7 @@ def test_nothing_found_is_zero_and_exit_zero_forgives(run):
     [
         (["--select", "ACC999", "."], "ACC999"),
         (["--nonsense"], "--nonsense"),
-        (["nowhere.py"], "nowhere.py: there is no such file or folder\n  what to do: correct the path"),
+        (["nowhere.py"], ": nowhere.py: there is no such file or folder\n  what to do: correct the path"),
         ([""], "empty"),
         (["--config", "none.toml", "."], "none.toml"),
         (["--explain", "ACC"], "ACC101"),
@@ -54,6 +54,7 @@ def test_a_mistake_is_one_message_and_64(run, arguments, says):
     done = run(*arguments)
     assert done.exit_code == 64
     assert says in done.stderr
+    assert ("Error: " in done.stderr) == ("Usage: " in done.stderr)  # else as accelcore's own errors
     assert done.stdout == ""
 
 
