@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelcore.devices import Capabilities as Capabilities  # plugins may import it from here
 from accelcore.devices import Probe, Roles
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, Hinted
 from accelcore.jobs.launchers import Launch, read_launch
 from accelcore.util.text import is_number
 
@@ -24,18 +24,26 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
     from accelcore.jobs.job import Job
     from accelcore.precision.role import Autocast
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
 
+_LOOP = "trainer = accel.trainer(model, optimizer, loss=...), and in its loop trainer(batch)"
+_JOB = "with accel.distributed() as job: and use the job"
+_HINTS = {
+    **dict.fromkeys(("prepare", "backward", "accumulate", "clip_grad_norm_"), _LOOP),
+    **dict.fromkeys(("print", "gather", "rank", "world_size", "is_main", "is_main_process"), _JOB),
+    **dict.fromkeys(("save_state", "load_state"), "trainer.save(folder) and trainer.resume(folder)"),
+}
+
 _MISSING: Any = None  # a default, so that the trainer names what is wrong
 
 
 @dataclass(frozen=True, repr=False)
-class Backend(Roles):
+class Backend(Roles, Hinted):
     """One device, ready to use. `accelcore.select()` makes it; a process may have several.
 
     Backends of one kind of device share the vendor's runtime and its process-wide settings. Creating one may change
@@ -58,6 +66,7 @@ class Backend(Roles):
     """
 
     passed_over: tuple[Probe, ...] = ()
+    _hints = _HINTS
 
     def autocast(
         self, dtype: torch.dtype | str | None = None, *, enabled: bool = True, table: str = "torch"
@@ -89,7 +98,9 @@ class Backend(Roles):
         """
         return {"pin_memory": self.capabilities.pinned_memory}
 
-    def trainer(self, model: nn.Module, optimizer: Optimizer = _MISSING, **options: Unpack[TrainerOptions]) -> Trainer:
+    def trainer(
+        self, model: nn.Module, optimizer: Optimizer = _MISSING, *unnamed: Never, **options: Unpack[TrainerOptions]
+    ) -> Trainer:
         """Prepare a model and its optimizer for training on this device.
 
         The options are `loss`, `scheduler`, `precision`, `accumulate`, `clip_norm`, `parallel`, `compile` and more:
@@ -101,6 +112,9 @@ class Backend(Roles):
         """
         from accelcore.training.trainer import Trainer
 
+        if unnamed:
+            remedy = "name them: accel.trainer(model, optimizer, loss=...); give data to trainer.batches(loader)"
+            raise ConfigurationError("accel.trainer(...) takes options by name only", remedy=remedy)
         return Trainer(self, model, optimizer, **options)
 
     def replicate(self, module: nn.Module, **options: Any) -> nn.Module:
@@ -154,10 +168,10 @@ class Backend(Roles):
             ConfigurationError: an argument or a variable is invalid; no device was touched.
             DistributedError: the ranks could not meet, or a rank was lost in the block. The message names it.
         """
-        from accelcore.jobs.job import membership
+        from accelcore.jobs.job import NotJoined, membership
 
         limit = _duration(timeout)
-        return membership(self.collectives, _launch(rank, world_size, local_rank, init_method), limit)
+        return NotJoined(membership(self.collectives, _launch(rank, world_size, local_rank, init_method), limit))
 
     def join(self, **place: Any) -> Job:
         """Join the job for the rest of the process, as `distributed` does for a block: `job = accel.join()`.

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -132,15 +132,27 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
 def check_names(what: str, given: Iterable[str], known: Collection[str], words: Mapping[str, str]) -> None:
     """Raise ConfigurationError for the first of the given names that is not known.
 
-    `words`: known names by words of other libraries.
+    `words`: known names, or sentences on what to do, by words of other libraries.
     """
     for name in given:
         if name not in known:
-            raise ConfigurationError(
-                f"{what} {name!r}",
-                available=", ".join(known),
-                remedy=did_you_mean(words.get(name, name), known, "remove it, or use an available name"),
-            )
+            meant, otherwise = words.get(name, name), "remove it, or use an available name"
+            remedy = meant if " " in meant else did_you_mean(meant, known, otherwise)
+            raise ConfigurationError(f"{what} {name!r}", available=", ".join(known), remedy=remedy)
+
+
+class Hinted:
+    """Base of classes with hints: what to write instead of an attribute that objects of other libraries have."""
+
+    _hints: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:  # for a type checker, the class would have every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in self._hints:
+                return object.__getattribute__(self, name)  # raises, also what a property has raised
+            message = f"{type(self).__name__!r} object has no attribute {name!r}: write {self._hints[name]}"
+            raise AttributeError(message, name=name, obj=self)
 
 
 class Settings:

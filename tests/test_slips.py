@@ -153,7 +153,17 @@ def _loss(model, batch):
         (lambda accel, trainer: trainer.resume("no/step-00000042"), r"step-00000042(?!(.|\n)*replay)"),
         (lambda accel, trainer: accel.trainer(trainer.model), r"optimizer is None(.|\n)*optimizers\.create\("),
         (lambda accel, trainer: accelcore.Trainer(trainer.model, trainer.optimizer), r"accel\.trainer\(model, "),
-        (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, clip_norm="1"), "'1'(.|\n)*not text"),
+        (
+            lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, clip_norm="1"),
+            r"'1'(.|\n)*int\('1'\)",
+        ),
+        (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, _loss), r"by name(.|\n)*loss="),
+        (lambda accel, trainer: accelcore.Log("outputs").write({"score": 0.5}), r"by name(.|\n)*\*\*"),
+        (lambda accel, trainer: accel.optimizers.create(trainer.model.parameters(), "adamw"), r"name first: create\("),
+        (
+            lambda accel, trainer: accel.optimizers.create("muon", trainer.model.parameters()),
+            "2D(.|\n)*parameters that",
+        ),
         (lambda accel, trainer: accel.join().mean([1, 2, 3]), r"a list(.|\n)*torch\.tensor\("),
         (lambda accel, trainer: accel.optimizers.fastest("adamw"), r"'adamw'(.|\n)*create\("),
         (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, total_steps=5), "total_steps=5.*sched"),
@@ -167,6 +177,31 @@ def test_a_call_of_another_form_says_what_to_write(accel, tmp_path, monkeypatch,
     with pytest.raises((CheckpointError, ConfigurationError, TrainingError, accelcore.UnsupportedError), match=says):
         call(accel, trainer)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda accel, trainer: trainer.fit, r"'fit': write .*trainer\.epochs\(n\)"),
+        (lambda accel, trainer: trainer.step, r"trainer\.backward\(loss\) and trainer\.update"),
+        (lambda accel, trainer: trainer.state_dict, r"trainer\.save"),
+        (lambda accel, trainer: trainer.other, "no attribute 'other'$"),
+        (lambda accel, trainer: accel.prepare, r"accel\.trainer\(model"),
+        (lambda accel, trainer: accel.world_size, r"with accel\.distributed\(\) as job:"),
+        (lambda accel, trainer: accel.distributed().is_main, r"as job:.*job = accel\.join\(\).*job\.is_main"),
+    ],
+)
+def test_an_attribute_of_other_libraries_says_what_to_write(accel, call, says):
+    model = torch.nn.Linear(2, 1)
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=_loss)
+    with pytest.raises(AttributeError, match=says):
+        call(accel, trainer)
+
+
+def test_a_save_without_a_folder_names_no_class_that_a_script_does_not_know(accel):
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"^trainer\.save\(\).*'folder'"):
+        accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1)).save()
 
 
 def test_the_number_of_updates_alone_is_for_observers(accel):

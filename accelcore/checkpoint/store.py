@@ -64,17 +64,12 @@ def as_path(given: Any) -> Path:
             raise ValueError("it is empty")
         path = Path(given).expanduser()
         path.stat()
-    except (TypeError, ValueError, RuntimeError) as error:  # empty, a NUL in it, not a path at all, or no such home
-        why = "" if isinstance(error, TypeError) else str(error)
-        raise ConfigurationError(
-            f"{repr(given)[:80]} is not a path", why=why, remedy="give a string or a pathlib.Path"
-        ) from error
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise ConfigurationError(
-                f"the path {str(given)[:60]!r}... has {len(str(given))} characters, too many for the file system",
-                remedy="give a shorter path",
-            ) from error
+    except (TypeError, ValueError, RuntimeError, OSError) as error:  # also a NUL in it, or no such user's home
+        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+            return path
+        why = "" if isinstance(error, TypeError) else getattr(error, "strerror", None) or str(error)
+        remedy = "give a string or a pathlib.Path, such as outputs/run"
+        raise ConfigurationError(f"{repr(given)[:80]} is not a path", why=why, remedy=remedy) from error
     return path
 
 
@@ -135,11 +130,8 @@ def alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(
-                f"another process is saving a checkpoint in {folder}",
-                why="two runs that save to one folder would overwrite each other",
-                remedy="give each run its own folder; in a job of several ranks, use accel.distributed()",
-            ) from error
+            remedy = "give each run its own folder; in a job of several ranks, use accel.distributed()"
+            raise CheckpointError(f"another process is saving a checkpoint in {folder}", remedy=remedy) from error
         shutil.rmtree(folder / _INCOMPLETE, ignore_errors=True)  # left by a process that was killed
         (folder / _INCOMPLETE).mkdir()
         try:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from numbers import Real
 from types import TracebackType
-from typing import Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -227,6 +227,25 @@ def membership(collectives: Collectives, launch: Launch | None, timeout: timedel
             missing.close()
             collectives.ahead = str
         collectives.close()
+
+
+class NotJoined(AbstractContextManager[Job]):
+    """Context of a job, which `accel.distributed()` returns, and a script may take for the job."""
+
+    def __init__(self, context: AbstractContextManager[Job]) -> None:
+        self._enter, self._exit = context.__enter__, context.__exit__
+
+    def __enter__(self) -> Job:
+        return self._enter()
+
+    def __exit__(self, *error: Any) -> bool | None:  # noqa: PYI036  # they are passed on
+        return self._exit(*error)
+
+    if not TYPE_CHECKING:  # for a type checker, the class would have every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            remedy = f"`with accel.distributed() as job:` or `job = accel.join()`, and job.{name}"
+            raise AttributeError(f"accel.distributed() is not a job, and has no attribute {name!r}: write {remedy}")
 
 
 def join(membership: AbstractContextManager[Job]) -> Job:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from accelcore.errors import ConfigurationError
 from accelcore.optim.flat.memory import Run
 from accelcore.scaling.contract import step_in_kernel
-from accelcore.util.text import kind_of
+from accelcore.util.text import kind_of, text_remedy
 
 __all__ = ["Engine", "Factory", "Memory", "Request"]
 
@@ -197,16 +197,11 @@ def check_numbers(*groups: Mapping[str, Any]) -> None:
                 remedy="give both: betas=(0.9, 0.999); those of a configuration's own list: betas=tuple(config.betas)",
             )
         for number in value if isinstance(value, list | tuple) else (value,):  # betas
-            if key != "params" and isinstance(number, str) and number.strip("+-. ")[:1].isdigit():
-                raise ConfigurationError(
-                    f"{key}={value!r} is text, not a number",
-                    why="a command line gives text, and YAML reads 1e-3 as text",
-                    remedy=f"give float({number!r})",
-                )
-        if key == "lr" and (value is None or isinstance(value, bool)):
-            raise ConfigurationError(
-                f"lr={value!r} is not a number", remedy="give a number, or remove lr for the optimizer's default"
-            )
+            if key != "params" and (remedy := text_remedy(number)):
+                raise ConfigurationError(f"{key}={value!r} is not a number", remedy=remedy)
+        if key == "lr" and (value is None or isinstance(value, bool | list | tuple)):
+            remedy = "give a number, or remove lr for the optimizer's default; several need parameter groups"
+            raise ConfigurationError(f"lr={value!r} is not a number", remedy=remedy)
 
 
 def check_members(

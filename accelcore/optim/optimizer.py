@@ -66,7 +66,8 @@ class Route:
         except (TypeError, ValueError, KeyError) as error:
             unknown = [name for name in request.options if known and name not in known]
             route = "" if request.route == "auto" else f" by the route {self.name!r}"
-            invalid = [_RANGES] if str(error).startswith("Invalid") else []
+            other = "give it other arguments, or parameters that it can train, or choose another optimizer"
+            invalid = [_RANGES if str(error).startswith("Invalid") else other]
             remedies = [
                 did_you_mean(OTHER_WORDS.get(name, name), known) or f"remove {name!r}, or use an available option"
                 for name in unknown

@@ -277,8 +277,8 @@ class Optimizers:
             given = repr(asked) if isinstance(asked, type) else f"an object of {type(asked).__name__}"
             raise ConfigurationError(
                 f"{given} is neither the name of an optimizer nor one of torch's classes",
-                remedy='use a name such as "adamw"; give an optimizer that you have to accel.trainer as it is, or to '
-                "accel.optimizers.fastest",
+                remedy='give a name first: create("adamw", model.parameters()); give an optimizer that you have to '
+                "accel.trainer as it is, or to accel.optimizers.fastest",
             )
         if name not in self._routes:
             raise UnsupportedError(

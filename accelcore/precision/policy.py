@@ -12,7 +12,7 @@ import torch
 from accelcore.errors import ConfigurationError, Settings, did_you_mean, nearest
 from accelcore.scaling.contract import LossScaler
 from accelcore.scaling.dynamic import LossScale, Scalers
-from accelcore.util.text import is_number
+from accelcore.util.text import is_number, text_remedy
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)  # dtypes too coarse to accumulate small updates in
 
@@ -21,6 +21,7 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BEST = "best"
 _FP32_MODES = ("ieee", "fast", "fast if possible")
+_FP32_WORDS = {"tf32": "fast", "high": "fast", "medium": "fast", "highest": "ieee"}  # of torch
 _LEVELS = ("O1", "O2", "O3")
 _LEVEL_DTYPES = ("float16", "bfloat16")
 # Words of torch, accelerate and Lightning.
@@ -135,6 +136,7 @@ class Policy(Settings):
             raise ConfigurationError(
                 f"loss_scale={scale!r} is not a loss scale",
                 available='a number > 0, "dynamic", accelcore.LossScale(...), or None for the precision\'s default',
+                remedy=text_remedy(scale),
             )
 
 
@@ -201,7 +203,7 @@ def fp32_mode(mode: str | None, fast_fp32: str | None) -> str | None:
         raise ConfigurationError(
             f"fp32={mode!r} is not a mode of fp32 products",
             available=", ".join(_FP32_MODES),
-            remedy=did_you_mean(str(mode), _FP32_MODES, "remove fp32 to keep torch's setting"),
+            remedy=did_you_mean(_FP32_WORDS.get(mode, mode), _FP32_MODES, "remove fp32 to keep torch's setting"),
         )
     if mode == "fast if possible":
         return None if fast_fp32 is None else "fast"

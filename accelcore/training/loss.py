@@ -22,11 +22,7 @@ def check_loss(loss: Any, model: nn.Module) -> None:
     function = loss.forward if isinstance(loss, nn.Module) else loss
     if loss is not None and (_is_torchs(loss) or bound(function, model, None) is None):
         name = repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-        raise ConfigurationError(
-            f"loss={name} does not take a model and a batch",
-            why="it is called as loss(model, batch)",
-            remedy=_EXAMPLE,
-        )
+        raise ConfigurationError(f"loss={name} does not take a model and a batch", remedy=_EXAMPLE)
 
 
 class LossOfModel:

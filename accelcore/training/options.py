@@ -17,7 +17,7 @@ from accelcore.scaling.dynamic import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
 from accelcore.training.schedule import ScheduleBy
-from accelcore.util.text import bound, is_number, is_whole, kind_of
+from accelcore.util.text import bound, is_number, is_whole, kind_of, text_remedy
 
 Loss = Callable[[Any, Any], Any]
 Weight = Callable[[Any], "float | Tensor"]
@@ -157,14 +157,9 @@ class TrainerOptions(TypedDict, total=False):
 
 
 _DEFAULTS = {
-    "warmup": 0,
-    "precision": "fp32",
-    "accumulate": 1,
-    "on_nonfinite": "raise",
-    "compile": False,
-    "graph": False,
+    "warmup": 0, "precision": "fp32", "accumulate": 1, "on_nonfinite": "raise", "compile": False, "graph": False,
     "observers": (),
-}
+}  # fmt: skip
 """Defaults that are not None."""
 
 _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
@@ -173,9 +168,26 @@ _FIXED = {"model", "optimizer", "scaler", *TrainerOptions.__annotations__}
 _WORDS = {
     "mixed_precision": "precision", "amp": "precision", "max_grad_norm": "clip_norm", "gradient_clip_val": "clip_norm",
     "gradient_accumulation_steps": "accumulate", "accumulate_grad_batches": "accumulate", "strategy": "parallel",
-    "use_amp": "precision", "dtype": "precision",
+    "use_amp": "precision", "dtype": "precision", "grad_clip": "clip_norm", "grad_accum": "accumulate",
+    "criterion": "loss", "callbacks": "observers", "logger": "observers", "ddp": "parallel", "fsdp": "parallel",
+    "fp16": 'write precision="fp16"', "bf16": 'write precision="bf16"', "tf32": 'write fp32="fast"',
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "max_steps"), "write for epoch in trainer.epochs(n):"),
+    **dict.fromkeys(("device", "devices"), 'choose it by accelcore.select("cpu"), or by ACCEL_DEVICE'),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "give it to the optimizer"),
+    **dict.fromkeys(("data", "loader", "dataloader", "train_dataloader"), "give it to trainer.batches(loader)"),
 }  # fmt: skip
-"""Other libraries' words for options of a trainer that are not similar to ours."""
+"""Other libraries' words for options of a trainer that are not similar to ours, and what to write."""
+
+_LOOP = "for epoch in trainer.epochs(n): for batch in trainer.batches(loader): trainer(batch)"
+HINTS = {
+    **dict.fromkeys(("fit", "train"), _LOOP),
+    **dict.fromkeys(("eval", "validate", "test", "predict"), "for batch in trainer.evaluate(loader)"),
+    "step": "trainer(batch); or, in a loop of your own, trainer.backward(loss) and trainer.update()",
+    "zero_grad": "nothing: each window begins without gradients",
+    **dict.fromkeys(("state_dict", "save_state", "save_checkpoint"), "trainer.save(folder)"),
+    **dict.fromkeys(("load_state_dict", "load_state", "load_checkpoint"), "trainer.resume(folder)"),
+}
+"""What to write instead of methods that a trainer lacks."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
@@ -213,7 +225,7 @@ def unwrapped(model: nn.Module, options: TrainerOptions, log: Once) -> nn.Module
 
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "accumulate": (lambda count: is_whole(count, 1), "a number of micro-batches", "give an int, 1 or more"),
-    "clip_norm": (lambda norm: is_number(norm) and norm > 0, "a norm", "give a number > 0 that is not text, or None"),
+    "clip_norm": (lambda norm: is_number(norm) and norm > 0, "a norm", "give a number > 0, or None"),
     "clip": (
         lambda f: bound(f, None) is not None,
         "a function of the parameters",
@@ -234,7 +246,8 @@ def check_values(options: TrainerOptions) -> None:
     given: Mapping[str, Any] = options
     for name, (fits, kind, remedy) in _CHECKS.items():
         if not fits(given[name]) and (given[name] is not None or name in _DEFAULTS):
-            raise ConfigurationError(f"{name}={given[name]!r} is not {kind}", remedy=remedy)
+            text = f"{name}={given[name]!r} is not {kind}"
+            raise ConfigurationError(text, remedy=text_remedy(given[name]) or remedy)
     if given["total_steps"] is not None and given["scheduler"] is None and not given["observers"]:
         raise ConfigurationError(
             f"total_steps={given['total_steps']} has no effect without a scheduler",

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, StepL
 
 from accelcore.errors import AccelError, CheckpointError, ConfigurationError, Once, TrainingError, did_you_mean
 from accelcore.torch_internals import expect_no_step
-from accelcore.util.text import bound, is_whole
+from accelcore.util.text import bound, is_whole, text_remedy
 
 ScheduleBy = Literal["window", "script"]
 
@@ -68,7 +68,8 @@ class Schedule:
                 f"warmup={warmup!r} is not possible with scheduler={scheduler!r}",
                 available="a number of updates, such as 100, or a share of all updates below 1, such as 0.05, with a "
                 f"schedule by name: {', '.join(_NAMED)}",
-                remedy="give one of these; any other schedule has a warm-up of its own, as by torch's SequentialLR",
+                remedy=text_remedy(warmup)
+                or "give one of these; any other schedule has a warm-up of its own, as by torch's SequentialLR",
             )
         if is_named and scheduler not in _NAMED:
             raise ConfigurationError(
@@ -114,9 +115,7 @@ class Schedule:
                 "scheduler=lambda optimizer, updates: CosineAnnealingLR(optimizer, updates)",
             )
         if getattr(scheduler, "optimizer", self._optimizer) is not self._optimizer:
-            raise ConfigurationError(
-                "the scheduler belongs to another optimizer", remedy="make it from the optimizer given here"
-            )
+            raise ConfigurationError("the scheduler belongs to another optimizer", remedy="make it from this optimizer")
         if self.by == "window" and bound(scheduler.step) is None:  # such as ReduceLROnPlateau
             raise ConfigurationError(
                 f"{type(scheduler).__name__}.step needs an argument, such as a metric, which the trainer does not have",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.devices import Roles
-from accelcore.errors import Once
+from accelcore.errors import Hinted, Once
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
@@ -26,7 +26,15 @@ from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches, check_loader
 from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
-from accelcore.training.options import TrainerOptions, check_arguments, check_set, check_values, complete, unwrapped
+from accelcore.training.options import (
+    HINTS,
+    TrainerOptions,
+    check_arguments,
+    check_set,
+    check_values,
+    complete,
+    unwrapped,
+)
 from accelcore.training.plan import Plan
 from accelcore.training.saving.model_parts import warn_if_others_trained
 from accelcore.training.saving.resumable import Resumable
@@ -44,7 +52,7 @@ _numbers = count()
 _MISSING: Any = None  # a default, so that `check_arguments` names what is wrong
 
 
-class Trainer(Resumable):
+class Trainer(Resumable, Hinted):
     """Train one model with one optimizer. Made by `accel.trainer(...)`.
 
     The whole loop:
@@ -82,6 +90,8 @@ class Trainer(Resumable):
         ConfigurationError: arguments contradict each other. Model and optimizer are unchanged.
         UnsupportedError: the backend does not declare what is asked for. Model and optimizer are unchanged.
     """
+
+    _hints = HINTS
 
     def __init__(
         self, backend: Roles, model: nn.Module, optimizer: Optimizer = _MISSING, **options: Unpack[TrainerOptions]

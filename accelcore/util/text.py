@@ -18,6 +18,14 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def text_remedy(value: object) -> str:
+    """Return how to convert a number that was given as text; nothing for any other value."""
+    if not isinstance(value, str) or not value.strip("+-. ")[:1].isdigit():
+        return ""
+    kind = "int" if value.strip().isdecimal() else "float"
+    return f"this is text, as a command line gives it, and YAML for 1e-3: write {kind}({value!r})"
+
+
 def bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:
     """Bind arguments to the parameters of a function; return None if it cannot be called with them."""
     try:

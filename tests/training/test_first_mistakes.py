@@ -146,7 +146,17 @@ def test_a_backend_lives_in_a_config(accel):
         ({"max_grad_norm": 1.0}, "did you mean 'clip_norm'"),
         ({"strategy": "ddp"}, "did you mean 'parallel'"),
         ({"amp": True}, "did you mean 'precision'"),
-        ({"max_epochs": 3}, "no option 'max_epochs'(.|\n)*available"),
+        ({"max_epochs": 3}, r"no option 'max_epochs'(.|\n)*available(.|\n)*trainer\.epochs\("),
+        ({"device": "cuda"}, r"accelcore\.select\("),
+        ({"fp16": True}, 'precision="fp16"'),
+        ({"callbacks": []}, "did you mean 'observers'"),
+        ({"lr": 0.1}, "to the optimizer"),
+        ({"fp32": "tf32"}, "did you mean 'fast'"),
+        ({"graph": True}, "declares no graphs"),
+        ({"accumulate": "4"}, r"accumulate='4'(.|\n)*text(.|\n)*int\('4'\)"),
+        ({"total_steps": "9"}, r"int\('9'\)"),
+        ({"warmup": "0.1", "scheduler": "cosine"}, r"float\('0\.1'\)"),
+        ({"loss_scale": "128"}, r"int\('128'\)"),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),
         ({"precision": {"model_dtype": "bfloat16"}}, r"Policy\(\*\*"),
         ({"precision": "amp"}, r"'amp'\n  available: fp32, (.|\n)*did you mean 'bf16'"),
@@ -244,7 +254,7 @@ def test_a_model_whose_layers_were_all_replaced_is_named(accel):
 @pytest.mark.parametrize("loss", [lambda batch: batch.sum(), lambda model, batch, weight: batch.sum()])
 def test_a_loss_of_other_arguments_is_refused_when_the_trainer_is_made(accel, loss):
     model = net()
-    with pytest.raises(ConfigurationError, match=r"does not take a model(.|\n)*loss\(model, batch\)"):
+    with pytest.raises(ConfigurationError, match=r"does not take a model(.|\n)*lambda model, batch: "):
         accel.trainer(model, sgd(model), loss=loss)
 
 
@@ -346,9 +356,9 @@ def test_a_type_error_within_a_model_stays_what_it_is(accel):
 
 @pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"weight_decay": "0.1"}, {"betas": [0.9, "0.95"]}])
 def test_a_number_that_yaml_reads_as_text(accel, options):
-    with pytest.raises(ConfigurationError, match=r"is text, not a number(.|\n)*command line(.|\n)*float\("):
+    with pytest.raises(ConfigurationError, match=r"is not a number(.|\n)*text(.|\n)*command line(.|\n)*float\("):
         accel.optimizers.create("adamw", net().parameters(), **options)
-    with pytest.raises(ConfigurationError, match="is text"):
+    with pytest.raises(ConfigurationError, match="this is text"):
         accel.optimizers.create("adamw", [{"params": net().parameters(), **options}])
 
 
@@ -362,7 +372,7 @@ def test_a_batch_without_a_tensor_has_a_note_on_how_to_make_one(accel, batch):
     assert any("torch.as_tensor(" in note for note in raised.value.__notes__)
 
 
-@pytest.mark.parametrize("lr", [None, True])
+@pytest.mark.parametrize("lr", [None, True, [0.1]])
 def test_an_lr_that_a_file_leaves_empty_is_not_the_default(accel, lr):
     with pytest.raises(ConfigurationError, match=r"lr=(.|\n)*remove lr"):
         accel.optimizers.create("adamw", net().parameters(), lr=lr)

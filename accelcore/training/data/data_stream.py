@@ -164,8 +164,7 @@ class DataStream:
             notice(
                 "this training is finished (epochs done: %d, asked for: %d); to continue, ask for more; to start over, "
                 "delete the checkpoints, or save to another folder",
-                self.position.epoch,
-                total,
+                *(self.position.epoch, total),
             )
         self.loops.total = total
         return self.loops.over(self, total)

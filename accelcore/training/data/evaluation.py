@@ -76,10 +76,7 @@ class Evaluation(Batches):
         of_names = {name: [rank[name] for rank in found if name in rank] for names in found for name in names}
         added = {name: [sum(each) for each in zip(*pairs, strict=True)] for name, pairs in of_names.items()}
         if not any(count for _, count in added.values()):
-            raise ConfigurationError(
-                "an evaluation of no rows has no mean",
-                remedy="check that there is data to evaluate on",
-            )
+            raise ConfigurationError("an evaluation of no rows has no mean", remedy="check that there is data")
         means = {name: total / count if count else float("nan") for name, (total, count) in added.items()}
         return means[""] if set(means) == {""} else means
 

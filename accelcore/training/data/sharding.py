@@ -105,10 +105,8 @@ class ShardedStream(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, *, rank: int = 0, world_size: int = 1, last: Last = "repeat") -> None:
         if not 0 <= rank < world_size:
-            raise ConfigurationError(
-                f"rank={rank} does not exist among world_size={world_size} ranks",
-                remedy="give job.rank and job.world_size",
-            )
+            remedy = "give job.rank and job.world_size"
+            raise ConfigurationError(f"rank={rank} does not exist among world_size={world_size} ranks", remedy=remedy)
         self.dataset, self.rank, self.world_size, self.last = dataset, rank, world_size, last
 
     def __iter__(self) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from accelcore.training.monitoring.records import FILE, draw, line_of, read_reco
 from accelcore.util.containers import item
 from accelcore.util.files import remedy_of_writing, replace_file
 from accelcore.util.text import is_number, is_whole
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 _OWN = ("step", "epoch", "loss", "lr", "gradient_norm", "rows_per_second", "memory_peak", "seconds")
 
@@ -89,16 +92,18 @@ class Log(Meter):
         self._last = steps
         super().step(steps)
 
-    def write(self, **values: float | Tensor) -> None:
+    def write(self, *unnamed: Never, **values: float | Tensor) -> None:
         """Write a line of figures of your own, such as `accuracy=0.9`, at the present step. Any rank may call it.
 
         Args:
             values: numbers, or tensors of one element.
 
         Raises:
-            ConfigurationError: a value has a name of the log's own figures, or is not a number; or the log was given to
-                no trainer.
+            ConfigurationError: a value has no name or a name of the log's own figures, or is not a number; or the log
+                was given to no trainer.
         """
+        if unnamed:
+            raise ConfigurationError("log.write(...) takes figures by name", remedy="log.write(**figures)")
         found = {name: item(value) for name, value in values.items()}
         for name, value in found.items():
             if name in _OWN or not is_number(value):

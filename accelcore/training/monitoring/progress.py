@@ -49,9 +49,7 @@ class Meter(Settings, Observer):
 
     def begin(self, trainer: Trainer) -> None:
         if hasattr(self, "_trainer"):
-            raise ConfigurationError(
-                f"one {type(self).__name__} was given to two trainers", remedy="make one for each trainer"
-            )
+            raise ConfigurationError(f"one {type(self).__name__} was given to two trainers", remedy="make one for each")
         self._trainer, self._backend = trainer, trainer.backend
         job = trainer.backend.collectives
         # A trial of `accelcore advise` must not replace the log of a training.

@@ -42,7 +42,7 @@ def read_records(folder: Path) -> list[Line]:
                 raise TypeError(f"step is {record['step']!r}")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigurationError(
-                f"line {number} of {path} is damaged", why=repr(error), remedy="delete that line"
+                f"line {number} of {path} is damaged", why=repr(error), remedy="delete it"
             ) from error
         records.append(record)
     return records
@@ -79,18 +79,11 @@ def draw(runs: Mapping[str, Sequence[Line]], *paths: Path) -> None:
 
     for path in paths:
         if path.is_dir() or path.suffix.lower() not in _FORMATS:
-            raise ConfigurationError(
-                f"{path} is not the name of a plot",
-                available=", ".join(_FORMATS),
-                remedy="name a file that ends in one of these",
-            )
+            raise ConfigurationError(f"{path} does not end as a plot does", available=", ".join(_FORMATS))
     of_runs = {run: _columns(records) for run, records in runs.items()}
     figures = list(dict.fromkeys(name for found in of_runs.values() for name in found))
     if not figures:
-        raise ConfigurationError(
-            f"there is nothing to plot: the log of {', '.join(runs)} is empty",
-            remedy="train first, or give another run",
-        )
+        raise ConfigurationError(f"the log of {', '.join(runs)} is empty", remedy="train first, or give another run")
     height = -(-len(figures) // 2)
     figure = Figure(figsize=(12, 3 * height), layout="constrained")
     for place, name in enumerate(figures, start=1):

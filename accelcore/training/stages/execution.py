@@ -97,7 +97,8 @@ class Capture(Stage):
         if not plan.options["graph"]:
             return
         if not plan.backend.capabilities.graphs:
-            raise UnsupportedError(f"{plan.backend.name} cannot capture steps", remedy="remove graph=True")
+            why = "graph=True replays a step that the device has captured, and this backend declares no graphs"
+            raise UnsupportedError(f"{plan.backend.name} cannot capture steps", why=why, remedy="remove graph=True")
         if plan.backend.collectives.world_size > 1:
             raise UnsupportedError("graph=True is not available in a job of several ranks", remedy="remove graph=True")
         if draws_on_host():

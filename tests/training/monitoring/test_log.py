@@ -219,7 +219,7 @@ def test_a_log_that_cannot_be_plotted_is_an_error_that_says_why(tmp_path, capsys
     assert re.search(message, capsys.readouterr().err)
     for name in ("plot.what", "real"):
         assert main(["plot", str(tmp_path / "real"), "-o", str(tmp_path / name)]) == 64
-        assert f"{name} is not the name of a plot\n  available: .png, .svg, .pdf, .html\n" in capsys.readouterr().err
+        assert f"{name} does not end as a plot does\n  available: .png, .svg, .pdf, .html\n" in capsys.readouterr().err
     assert main(["plot", __file__]) == 64
     assert "Not a directory" in capsys.readouterr().err
 
