@@ -68,7 +68,9 @@ class TestCompiler(DeviceTests):
             compiled = accel.compiler.compile(module, {})
             (inputs, _), (more, _) = *batches(1), *batches(1, 24, seed=2)
             kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for rows in (inputs, more, -inputs):
+            for number, rows in enumerate((inputs, more, -inputs)):
+                for each in (module, reference):
+                    next(each.parameters()).requires_grad_(number > 0)  # it is frozen at first
                 output = compiled.module(rows.to(accel.device))
                 assert output.device == accel.device
                 kept.append((output.detach(), reference(rows).detach()))

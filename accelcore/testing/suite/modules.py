@@ -218,7 +218,10 @@ class ModuleTests:
 
     @pytest.mark.parametrize("name", _DRAWN)
     def test_gradients_of_draws(self, accel: Backend, name: str) -> None:
-        """Gradients of what draws random numbers are differences of its results after the same seed."""
+        """Gradients of what draws random numbers are differences of its results after the same seed.
+
+        In evaluation, modules draw nothing, and give the results of float64 on the CPU.
+        """
         make, call, given = _DRAWN[name]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
@@ -247,11 +250,16 @@ class ModuleTests:
                     way = torch.randn(leaf.shape, generator=generator).to(leaf)
                     found, limit = float((gradient * way).sum()), 0.03 * float(gradient.norm()) + 0.003 * largest
                     for far in _DISTANCES:
-                        right = _slope(total, leaf, way, far)
-                        if abs(found - right) < limit:
+                        slope = _slope(total, leaf, way, far)
+                        if abs(found - slope) < limit:
                             break
                     else:
-                        pytest.fail(f"{name}: the gradient of {what} is wrong: {found:.4g}, not {right:.4g}")
+                        pytest.fail(f"{name}: the gradient of {what} is wrong: {found:.4g}, not {slope:.4g}")
+            if not isinstance(module, nn.Identity):  # functions draw in evaluation, too
+                exact = copy.deepcopy(module).cpu().double().eval()
+                right = tensors(call(exact, *(_moved(each, torch.device("cpu"), torch.float64) for each in given)))
+                for one, other in zip(tensors(call(module.eval(), *inputs)), right, strict=True):
+                    assert error(one, other) < 1e-4, f"{name}: a result in evaluation is wrong"
 
 
 def _slope(total: Callable[[], Tensor], leaf: Tensor, way: Tensor, far: float) -> float:

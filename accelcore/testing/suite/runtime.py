@@ -14,14 +14,12 @@ from torch import Tensor
 from accelcore import Backend
 from accelcore.testing.suite.drawn import DrawnTests
 from accelcore.testing.suite.dropped import DroppedTests
-from accelcore.testing.suite.transfers import TransferTests, kept_memory
+from accelcore.testing.suite.transfers import MEBIBYTE, TransferTests, kept_memory
 from accelcore.testing.support.declared import declared, refused
 from accelcore.testing.support.kinds import CONTAINERS, VIEWS, described, tensors_in
 from accelcore.testing.support.usable import DeviceTests
 from accelcore.torch_features import GET_KERNEL
 from accelcore.util.text import first_line
-
-MEBIBYTE = 2**20
 
 
 def draw(accel: Backend) -> list[Any]:
@@ -360,14 +358,3 @@ class TestRuntime(DrawnTests, DroppedTests, TransferTests, DeviceTests):
             assert (total + returned).tolist() == [6.0] * 4, (
                 "a launch does not do the work that was captured after an error"
             )
-
-    def test_pinned_memory(self, accel: Backend) -> None:
-        """A pinned tensor arrives on the device with its values."""
-        if not accel.capabilities.pinned_memory:
-            pytest.skip("not declared: pinned memory; another test sees that a loader does not pin")
-        tensor = torch.arange(1024.0)
-        pinned = tensor.pin_memory()
-        assert pinned.is_pinned(), "it is not pinned"
-        moved = accel.runtime.to_device(pinned)
-        accel.runtime.synchronize()
-        assert torch.equal(moved.cpu(), tensor)

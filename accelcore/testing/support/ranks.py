@@ -77,6 +77,7 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
                 job.all_reduce,
                 lambda each: job.all_reduce(each, "max"),
                 lambda each: job.broadcast(each, 1),
+                _gathered,
             )
         ],
         "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
@@ -122,6 +123,16 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
 def _laid_out(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     """Return a matrix in the strides of a rank: transposed on rank 1."""
     return matrix.t().contiguous().t() if rank else matrix
+
+
+def _gathered(matrix: torch.Tensor) -> torch.Tensor:
+    """Return rank 1's matrix by torch's all_gather, which may refuse other strides than contiguous ones."""
+    parts = [torch.empty(matrix.shape, device=matrix.device) for _ in range(2)]
+    try:
+        dist.all_gather(parts, matrix)
+    except (RuntimeError, ValueError):
+        dist.all_gather(parts, matrix.contiguous())
+    return parts[1]
 
 
 def _waits(job: Any, sign: Path) -> bool:

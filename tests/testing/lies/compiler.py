@@ -26,6 +26,20 @@ def compiler_that_trains_a_copy(backend):
     )
 
 
+@lie("TestCompiler.test_compiled_is_the_same", says="a parameter has no gradient")
+def compiler_that_keeps_what_was_frozen(backend):
+    def compile(honest, module, options):
+        frozen = []
+
+        def run(rows):
+            frozen.append({name: each.detach() for name, each in module.named_parameters() if not each.requires_grad})
+            return torch.func.functional_call(module, frozen[0], (rows,))
+
+        return Compiled(run, compiled=True)
+
+    return replaced(backend, "compiler", compile=compile)
+
+
 @lie("TestCompiler.test_compiled_is_the_same", says="computes something else")
 def compiler_that_changes_results(backend):
     def compile(honest, module, options):

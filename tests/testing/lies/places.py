@@ -117,7 +117,7 @@ def table_o1_of_the_first_two(backend):
     return _under(backend, _OfTheFirstTwo)
 
 
-@lie("TestPrecision.test_torchs_fp32", says="under autocast cat of several loses digits")
+@lie("TestPrecision.test_torchs_fp32", says="autocast does not always make cat of several")
 def table_torch_of_the_first_two(backend):
     return _under(backend, _OfTheFirstTwo)
 

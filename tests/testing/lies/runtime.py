@@ -118,6 +118,14 @@ def prefetch_that_forgets_names(backend):
     return replaced(backend, "runtime", prefetch=prefetch)
 
 
+@lie("TestRuntime.test_fetch_is_a_copy", says="a scalar was fetched as 0.0")
+def fetch_that_copies_no_scalar(backend):
+    def fetch(honest, tensor):
+        return honest.fetch(tensor) if tensor.dim() else tensor.detach
+
+    return replaced(backend, "runtime", fetch=fetch)
+
+
 @lie("TestRuntime.test_prefetch", says="not the batch that was prefetched")
 def prefetch_into_one_buffer(backend):
     buffer = {}

@@ -359,6 +359,9 @@ def _of_all_tokens(function, *args, dropout_p, **options):
 module("lstm_that_begins_with_zeros", "LSTM", {"lstm": _from_zero}, "test_recurrent")
 module("gradient_between_layers_without_the_mask", "GRU of two layers", {"gru": _between_layers},
        "test_gradients_of_draws", "the gradient of weight_ih_l0 is wrong")  # fmt: skip
+module("dropout_between_layers_in_evaluation", "LSTM of two layers",
+       {"lstm": lambda function, *args: function(*args[:6], True, *args[7:])}, "test_gradients_of_draws",
+       "a result in evaluation is wrong")  # fmt: skip
 module("gradient_of_attention_without_the_mask", "attention", {"scaled_dot_product_attention": _of_all_tokens},
        "test_gradients_of_draws", "the gradient of input 0 is wrong")  # fmt: skip
 module(
