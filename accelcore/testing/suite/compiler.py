@@ -238,11 +238,11 @@ class TestCompiler(DeviceTests):
 
         class Wrong(torch.nn.Module):
             def forward(self, rows: torch.Tensor) -> torch.Tensor:
-                return rows @ rows
+                return rows.reshape(len(rows) + 5)  # torch itself refuses it, in its own words
 
         with declared(bool(accel.capabilities.compilers), "a compiler"):
             compiled = accel.compiler.compile(Wrong().to(accel.device), {})
-            with pytest.raises(Exception, match=r"(?i)shape|size|dimension|mat1|matmul"):
+            with pytest.raises(Exception, match=r"shape|size"):
                 compiled.module(torch.ones(2, 3, device=accel.device))
 
 
