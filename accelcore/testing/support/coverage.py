@@ -181,11 +181,12 @@ def _pairs_of(pool: list[Any]) -> Iterator[Any]:
                 continue  # each has a tensor that belongs to its other options
             for key, value in other.items():
                 both = {**one, key: value}
-                new = {*_pairs(both)} - done
-                if new and count < _MOST_PAIRS:
+                if new := {*_pairs(both)} - done:
                     done |= new
                     count += 1
                     yield given, both
+                    if count == _MOST_PAIRS:
+                        return
 
 
 def _shape(value: Any) -> Any:

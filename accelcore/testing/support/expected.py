@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -89,11 +89,20 @@ class Expected:
             return False
         if not right.dtype.is_floating_point:
             return torch.equal(found, right)
-        scale = float(right.abs().max()) if right.numel() else 0.0
-        limits = torch.finfo(self._computed_in(right))
-        if not scale < limits.max / 4:
+        if self._narrowest is None:
             return False
-        return torch.allclose(found.double(), right.double(), self._exact * limits.eps, 2 * limits.eps * scale)
+        exact, allowed = self._narrowest
+        return bool((found.double() - exact).abs_().le(allowed).all())
+
+    @cached_property
+    def _narrowest(self) -> tuple[Tensor, Tensor] | None:
+        """The right numbers and the narrowest limits around them; None if some are too large. All forms need them."""
+        exact = self.right.double()
+        size, limits = exact.abs(), torch.finfo(self._computed_in(self.right))
+        scale = float(size.max()) if size.numel() else 0.0
+        if not scale < limits.max / 4:
+            return None
+        return exact, size.mul_(self._exact * limits.eps).add_(2 * limits.eps * scale)
 
     @property
     def _exact(self) -> int:

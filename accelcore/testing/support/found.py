@@ -89,7 +89,7 @@ class Found:
 
     def leaves_out(self, sample: str) -> bool:
         """Return whether a known bug would make the device unusable on this sample, and add the bug."""
-        fault = next((each for each in self.known if re.fullmatch(each.unusable, sample)), None)
+        fault = next((each for each in self.known if each.unusable and re.fullmatch(each.unusable, sample)), None)
         if fault is not None:
             self.seen[f"not run, because then the device is unusable: {fault}"] = None
         return fault is not None

@@ -35,6 +35,7 @@ _LONG = 2**16 + 2**10 + 3
 
 WHOLE = (torch.int64, torch.int32)
 _COMPLEX = (torch.complex32, torch.complex64)
+_NO_TENSORS = frozenset({bool, int, float, str, type(None), torch.dtype})
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -49,11 +50,24 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 def tensors(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers."""
+    found: list[Tensor] = []
+    _add_tensors(value, found)
+    return found
+
+
+def _add_tensors(value: Any, found: list[Tensor]) -> None:
+    """Add the tensors in nested containers; the usual classes first, because this runs millions of times."""
+    kind = type(value)
+    if kind in _NO_TENSORS:
+        return
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for each in value for tensor in tensors(each)]
-    return tensors(list(value.values())) if isinstance(value, dict) else []
+        found.append(value)
+    elif kind is tuple or kind is list or isinstance(value, (tuple, list)):  # torch's named results are tuples
+        for each in value:
+            _add_tensors(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _add_tensors(each, found)
 
 
 def placed(arguments: Any, device: torch.device, layout: str, *, graph: bool = False) -> Any:
@@ -106,6 +120,8 @@ def laid_out(value: Tensor, device: torch.device, layout: str) -> Tensor:
         memory = torch.cat([next(margins), dense.reshape(-1), next(margins)]).to(device)
         return memory[begin:-1].view(dense.shape).permute(sorted(range(value.dim()), key=order.__getitem__))
     count = value.untyped_storage().nbytes() // value.element_size()
+    if count == value.numel() and value.is_contiguous():  # all of its memory
+        return value.to(device, copy=True)
     memory = value.as_strided((count,), (1,), 0).to(device, copy=True)
     return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
