@@ -328,10 +328,8 @@ def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is a file",
-            remedy="give the folder of the checkpoints; load another program's file by trainer.load(...)",
-        )
+        remedy = "give the folder of the checkpoints; load another program's file by trainer.load(...)"
+        raise CheckpointError(f"{folder} is a file", remedy=remedy)
     if any(folder.glob(f"{RANK}*.safetensors")):
         raise CheckpointError(
             f"{folder} is one trainer's folder in a checkpoint, or a checkpoint without its {MANIFEST}",

@@ -75,11 +75,8 @@ def train_alike(plan: Plan) -> None:
     if all_equal(plan.backend, json.dumps(description)):
         return
     odd, why = differences(gather_objects(plan.backend.collectives, description))
-    raise DistributedError(
-        f"{odd} of this job would not train what the others train",
-        why=why,
-        remedy="give all ranks the same versions, model, optimizer and options",
-    )
+    remedy = "give all ranks the same versions, model, optimizer and options"
+    raise DistributedError(f"{odd} of this job would not train what the others train", why=why, remedy=remedy)
 
 
 def describe(plan: Plan) -> dict[str, str]:

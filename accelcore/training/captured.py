@@ -86,10 +86,8 @@ class CapturedStep:
 
     def _train_eagerly(self, batch: Any, key: Any, work: ForwardBackward, *, last: bool) -> tuple[Tensor, Any]:
         if key not in self._kinds and len(self._kinds) >= _LIMIT:
-            raise TrainingError(
-                f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph",
-                remedy="give all batches one shape (drop_last=True, padding), or remove graph=True",
-            )
+            remedy = "give all batches one shape (drop_last=True, padding), or remove graph=True"
+            raise TrainingError(f"this is the {_LIMIT + 1}th kind of batch, and each kind needs a graph", remedy=remedy)
         self._kinds.add(key)
         self._windows += last
         with self._runtime.side_stream():  # captures run there, and autograd must not depend on other streams

@@ -129,10 +129,8 @@ class PerTensor(Gradients):
 
     def reduce(self, mean: Callable[[Tensor], None]) -> None:
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.parameters):
-            raise TrainingError(
-                "a gradient is sparse, and this strategy exchanges dense gradients only",
-                remedy='make the embedding with sparse=False, or choose parallel="ddp" and have full windows only',
-            )
+            remedy = 'make the embedding with sparse=False, or choose parallel="ddp" and have full windows only'
+            raise TrainingError("a gradient is sparse, and this strategy exchanges dense gradients only", remedy=remedy)
         if not self.memories or not all(memory.fits for memory in self.memories):
             self.memories[:] = [GradientMemory([slot.parameter for slot in alike]) for alike in by_kind(self.slots)]
         for memory in self.memories:

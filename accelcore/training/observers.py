@@ -145,10 +145,8 @@ def _check(observers: Sequence[object]) -> None:
     for each in observers:
         if not isinstance(each, Observer):
             name = each.__name__ if isinstance(each, type) else ""
-            raise ConfigurationError(
-                f"observers= has {each!r}, which is not an observer",
-                remedy=f"make one: {name}(...)" if name else "derive its class from accelcore.Observer",
-            )
+            remedy = f"make one: {name}(...)" if name else "derive its class from accelcore.Observer"
+            raise ConfigurationError(f"observers= has {each!r}, which is not an observer", remedy=remedy)
         if not any(overrides(each, event) for event in EVENTS):
             raise ConfigurationError(
                 f"observers= has {kind_of(each)}, which overrides no event and would never be called",

@@ -72,11 +72,8 @@ class Schedule:
                 or "give one of these; any other schedule has a warm-up of its own, as by torch's SequentialLR",
             )
         if is_named and scheduler not in _NAMED:
-            raise ConfigurationError(
-                f"scheduler={scheduler!r} is unknown",
-                available=", ".join(_NAMED),
-                remedy=did_you_mean(scheduler, _NAMED, "pass a function: scheduler=lambda optimizer, updates: ..."),
-            )
+            remedy = did_you_mean(scheduler, _NAMED, "pass a function: scheduler=lambda optimizer, updates: ...")
+            raise ConfigurationError(f"scheduler={scheduler!r} is unknown", available=", ".join(_NAMED), remedy=remedy)
         if scheduler is not None:
             if self._make is None:
                 self.scheduler = self._checked(scheduler)

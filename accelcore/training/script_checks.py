@@ -287,10 +287,8 @@ class ModelSnapshot:
                     "is on purpose, call eval() of the parts that are meant, such as of each BatchNorm"
                 )
         if list(map(_DTYPE, self._parameters)) != self._dtypes:
-            raise TrainingError(
-                "the model was cast after its trainer was made",
-                remedy="cast it before, or set precision=Policy(model_dtype=...)",
-            )
+            remedy = "cast it before, or set precision=Policy(model_dtype=...)"
+            raise TrainingError("the model was cast after its trainer was made", remedy=remedy)
         # Kernels walk a parameter, its master and its state side by side; `weight.data.t()` keeps the address.
         if list(map(Tensor.stride, self._parameters)) != self._strides:
             raise self._changed()

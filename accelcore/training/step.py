@@ -142,10 +142,8 @@ class Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or MARK in loss.__dict__:
             raise unusable_loss(loss)
         if weight is None and self._weight is not None:
-            raise TrainingError(
-                "a loss has no weight, and this trainer was made with weight=",
-                remedy="let that function return a number, or call trainer.backward(loss, weight=...)",
-            )
+            remedy = "let that function return a number, or call trainer.backward(loss, weight=...)"
+            raise TrainingError("a loss has no weight, and this trainer was made with weight=", remedy=remedy)
         self._strategy.before_backward()
         share = self._window.share(weight)
         scaled = self._scaler.scale(loss)

@@ -49,10 +49,8 @@ class Window:
     def share(self, weight: float | Tensor | None) -> float | Tensor | None:
         """Return the factor of a micro-batch's gradients; None for 1."""
         if self._weighted not in (None, weight is not None):
-            raise TrainingError(
-                "some micro-batches of this window have a weight, and others do not",
-                remedy="call backward(loss, weight=...) with a weight for every micro-batch, or for none",
-            )
+            remedy = "call backward(loss, weight=...) with a weight for every micro-batch, or for none"
+            raise TrainingError("some micro-batches of this window have a weight, and others do not", remedy=remedy)
         self._weighted = weight is not None
         if weight is None:
             return self._whole_share
@@ -129,10 +127,8 @@ class Window:
                 remedy="return a scalar tensor that is computed from the batch, or remove graph=True",
             )
         if not is_number(weight) or not 0 <= weight < math.inf:
-            raise TrainingError(
-                f"{weight!r} is not a valid weight of a micro-batch",
-                remedy="give the number of examples of its mean, as a number >= 0 or a scalar tensor",
-            )
+            remedy = "give the number of examples of its mean, as a number >= 0 or a scalar tensor"
+            raise TrainingError(f"{weight!r} is not a valid weight of a micro-batch", remedy=remedy)
         return torch.full((), float(weight), device=self._device)
 
 

@@ -115,10 +115,8 @@ def replicate(backend: Roles, module: nn.Module, **options: Any) -> nn.Module:
     if collectives.world_size == 1:
         check_no_launcher("call job = accel.join() before, or replicate inside `with accel.distributed():`")
     if collectives.world_size > 1 and "ddp" not in backend.capabilities.parallel:
-        raise UnsupportedError(
-            f"modules cannot be replicated on {backend.name}",
-            remedy='average gradients with accel.collectives.all_reduce(parameter.grad, "avg"), or run one process',
-        )
+        remedy = 'average gradients with accel.collectives.all_reduce(parameter.grad, "avg"), or run one process'
+        raise UnsupportedError(f"modules cannot be replicated on {backend.name}", remedy=remedy)
     module.to(backend.device)
     if collectives.world_size == 1:
         return module

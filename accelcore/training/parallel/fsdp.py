@@ -103,10 +103,8 @@ class FullySharded(Strategy):
             for module, low in self._plan_groups(model, policy):
                 self._shard_group(module, low)
         if not isinstance(model, FSDPModule):
-            raise ConfigurationError(
-                "a part of the model is already sharded, and the model is not",
-                remedy="call fully_shard on the model too, or leave all of it to the trainer",
-            )
+            remedy = "call fully_shard on the model too, or leave all of it to the trainer"
+            raise ConfigurationError("a part of the model is already sharded, and the model is not", remedy=remedy)
         self._model, self._sums = model, not _averages(self.device)
         self._groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._hooks.close()

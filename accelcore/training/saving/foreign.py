@@ -33,10 +33,8 @@ def read_foreign(named: Mapping[str, Part], path: Path, optimizer: bool | None) 
     own = named["model"].shared_state()
     model, of_optimizer, rest = _read_states(path, own.keys())
     if optimizer and of_optimizer is None:
-        raise CheckpointError(
-            f"{path} has no state of an optimizer",
-            remedy="remove optimizer=True; or give the folder that trainer.save returned, if it wrote this file",
-        )
+        remedy = "remove optimizer=True; or give the folder that trainer.save returned, if it wrote this file"
+        raise CheckpointError(f"{path} has no state of an optimizer", remedy=remedy)
     exact = {}
     for name, saved_value in list(model.items()):
         like = own.get(name)
@@ -88,11 +86,8 @@ def _read_states(path: Path, names: Collection[str]) -> tuple[dict[str, Any], di
     """
     if not path.exists():
         near = nearest(path.name, (beside.name for beside in path.parent.glob("*")))
-        raise CheckpointError(
-            f"there is no file or folder {path}",
-            why=f"seen from {Path.cwd()}",
-            remedy=f"did you mean {path.with_name(near)}?" if near else "correct the path",
-        )
+        remedy = f"did you mean {path.with_name(near)}?" if near else "correct the path"
+        raise CheckpointError(f"there is no file or folder {path}", why=f"seen from {Path.cwd()}", remedy=remedy)
     tree = _of_folder(path) if path.is_dir() else _read(path)
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"{path} holds a {type(tree).__name__}", remedy="give a file with a state_dict in it")
@@ -111,10 +106,8 @@ def _read_states(path: Path, names: Collection[str]) -> tuple[dict[str, Any], di
     if isinstance(optimizer, list) and len(optimizer) == 1:  # Lightning's
         optimizer = optimizer[0]
     if optimizer is not None and not (isinstance(optimizer, Mapping) and {"state", "param_groups"} <= set(optimizer)):
-        raise CheckpointError(
-            f"the optimizer in {path} is not the state_dict of one optimizer",
-            remedy="load it yourself by optimizer.load_state_dict",
-        )
+        remedy = "load it yourself by optimizer.load_state_dict"
+        raise CheckpointError(f"the optimizer in {path} is not the state_dict of one optimizer", remedy=remedy)
     return _renamed(model, names), None if optimizer is None else dict(optimizer), rest
 
 
@@ -164,11 +157,8 @@ def _read(path: Path) -> Any:
     with path.open("rb") as file:
         begin = file.read(8)
     if not begin.startswith((b"PK", b"\x80")):  # torch's archive, or a pickle
-        raise CheckpointError(
-            f"{path} is not a file of torch.save",
-            why=f"it begins with {begin!r}",
-            remedy="give a file of torch.save, or one of safetensors whose name ends in .safetensors",
-        )
+        remedy = "give a file of torch.save, or one of safetensors whose name ends in .safetensors"
+        raise CheckpointError(f"{path} is not a file of torch.save", why=f"it begins with {begin!r}", remedy=remedy)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -139,10 +139,8 @@ class ScalerPart(Part):
             _rehearse(scaler.load_state_dict, state, before)
             return lambda: scaler.load_state_dict(state)
         if saved.micro:
-            raise CheckpointError(
-                "the checkpoint was saved within a window with another loss scale",
-                remedy=f"resume with the precision it was saved with, or {saved.between_windows()}",
-            )
+            remedy = f"resume with the precision it was saved with, or {saved.between_windows()}"
+            raise CheckpointError("the checkpoint was saved within a window with another loss scale", remedy=remedy)
         logger.warning(
             "the checkpoint has %s, and this training %s: it keeps its own", described(state), described(before)
         )

@@ -206,11 +206,8 @@ def as_checkpoint_error(folder: Path) -> Iterator[None]:
     except (CheckpointError, ConfigurationError):
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{folder} cannot be restored",
-            why=repr(error),
-            remedy="give another checkpoint, or build model and optimizer as they were when it was saved",
-        ) from error
+        remedy = "give another checkpoint, or build model and optimizer as they were when it was saved"
+        raise CheckpointError(f"{folder} cannot be restored", why=repr(error), remedy=remedy) from error
 
 
 def read_saved(
