@@ -41,6 +41,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 _SEEDS_APART = 1_000_003  # distance of two seeds, so that ranks that seed with their number do not share one
 _FEWEST = 10  # steps below which a script has ended too early to compare
 _SHARE = 5  # the loss is the mean over one part in so many at the end of a trial, and over 5 steps at least
+_LARGE = 0.25  # noise that is a larger part than this of what the loss changes in a trial gets a note
 _NAMED = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # how the line of a traceback begins that names the exception
 _WARM_UP = 3  # the first part in so many of a trial is not timed
 
@@ -222,6 +223,13 @@ def _measure_noise(advice: Advice, reference: Outcome, others: Sequence[Outcome]
         )
     elif math.isnan(advice.noise):
         advice.notes.append("the noise is not known: a loss in fp32 is not finite, or no other seed could be tried")
+    began = reference.losses[0]
+    change = math.nan if began is None else abs(began - losses[0])
+    if advice.noise > _LARGE * change:
+        advice.notes.append(
+            f"the noise of seeds, {advice.noise:.3g}, is large beside what the loss changes in a trial, {change:.3g}: "
+            "a variant that trains worse may agree. Try more --steps"
+        )
 
 
 def _check_repeats(advice: Advice, first: Outcome, second: Outcome) -> None:

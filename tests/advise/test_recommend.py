@@ -30,9 +30,12 @@ class Machine:
 
     def __call__(self, script, variant):
         self.tried.append(variant)
-        given = {"shift": 0.0, "seconds": 2e-3, "overflows": (), "failure": "", "steps": script.steps, "batches": 0}
+        given = {"shift": 0.0, "seconds": 2e-3, "overflows": (), "failure": "", "steps": script.steps}
+        given |= {"batches": 0, "scatter": 0.02}
         given |= self.variants.get(variant.name.replace("-", "_").replace(" ", "_"), {})
-        losses = [1 / (step + 1) + given["shift"] + 0.02 * (variant.seed % 7) for step in range(given["steps"])]
+        losses = [
+            1 / (step + 1) + given["shift"] + given["scatter"] * (variant.seed % 7) for step in range(given["steps"])
+        ]
         if callable(given["batches"]):
             given["batches"] = given["batches"]()
         return Outcome(
@@ -160,6 +163,14 @@ def test_a_preset_that_is_the_fastest_compiled_only_is_found_if_all_are_tried():
 def test_a_compiled_script_is_tried_not_compiled():
     machine = Machine(fp32={"about": {"compiled": True}})
     assert any(variant.options.get("compile") is False for variant in machine.advise() and machine.tried)
+
+
+@pytest.mark.parametrize(("scatter", "is_large"), [(0.04, False), (0.06, True)])
+def test_noise_that_is_large_beside_what_the_loss_changes_is_told_of(scatter, is_large):
+    """The loss falls by 0.98, a quarter of which is 0.245; the noise is five times the scatter, 0.2 and 0.3."""
+    advice = Machine(fp32={"scatter": scatter}).advise(presets=["bf16"])
+    assert advice.noise == pytest.approx(5 * scatter)
+    assert any("noise of seeds" in note and "large" in note for note in advice.notes) == is_large
 
 
 def test_what_ran_eagerly_is_not_recommended_as_compiled():
