@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from accelcore.training.options import TrainerOptions
     from accelcore.training.trainer import Trainer
 
-_LOOP = "trainer = accel.trainer(model, optimizer, loss=...), and in its loop trainer(batch)"
-_JOB = "with accel.distributed() as job: and use the job"
+_LOOP = "write trainer = accel.trainer(model, optimizer, loss=...), and in its loop trainer(batch)"
+_JOB = "write `with accel.distributed() as job:`, and use the job"
 _HINTS = {
     **dict.fromkeys(("prepare", "backward", "accumulate", "clip_grad_norm_"), _LOOP),
     **dict.fromkeys(("print", "gather", "rank", "world_size", "is_main", "is_main_process"), _JOB),
-    **dict.fromkeys(("save_state", "load_state"), "trainer.save(folder) and trainer.resume(folder)"),
+    **dict.fromkeys(("save_state", "load_state"), "write trainer.save(folder) and trainer.resume(folder)"),
 }
 
 _MISSING: Any = None  # a default, so that the trainer names what is wrong
@@ -170,8 +170,8 @@ class Backend(Roles, Hinted):
         """
         from accelcore.jobs.job import NotJoined, membership
 
-        limit = _duration(timeout)
-        return NotJoined(membership(self.collectives, _launch(rank, world_size, local_rank, init_method), limit))
+        launch, limit = _launch(rank, world_size, local_rank, init_method), _duration(timeout)
+        return NotJoined(partial(membership, self.collectives, launch, limit))
 
     def join(self, **place: Any) -> Job:
         """Join the job for the rest of the process, as `distributed` does for a block: `job = accel.join()`.

@@ -136,8 +136,9 @@ def check_names(what: str, given: Iterable[str], known: Collection[str], words: 
     """
     for name in given:
         if name not in known:
-            meant, otherwise = words.get(name, name), "remove it, or use an available name"
-            remedy = meant if " " in meant else did_you_mean(meant, known, otherwise)
+            meant, otherwise = words.get(name, ""), "remove it, or use an available name"
+            is_sentence = " " in meant
+            remedy = meant if is_sentence else did_you_mean(meant or name, known, otherwise)
             raise ConfigurationError(f"{what} {name!r}", available=", ".join(known), remedy=remedy)
 
 
@@ -151,7 +152,7 @@ class Hinted:
         def __getattr__(self, name: str) -> Any:
             if name not in self._hints:
                 return object.__getattribute__(self, name)  # raises, also what a property has raised
-            message = f"{type(self).__name__!r} object has no attribute {name!r}: write {self._hints[name]}"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}: {self._hints[name]}"
             raise AttributeError(message, name=name, obj=self)
 
 

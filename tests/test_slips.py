@@ -198,6 +198,14 @@ def test_an_attribute_of_other_libraries_says_what_to_write(accel, call, says):
         call(accel, trainer)
 
 
+def test_a_function_may_be_a_job_more_than_once(accel):
+    @accel.distributed()
+    def work(depth):
+        return [accel.collectives.world_size, *(work(depth - 1) if depth else [])]
+
+    assert [work(0), work(1)] == [[1], [1, 1]]
+
+
 def test_a_save_without_a_folder_names_no_class_that_a_script_does_not_know(accel):
     model = torch.nn.Linear(2, 1)
     with pytest.raises(TypeError, match=r"^trainer\.save\(\).*'folder'"):

@@ -6,7 +6,7 @@ import atexit
 import builtins
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from datetime import timedelta
 from functools import partial
 from numbers import Real
@@ -229,17 +229,24 @@ def membership(collectives: Collectives, launch: Launch | None, timeout: timedel
         collectives.close()
 
 
-class NotJoined(AbstractContextManager[Job]):
-    """Context of a job, which `accel.distributed()` returns, and a script may take for the job."""
+class NotJoined(AbstractContextManager[Job], ContextDecorator):
+    """Context of a job, which `accel.distributed()` returns, and a script may take for the job.
 
-    def __init__(self, context: AbstractContextManager[Job]) -> None:
-        self._enter, self._exit = context.__enter__, context.__exit__
+    It also decorates a function that is a job, as other contexts of generators do: each call enters a new context.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Job]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[Job]] = []
 
     def __enter__(self) -> Job:
-        return self._enter()
+        context = self._make()
+        job = context.__enter__()
+        self._entered.append(context)
+        return job
 
     def __exit__(self, *error: Any) -> bool | None:  # noqa: PYI036  # they are passed on
-        return self._exit(*error)
+        return self._entered.pop().__exit__(*error)
 
     if not TYPE_CHECKING:  # for a type checker, the class would have every attribute
 

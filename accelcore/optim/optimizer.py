@@ -63,7 +63,7 @@ class Route:
         check_keys(groups, known)
         try:
             made = make_by(self.factory, groups, request.options)
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, IndexError) as error:
             unknown = [name for name in request.options if known and name not in known]
             route = "" if request.route == "auto" else f" by the route {self.name!r}"
             other = "give it other arguments, or parameters that it can train, or choose another optimizer"

@@ -200,10 +200,11 @@ def autocast_dtype(dtype: torch.dtype | str, fastest: Fastest) -> torch.dtype | 
 def fp32_mode(mode: str | None, fast_fp32: str | None) -> str | None:
     """Return `"ieee"`, `"fast"` or None for a trainer's option `fp32`; `fast_fp32`: as the backend declares it."""
     if mode is not None and mode not in _FP32_MODES:
+        meant = _FP32_WORDS.get(str(mode), str(mode))
         raise ConfigurationError(
             f"fp32={mode!r} is not a mode of fp32 products",
             available=", ".join(_FP32_MODES),
-            remedy=did_you_mean(_FP32_WORDS.get(mode, mode), _FP32_MODES, "remove fp32 to keep torch's setting"),
+            remedy=did_you_mean(meant, _FP32_MODES, "remove fp32 to keep torch's setting"),
         )
     if mode == "fast if possible":
         return None if fast_fp32 is None else "fast"

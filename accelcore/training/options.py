@@ -178,14 +178,14 @@ _WORDS = {
 }  # fmt: skip
 """Other libraries' words for options of a trainer that are not similar to ours, and what to write."""
 
-_LOOP = "for epoch in trainer.epochs(n): for batch in trainer.batches(loader): trainer(batch)"
+_LOOP = "write for epoch in trainer.epochs(n): for batch in trainer.batches(loader): trainer(batch)"
 HINTS = {
     **dict.fromkeys(("fit", "train"), _LOOP),
-    **dict.fromkeys(("eval", "validate", "test", "predict"), "for batch in trainer.evaluate(loader)"),
-    "step": "trainer(batch); or, in a loop of your own, trainer.backward(loss) and trainer.update()",
-    "zero_grad": "nothing: each window begins without gradients",
-    **dict.fromkeys(("state_dict", "save_state", "save_checkpoint"), "trainer.save(folder)"),
-    **dict.fromkeys(("load_state_dict", "load_state", "load_checkpoint"), "trainer.resume(folder)"),
+    **dict.fromkeys(("eval", "validate", "test", "predict"), "write for batch in trainer.evaluate(loader)"),
+    "step": "write trainer(batch); or, in a loop of your own, trainer.backward(loss) and trainer.update()",
+    "zero_grad": "remove it: each window begins without gradients",
+    **dict.fromkeys(("state_dict", "save_state", "save_checkpoint"), "write trainer.save(folder)"),
+    **dict.fromkeys(("load_state_dict", "load_state", "load_checkpoint"), "write trainer.resume(folder)"),
 }
 """What to write instead of methods that a trainer lacks."""
 
@@ -197,7 +197,7 @@ def complete(given: Mapping[str, Any]) -> TrainerOptions:
     return cast("TrainerOptions", {**dict.fromkeys(known), **_DEFAULTS, **given})
 
 
-def unwrapped(model: nn.Module, options: TrainerOptions, log: Once) -> nn.Module:
+def unwrap(model: nn.Module, options: TrainerOptions, log: Once) -> nn.Module:
     """Return the module in a model that is compiled or wrapped in DDP, and set the options to do this again.
 
     The names of its parameters are then the module's own. The hooks of the first DDP stay on the parameters. They do
@@ -220,7 +220,7 @@ def unwrapped(model: nn.Module, options: TrainerOptions, log: Once) -> nn.Module
         )
     if said:
         log.warn(f"the model was {said}")
-    return inner if inner is model else unwrapped(inner, options, log)
+    return inner if inner is model else unwrap(inner, options, log)
 
 
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
@@ -240,14 +240,17 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 }
 """For options: whether a value fits, what it must be, and the remedy. None fits if it is the default."""
 
+_NUMBERS = ("accumulate", "clip_norm", "total_steps")
+"""Options that are numbers, which a command line gives as text."""
+
 
 def check_values(options: TrainerOptions) -> None:
     """Raise ConfigurationError for option values of the wrong type or out of range."""
     given: Mapping[str, Any] = options
     for name, (fits, kind, remedy) in _CHECKS.items():
         if not fits(given[name]) and (given[name] is not None or name in _DEFAULTS):
-            text = f"{name}={given[name]!r} is not {kind}"
-            raise ConfigurationError(text, remedy=text_remedy(given[name]) or remedy)
+            remedy = (text_remedy(given[name]) if name in _NUMBERS else "") or remedy
+            raise ConfigurationError(f"{name}={given[name]!r} is not {kind}", remedy=remedy)
     if given["total_steps"] is not None and given["scheduler"] is None and not given["observers"]:
         raise ConfigurationError(
             f"total_steps={given['total_steps']} has no effect without a scheduler",

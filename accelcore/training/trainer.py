@@ -26,15 +26,7 @@ from accelcore.training.data.evaluation import Evaluation, evaluate
 from accelcore.training.data.sharding import Batches, check_loader
 from accelcore.training.loss import check_loss, without_backward
 from accelcore.training.observers import observed
-from accelcore.training.options import (
-    HINTS,
-    TrainerOptions,
-    check_arguments,
-    check_set,
-    check_values,
-    complete,
-    unwrapped,
-)
+from accelcore.training.options import HINTS, TrainerOptions, check_arguments, check_set, check_values, complete, unwrap
 from accelcore.training.plan import Plan
 from accelcore.training.saving.model_parts import warn_if_others_trained
 from accelcore.training.saving.resumable import Resumable
@@ -104,7 +96,7 @@ class Trainer(Resumable, Hinted):
         )
         given["fp32"] = fp32_mode(given["fp32"], backend.capabilities.fast_fp32)
         log = Once(backend.collectives.rank)
-        model = unwrapped(model, given, log)
+        model = unwrap(model, given, log)
         check_loss(given["loss"], model)
         self._name = type(model).__name__  # "fsdp" gives the model a class of torch's
         check_values(given)

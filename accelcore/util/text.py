@@ -19,10 +19,14 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def text_remedy(value: object) -> str:
-    """Return how to convert a number that was given as text; nothing for any other value."""
+    """Return what to write for text that begins as a number does; nothing for any other value."""
     if not isinstance(value, str) or not value.strip("+-. ")[:1].isdigit():
         return ""
     kind = "int" if value.strip().isdecimal() else "float"
+    try:
+        float(value)
+    except ValueError:  # such as 10k or 5%
+        return "this is text: write a number"
     return f"this is text, as a command line gives it, and YAML for 1e-3: write {kind}({value!r})"
 
 

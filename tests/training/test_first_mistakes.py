@@ -152,6 +152,12 @@ def test_a_backend_lives_in_a_config(accel):
         ({"callbacks": []}, "did you mean 'observers'"),
         ({"lr": 0.1}, "to the optimizer"),
         ({"fp32": "tf32"}, "did you mean 'fast'"),
+        ({"fp32": True}, r"fp32=True(.|\n)*remove fp32"),
+        ({"fp32": ["fast"]}, r"fp32=\['fast'\](.|\n)*ieee"),
+        ({"clip norm": 1.0}, "did you mean 'clip_norm'"),
+        ({"clip": "1.0"}, r"clip='1\.0'(.|\n)*clip_norm="),
+        ({"graph": "1"}, r"graph='1'(.|\n)*one of them"),
+        ({"clip_norm": "10k"}, "text: write a number"),
         ({"graph": True}, "declares no graphs"),
         ({"accumulate": "4"}, r"accumulate='4'(.|\n)*text(.|\n)*int\('4'\)"),
         ({"total_steps": "9"}, r"int\('9'\)"),
@@ -384,6 +390,11 @@ def test_an_lr_that_a_file_leaves_empty_is_not_the_default(accel, lr):
 def test_betas_that_are_no_tuple(accel, betas):
     with pytest.raises(ConfigurationError, match=rf"betas=.* is a {type(betas).__name__}(.|\n)*give both.*betas=tuple"):
         accel.optimizers.create("adamw", net().parameters(), betas=betas)
+
+
+def test_betas_that_are_too_few(accel):
+    with pytest.raises(ConfigurationError, match=r"refuses these(.|\n)*out of range"):
+        accel.optimizers.create("adamw", net().parameters(), betas=(0.9,))
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": {"backend": "eager"}}])
