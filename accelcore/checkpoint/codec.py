@@ -58,7 +58,7 @@ def encode(tree: Any, pieces: Pieces | None = None) -> tuple[Any, dict[str, Tens
             return number
         if id(value) in above or len(above) > _DEEPEST:
             problem = "holds itself" if id(value) in above else f"is nested more than {_DEEPEST} deep"
-            raise CheckpointError(f"{path.lstrip('.')[:80]} {problem}: no checkpoint can", remedy="do not save it")
+            raise CheckpointError(f"{path.lstrip('.')[:80]} {problem}", remedy="do not save it")
         above = (*above, id(value))
         if isinstance(value, list | tuple):
             items = [walk(entry, f"{path}.{number}", above) for number, entry in enumerate(value)]

@@ -62,14 +62,18 @@ def as_path(given: Any) -> Path:
     try:
         if given == "":
             raise ValueError("it is empty")
-        path = Path(given).expanduser()
+        path = Path(given)
+        if os.fspath(given).startswith("~"):  # not for "./~", which a Path makes "~"
+            path = path.expanduser()
         path.stat()
-    except (TypeError, ValueError, RuntimeError, OSError) as error:  # also a NUL in it, or no such user's home
-        if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
-            return path
-        why = "" if isinstance(error, TypeError) else getattr(error, "strerror", None) or str(error)
+    except (TypeError, ValueError, RuntimeError) as error:  # not a path; empty, or with a NUL; no such user's home
+        why = "" if isinstance(error, TypeError) else str(error)
         remedy = "give a string or a pathlib.Path, such as outputs/run"
         raise ConfigurationError(f"{repr(given)[:80]} is not a path", why=why, remedy=remedy) from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            text = f"the path {str(given)[:60]!r}... has {len(str(given))} characters: {error.strerror}"
+            raise ConfigurationError(text, remedy="give a shorter path") from error
     return path
 
 

@@ -57,8 +57,11 @@ def _moves_itself(part: Any) -> bool:
 
 def item(value: Any) -> Any:
     """Return the number in a tensor of one element or a scalar of NumPy, and anything else as it is."""
-    is_one = value.numel() == 1 if isinstance(value, Tensor) else getattr(value, "shape", None) == ()
-    return value.item() if is_one else value
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    shape = getattr(value, "shape", None)  # of some objects an array, or other than of numbers
+    is_scalar = isinstance(shape, tuple) and not shape and callable(getattr(value, "item", None))
+    return value.item() if is_scalar else value
 
 
 def tensors(value: object) -> list[Tensor]:

@@ -127,6 +127,8 @@ def test_a_tilde_is_the_users_home_wherever_a_trainer_or_a_log_takes_a_path(acce
     assert trainer.save("~/run") == trainer.resume("~/run") == tmp_path / "run" / "step-00000000"
     assert trainer.load("~/run") == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run"]
+    trainer.save("./~/run")  # which no shell expands either
+    assert (tmp_path / "~" / "run").is_dir()
     with pytest.raises(accelcore.ConfigurationError, match="'~no-such-user/run' is not a path"):
         trainer.save("~no-such-user/run")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -68,7 +69,13 @@ def test_a_scheduler_that_the_trainer_does_not_know_is_saved_by_extra_or_reporte
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(nn.Linear(2, 2), "a Linear"), (np.ones(2), r"a ndarray(.|\n)*from_numpy"), (np.datetime64(1, "s"), "a date")],
+    [
+        (nn.Linear(2, 2), "a Linear"),
+        (np.ones(2), r"a ndarray(.|\n)*from_numpy"),
+        (np.datetime64(1, "s"), "a date"),
+        (SimpleNamespace(shape=()), "a SimpleNamespace"),
+        (SimpleNamespace(shape=np.ones(2)), "a SimpleNamespace"),
+    ],
 )
 def test_what_a_checkpoint_cannot_hold_is_named(accel, tmp_path, value, says):
     with pytest.raises(CheckpointError, match=rf"extra\.model is {says}"):
