@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, LRScheduler, StepLR
 
 from accelcore.errors import AccelError, CheckpointError, ConfigurationError, Once, TrainingError, did_you_mean
 from accelcore.torch_internals import expect_no_step
@@ -144,16 +144,18 @@ class Schedule:
             updates: the number of updates, as given for the whole training, or `reached`.
             reached: the number of updates that the loops of the script make.
         """
-        if self.updates and reached and reached < self.updates:
+        # Without `total_steps=`, `updates` is `reached`, and may change with the loader.
+        if self.updates and updates and reached and reached < updates:
             self._log.warn(
                 "total_steps=%d, and trainer.epochs(...) makes %d updates: the schedule does not come to its end. An "
                 "update takes accumulate= batches, and a rank its share. Remove total_steps=: then the trainer counts",
-                *(self.updates, reached),
+                updates,
+                reached,
             )
         if not (self._may_not_fit and epochs and updates):
             return
-        is_short = 0 < getattr(self.scheduler, "T_max", updates) < 0.9 * updates  # its learning rate rises again
-        if is_short or _seems_to_count_otherwise(self.scheduler, epochs, updates):
+        rises_again = isinstance(self.scheduler, CosineAnnealingLR) and self.scheduler.T_max < 0.9 * updates
+        if rises_again or _seems_to_count_otherwise(self.scheduler, epochs, updates):
             self._log.warn(
                 "%s seems to be made for another number of steps: the trainer steps it after each of %d updates. Make "
                 "it for %d updates, or give scheduler=lambda optimizer, updates: ..., which gets this number. If it "

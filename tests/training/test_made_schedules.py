@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     ExponentialLR,
+    LambdaLR,
     LinearLR,
     MultiStepLR,
     OneCycleLR,
@@ -317,6 +318,25 @@ def test_a_schedule_that_does_not_come_to_its_end_is_reported(accel, caplog, giv
     trainer, _ = make(accel, total_steps=given)
     train(trainer, 2)
     assert ("total_steps=7, and trainer.epochs(...) makes 6 updates" in caplog.text) == warns
+
+
+def test_a_schedule_that_the_trainer_has_counted_is_not_reported_when_later_epochs_are_shorter(accel, caplog):
+    trainer, _ = make(accel)
+    for epoch in trainer.epochs(2):
+        list(map(trainer, trainer.batches(DataLoader(ROWS, 5) if epoch else LOADER)))
+    assert (trainer.steps, caplog.text) == (4, "")
+
+
+def test_a_scheduler_of_another_class_may_have_a_word_of_torchs_for_something_else(accel, caplog):
+    class Cycles(LambdaLR):
+        T_max = None
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = Cycles(optimizer, lambda step: 1.0)
+    trainer = accel.trainer(model, optimizer, loss=lambda model, rows: model(rows).mean(), scheduler=scheduler)
+    train(trainer, 2)
+    assert "another number of steps" not in caplog.text
 
 
 def test_no_warmup_may_be_written_in_two_ways(accel, tmp_path):

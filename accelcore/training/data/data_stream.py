@@ -164,7 +164,8 @@ class DataStream:
             notice(
                 "this training is finished (epochs done: %d, asked for: %d); to continue, ask for more; to start over, "
                 "delete the checkpoints, or save to another folder",
-                *(self.position.epoch, total),
+                self.position.epoch,
+                total,
             )
         self.loops.total = total
         return self.loops.over(self, total)
@@ -268,7 +269,8 @@ class EpochLoops:
         self._number += 1
         number = self._number
         while stream.position.epoch < total:
-            position, self.epoch, (loop, _) = stream.position, (epoch := stream.position.epoch), stream.place
+            position, (loop, _) = stream.position, stream.place
+            self.epoch = epoch = position.epoch
             try:
                 yield epoch
             finally:  # also if the script leaves the loop
