@@ -89,9 +89,11 @@ def loads_twice(guard: cst.If, facts: Facts) -> bool:
     """
     bodies = [text_of(each.body).strip() for each in (guard, guard.orelse) if isinstance(each, (cst.If, cst.Else))]
     loads = [call for call in find(guard, cst.Call) if facts.name(call.func) == "torch.load"]
-    placed = [bool(_TO_CPU.search(body)) for body in bodies]
-    is_same = len({_TO_CPU.sub("", body) for body in bodies}) == 1
-    return len(loads) == len(bodies) == sum(placed) + 1 == 2 and is_same and "\n" not in "".join(bodies)
+    if len(bodies) != 2 or len(loads) != 2 or any("\n" in body for body in bodies):
+        return False
+    one, other = (_TO_CPU.sub("", body) for body in bodies)
+    names_cpu = [bool(_TO_CPU.search(body)) for body in bodies]
+    return one == other and names_cpu.count(True) == 1
 
 
 def is_state(load: cst.Call, facts: Facts) -> bool:
