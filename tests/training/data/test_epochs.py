@@ -182,6 +182,16 @@ def test_loops_over_batches_behind_a_loop_over_epochs_are_epochs(accel):
     assert trainer.epoch == 4
 
 
+def test_a_loop_over_batches_begins_in_the_epoch_to_which_the_script_moves(accel):
+    trainer, begun = make(accel), []
+    for epoch in trainer.epochs(4):
+        begun.append(epoch)
+        if epoch == 0:
+            trainer.epoch = 2
+        list(map(trainer, trainer.batches(DATA)))
+    assert (begun, trainer.steps) == ([0, 3], 2 * len(DATA))
+
+
 def test_a_loop_over_epochs_in_another_is_refused(accel):
     trainer = make(accel)
 
