@@ -20,6 +20,7 @@ from accelcore.optim.optimizer import RoutedOptimizer
 from accelcore.training.gradients import Gradients
 from accelcore.training.parallel.strategy import Strategy, owns
 from accelcore.training.saving.parts import Part, Saved, as_dict, malformed
+from accelcore.util.containers import item
 from accelcore.util.text import kind_of
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
@@ -238,6 +239,7 @@ def _alike(own: Any, saved: Any) -> bool:
     """Check if a saved option has a type that can replace this value."""
     if own is None or saved is None or isinstance(own, Tensor):
         return True
+    own = item(own)  # a checkpoint has scalars of NumPy as plain numbers
     if isinstance(own, bool) or isinstance(saved, bool):
         return isinstance(own, bool) and isinstance(saved, bool)
     if isinstance(own, int | float):

@@ -93,6 +93,18 @@ def test_scalars_of_numpy_are_saved_as_plain_numbers(accel, tmp_path):
         make(accel).save(tmp_path, extra=[1])
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.array])
+def test_a_learning_rate_of_numpy_is_resumed(accel, tmp_path, kind):
+    def begin():
+        model = nn.Linear(2, 1)
+        return accel.trainer(model, torch.optim.SGD(model.parameters(), lr=kind(0.5)))
+
+    begin().save(tmp_path)
+    again = begin()
+    assert again.resume(tmp_path)
+    assert again.optimizer.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_extra_of_a_save_that_fails_is_not_kept(accel, tmp_path, together):
     trainer = make(accel)
