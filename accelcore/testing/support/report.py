@@ -46,7 +46,7 @@ def _no_seeds_for_absent_devices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for device in (torch.cuda, torch.mtia, torch.xpu):
             if not device.is_available():
-                patch.setattr(device, "manual_seed_all", lambda seed: None)
+                patch.setattr(device, "manual_seed_all", lambda seed: None, raising=False)  # not each torch has it
         yield
 
 
