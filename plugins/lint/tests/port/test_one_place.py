@@ -139,6 +139,26 @@ def test_a_part_of_a_state_is_loaded_to_the_device_as_well():
     assert "cuda" not in ported
 
 
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("test", "after", "is_placed"),
+    [
+        ("not args.path", "net = net.to(device)", False),
+        ("args.cuda", "net = net.to(device)", True),
+        ("torch.cuda.is_available()", "net = net.to(device)", True),
+        ("torch.cuda.is_available()", "print(net)", False),
+    ],
+)
+def test_a_model_that_an_option_keeps_on_the_cpu_is_not_loaded_to_the_device(level, test, after, is_placed):
+    """Without a `map_location`, what was saved from the CPU is read to the CPU, also beside an accelerator."""
+    source = (
+        "import torch\n\ndevice = torch.device('cuda' if torch.cuda.is_available() and args.cuda else 'cpu')\n"
+        f"net = Net()\nnet.to(device)\ntrain(net)\nif {test}:\n    net = torch.load(path)\nelse:\n"
+        f"    net = torch.load(args.path, map_location=lambda storage, location: storage)\n{after}\nnet.eval()\n"
+    )
+    assert ("net = torch.load(path, map_location=" in port_source(source, level).source) is is_placed
+
+
 @pytest.mark.parametrize(("yes", "no"), [("1", "0"), ("True", "False")])
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_flag_that_two_branches_set_is_a_flag(yes, no, kept):

@@ -26,9 +26,12 @@ _OF_MODEL = ("eval", "train", "modules", "parameters", "named_parameters")
 """Methods that a whole model has, and a state or a tensor has not."""
 
 _NUMBER = re.compile(r"\[[\"'](\w*(epoch|iter|step)s?|iteration|arch)[\"']\]$")
-_MOVES = re.compile(rf"\.({'|'.join(DEVICES)}|to)\(")
+_MOVES = re.compile(rf"\.({'|'.join(DEVICES)})\(")
 _NAMING = (cst.SimpleString, cst.FormattedString, cst.BinaryOperation)
 """Expressions that may name a device with its index."""
+
+_OF_DEVICE = re.compile(r"(?i)gpu|cuda|cpu|device|accelerator")
+"""What a condition that divides devices names."""
 
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 
@@ -113,8 +116,10 @@ def is_state(load: cst.Call, facts: Facts) -> bool:
     uses = (use for each, use in holders if getattr(use, "attr", None) is not each)  # not as in `self.name`
     read = [use for use in uses if not isinstance(use, cst.AssignTarget)]
     if any(isinstance(use, cst.Attribute) and use.attr.value in _OF_MODEL for use in read):
-        # Without a move beside it, a model that the CPU has saved may be for the CPU.
-        return _MOVES.search(text_of(scope)) is not None and not any(isinstance(use, cst.Subscript) for use in read)
+        # A model that the CPU has saved may be for the CPU, unless it is moved after it, or something is to CUDA.
+        is_moved = re.search(rf"\b{name}\.to\(", text_of(scope).partition(text_of(load))[2]) is not None
+        is_moved = is_moved or _MOVES.search(text_of(scope)) is not None
+        return is_moved and not any(isinstance(use, cst.Subscript) for use in read)
     read = [use for use in read if not (isinstance(use, cst.Subscript) and _NUMBER.search(text_of(use)))]
     read = [use for use in read if not _reads_keys(use, facts)]
     parts = (facts.parent(use) if isinstance(use, cst.Subscript) else use for use in read)
@@ -136,13 +141,14 @@ def _is_restored(arg: cst.Arg, facts: Facts) -> bool:
 
 
 def _other_branches(node: cst.CSTNode, facts: Facts) -> Iterator[cst.CSTNode]:
-    """Yield what runs instead of a node, in the branches of each `if` and of each choice around it.
+    """Yield what runs instead of a node on other devices, in the branches of each `if` and of each choice around it.
 
     If an `if` asks for a device and returns, the rest of its block is such a branch, too.
     """
     inner = node
     for outer in facts.parents(node):
-        if isinstance(outer, (cst.If, cst.IfExp)) and outer.orelse is not None and inner is not outer.test:
+        is_inside = isinstance(outer, (cst.If, cst.IfExp)) and outer.orelse is not None and inner is not outer.test
+        if is_inside and _OF_DEVICE.search(text_of(outer.test)):
             yield outer.orelse if inner is outer.body else outer.body
         lines = [*outer.body] if isinstance(outer, (cst.IndentedBlock, cst.Module)) else []
         for number, line in enumerate(lines):
