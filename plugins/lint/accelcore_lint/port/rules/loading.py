@@ -147,9 +147,9 @@ def _other_branches(node: cst.CSTNode, facts: Facts) -> Iterator[cst.CSTNode]:
     """
     inner = node
     for outer in facts.parents(node):
-        is_inside = isinstance(outer, (cst.If, cst.IfExp)) and outer.orelse is not None and inner is not outer.test
-        if is_inside and _OF_DEVICE.search(text_of(outer.test)):
-            yield outer.orelse if inner is outer.body else outer.body
+        divided = outer if isinstance(outer, (cst.If, cst.IfExp)) and _OF_DEVICE.search(text_of(outer.test)) else None
+        if divided is not None and divided.orelse is not None and inner is not divided.test:
+            yield divided.orelse if inner is divided.body else divided.body
         lines = [*outer.body] if isinstance(outer, (cst.IndentedBlock, cst.Module)) else []
         for number, line in enumerate(lines):
             if isinstance(line, cst.If) and isinstance(last_of(line), cst.Return) and AVAILABLE in text_of(line.test):
