@@ -152,10 +152,12 @@ class Project:
         for path, known in files.items():
             found = sorted((splits if script in (path, *self.programs[path]) else self.beside[path] & splits) - {path})
             root = found[0] if found else path
-            root = root if script else self.roots.get(root, root)
+            if not script:
+                root = self.roots.get(root, root)
             if root != path and not known.keeps_questions:  # a file that has kept the others keeps its own anyway
                 files[path] = replace(known, keeps_questions=KEPT.format(root.name))
-                roots |= {} if script else {path: root}
+                if not script:
+                    roots[path] = root
         return replace(self, files=files, roots=roots)
 
 

@@ -60,8 +60,10 @@ def _decide_pin(node: cst.Arg, facts: Facts) -> Rewrite | None:
 
 def _decide_load(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     """Name the device of what is loaded without one, where another branch names one for devices that are not CUDA's."""
-    is_plain = [arg.keyword is None for arg in node.args] == [True] + [False] * (len(node.args) - 1)
-    if facts.name(node.func) != "torch.load" or not is_plain or any(arg.star for arg in node.args):
+    if facts.name(node.func) != "torch.load" or not node.args or any(arg.star for arg in node.args):
+        return None
+    path, *options = node.args
+    if path.keyword is not None or any(arg.keyword is None for arg in options):
         return None
     if argument(node, "map_location") is not None:
         return None
