@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -28,9 +29,8 @@ FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
     "-fPIC",
-    "-shared",
-    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),  # for Python's functions
 )
+LINKS = ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))  # for Python's functions
 _SECONDS = 300
 _TORCH = Path(torch.__file__).parent
 
@@ -53,10 +53,18 @@ def compiler_version() -> str:
 
 
 def compile_to(sources: Sequence[Path], library: Path) -> None:
-    """Compile files to a shared library, with torch's headers and library of tensors; errors as `compiler_version`."""
+    """Compile files, at the same time, to a shared library beside torch's; errors as `compiler_version`."""
+    objects = [library.with_name(f"{source.stem}.o") for source in sources]
+    with ThreadPoolExecutor(len(sources)) as pool:
+        list(pool.map(compile_one, sources, objects))
     libraries = _TORCH / "lib"
-    torchs = (f"-I{_TORCH / 'include'}", *map(str, sources), f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}")
-    _run((*_command(), *FLAGS, *torchs, "-o", str(library)))
+    torchs = (f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}")
+    _run((*_command(), *LINKS, *map(str, objects), *torchs, "-o", str(library)))
+
+
+def compile_one(source: Path, compiled: Path, *more: str) -> None:
+    """Compile a file to an object, with torch's headers; `more` are options of the compiler."""
+    _run((*_command(), *FLAGS, f"-I{_TORCH / 'include'}", "-c", *more, str(source), "-o", str(compiled)))
 
 
 @cache

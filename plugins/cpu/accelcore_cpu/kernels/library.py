@@ -61,7 +61,7 @@ def _library() -> ctypes.CDLL:
         kept = store.find(store.folder(), key)
         if kept is not None:
             return _typed(*kept)
-    logger.warning("building the optimizers' kernels for this CPU, which takes about half a minute and is done once")
+    logger.warning("building the optimizers' kernels for this CPU, which takes some 15 seconds and is done once")
     try:
         folder = store.open_folder()
     except OSError as error:
@@ -92,7 +92,8 @@ def _built(folder: Path) -> tuple[Path, int]:
 def _key() -> str:
     """Return a digest of everything that a build depends on."""
     sources = [file.read_text() for file in sorted(_SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
-    parts = (*sources, compiler.compiler_version(), *compiler.FLAGS, compiler.cpu(), torch.__version__, torch.__file__)
+    flags = (*compiler.FLAGS, *compiler.LINKS)
+    parts = (*sources, compiler.compiler_version(), *flags, compiler.cpu(), torch.__version__, torch.__file__)
     return sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
