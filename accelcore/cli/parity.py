@@ -29,7 +29,7 @@ from accelcore.cli.options import (
     script_arguments,
 )
 from accelcore.devices.plugins import without_autoload
-from accelcore.errors import ConfigurationError
+from accelcore.errors import ConfigurationError, RecordingError
 from accelcore.util import child_process
 from accelcore.util.files import beside, plot, table, write_html
 
@@ -135,6 +135,9 @@ def replay(
       accelcore replay -m ref mypackage.train
     """
     folder = Path(out) if out else beside(Path(reference), "-replay")
+    if not itself and not Path(reference).is_dir():  # the script's process would say so, after it has imported torch
+        remedy = f"make it: accelcore record --out {reference} {script}"
+        raise RecordingError(f"there is no recording in {reference}", remedy=remedy)
     if batch and report:
         raise ConfigurationError("--batch cannot write a page", remedy="remove --report; --json prints the result")
     # No checkpoint is saved, so that each run begins where the one before began.

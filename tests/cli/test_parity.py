@@ -38,6 +38,13 @@ def test_itself_replaces_no_recording(tmp_path, capsys):
     assert (reference / "mine").read_text() == "mine"
 
 
+def test_a_recording_that_is_missing_starts_nothing(tmp_path, capsys):
+    assert main(["replay", str(tmp_path / "ref"), __file__]) == 64
+    said = capsys.readouterr().err
+    assert "no recording in" in said
+    assert "accelcore record --out" in said
+
+
 def test_record_replaces_nothing(tmp_path, capsys):
     (tmp_path / "ref").mkdir()
     assert main(["record", "--out", str(tmp_path / "ref"), __file__]) == 64
@@ -134,7 +141,7 @@ def test_a_module_is_recorded_and_replayed(tmp_path, capfd, monkeypatch):
 
 def test_a_script_that_is_missing_starts_nothing(tmp_path, capsys):
     missing = str(tmp_path / "train.py")
-    for command in (["advise"], ["record", "--out", str(tmp_path / "ref")], ["replay", str(tmp_path / "ref")]):
+    for command in (["advise"], ["record", "--out", str(tmp_path / "ref")], ["replay", str(tmp_path)]):
         assert main([*command, missing]) == 64
         said = capsys.readouterr()
         assert "no script" in said.err
