@@ -149,7 +149,17 @@ def _loss(model, batch):
         (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: None), "returned None"),
         (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: "0.5"), "returned a str "),
         (lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: {"a": [1.0]}), "a list "),
+        (
+            lambda accel, trainer: trainer.evaluate([torch.ones(2, 2)]).mean(lambda batch: batch.numpy()),
+            r"ndarray(.|\n)*a tensor, without \.numpy\(\)",
+        ),
+        (lambda accel, trainer: trainer(torch.ones(2, 2), torch.ones(2)), r"one batch(.|\n)*trainer\(\(inputs, "),
         (lambda accel, trainer: next(trainer.batches("data")), "a str is not a loader"),
+        (lambda accel, trainer: trainer.epochs("5"), r"'5'(.|\n)*int\('5'\)"),
+        (
+            lambda accel, trainer: accelcore.Log("outputs").write(acc=torch.ones(3)),
+            r"acc=(?!(.|\n)*name)(.|\n)*\.mean\(",
+        ),
         (lambda accel, trainer: trainer.resume("no/step-00000042"), r"step-00000042(?!(.|\n)*replay)"),
         (lambda accel, trainer: accel.trainer(trainer.model), r"optimizer is None(.|\n)*optimizers\.create\("),
         (lambda accel, trainer: accelcore.Trainer(trainer.model, trainer.optimizer), r"accel\.trainer\(model, "),
@@ -158,6 +168,7 @@ def _loss(model, batch):
             r"'1'(.|\n)*int\('1'\)",
         ),
         (lambda accel, trainer: accel.trainer(trainer.model, trainer.optimizer, _loss), r"by name(.|\n)*loss="),
+        (lambda accel, trainer: accelcore.Log("outputs").write(loss=0.5), r"itself(?!(.|\n)*number)(.|\n)*valid_loss="),
         (lambda accel, trainer: accelcore.Log("outputs").write({"score": 0.5}), r"by name(.|\n)*\*\*"),
         (lambda accel, trainer: accel.optimizers.create(trainer.model.parameters(), "adamw"), r"name first: create\("),
         (

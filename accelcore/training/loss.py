@@ -20,9 +20,12 @@ _FORMS = 'a scalar tensor, (scalar, aux), an object with `.loss`, or a dict with
 def check_loss(loss: Any, model: nn.Module) -> None:
     """Raise ConfigurationError if `loss` is not a function of a model and a batch."""
     function = loss.forward if isinstance(loss, nn.Module) else loss
-    if loss is not None and (_is_torchs(loss) or bound(function, model, None) is None):
+    if loss is None:
+        return
+    taken = None if _is_torchs(loss) else bound(function, model, None)
+    if taken is None or list(taken.arguments)[1:] == ["model"]:  # such as lambda batch, model: ...
         name = repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-        raise ConfigurationError(f"loss={name} does not take a model and a batch", remedy=_EXAMPLE)
+        raise ConfigurationError(f"loss={name} does not take a model and a batch, in this order", remedy=_EXAMPLE)
 
 
 class LossOfModel:

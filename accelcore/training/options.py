@@ -249,7 +249,7 @@ def check_values(options: TrainerOptions) -> None:
     given: Mapping[str, Any] = options
     for name, (fits, kind, remedy) in _CHECKS.items():
         if not fits(given[name]) and (given[name] is not None or name in _DEFAULTS):
-            remedy = (text_remedy(given[name]) if name in _NUMBERS else "") or remedy
+            remedy = (text_remedy(given[name], whole=name != "clip_norm") if name in _NUMBERS else "") or remedy
             raise ConfigurationError(f"{name}={given[name]!r} is not {kind}", remedy=remedy)
     if given["total_steps"] is not None and given["scheduler"] is None and not given["observers"]:
         raise ConfigurationError(

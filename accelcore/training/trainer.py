@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.devices import Roles
-from accelcore.errors import Hinted, Once
+from accelcore.errors import ConfigurationError, Hinted, Once
 from accelcore.precision.policy import create_scaler, fp32_mode, preset_name
 from accelcore.precision.role import fastest_dtype
 from accelcore.roles.compiler import Compiled
@@ -38,7 +38,7 @@ from accelcore.training.trial import with_trial
 from accelcore.training.window import Window
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
 _numbers = count()
 _MISSING: Any = None  # a default, so that `check_arguments` names what is wrong
@@ -265,12 +265,14 @@ class Trainer(Resumable, Hinted):
         plan = self._plan
         return evaluate(self.backend, self.model, plan.contexts.make_region, loader, together=plan.strategy.is_sharded)
 
-    def __call__(self, batch: Any) -> Tensor:
+    def __call__(self, batch: Any, *more: Never) -> Tensor:
         """Train on one micro-batch and return its loss, detached and unscaled. Does not wait for the device.
 
         Tensors of the batch that are elsewhere are moved to the device first. Several are one batch as a tuple:
         `trainer((inputs, targets))`.
         """
+        if more:
+            raise ConfigurationError("trainer(batch) takes one batch", remedy="write trainer((inputs, targets))")
         self._check_step(begins=self._window.micro == 0)
         captured, step = self._plan.captured, self._step
         step.calls.note_update("trainer(batch)")

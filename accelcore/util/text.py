@@ -18,8 +18,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def text_remedy(value: object) -> str:
-    """Return what to write for text that begins as a number does; nothing for any other value."""
+def text_remedy(value: object, *, whole: bool = False) -> str:
+    """Return what to write for text that begins as a number does; nothing for any other value.
+
+    `whole`: whether only a whole number is taken.
+    """
     if not isinstance(value, str) or not value.strip("+-. ")[:1].isdigit():
         return ""
     kind = "int" if value.strip().isdecimal() else "float"
@@ -27,6 +30,8 @@ def text_remedy(value: object) -> str:
         float(value)
     except ValueError:  # such as 10k or 5%
         return "this is text: write a number"
+    if whole and kind == "float":
+        return "this is text: write a whole number, such as int('4')"
     return f"this is text, as a command line gives it, and YAML for 1e-3: write {kind}({value!r})"
 
 

@@ -46,8 +46,10 @@ def test_arguments(accel, make, says):
 
 
 @pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss, nn.functional.mse_loss, torch.sum, 0.5, "l1"]
-)
+    "loss",
+    [nn.CrossEntropyLoss(), nn.CrossEntropyLoss, nn.functional.mse_loss, torch.sum, 0.5, "l1",
+     lambda batch, model: model(batch).sum()],
+)  # fmt: skip
 def test_a_loss_that_takes_no_model_is_refused_when_the_trainer_is_made(accel, loss):
     model = net()
     before = model.weight
@@ -161,6 +163,7 @@ def test_a_backend_lives_in_a_config(accel):
         ({"graph": True}, "declares no graphs"),
         ({"accumulate": "4"}, r"accumulate='4'(.|\n)*text(.|\n)*int\('4'\)"),
         ({"total_steps": "9"}, r"int\('9'\)"),
+        ({"accumulate": "4.0"}, r"accumulate='4\.0'(?!(.|\n)*float)(.|\n)*a whole number"),
         ({"warmup": "0.1", "scheduler": "cosine"}, r"float\('0\.1'\)"),
         ({"loss_scale": "128"}, r"int\('128'\)"),
         ({"parallel": "DDP"}, "did you mean 'ddp'"),

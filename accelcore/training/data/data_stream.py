@@ -22,7 +22,7 @@ from accelcore.jobs.collectives import Collectives
 from accelcore.roles.runtime import Runtime
 from accelcore.training.data.sharding import Shares, Source
 from accelcore.util.containers import checksum
-from accelcore.util.text import is_whole, kind_of
+from accelcore.util.text import is_whole, kind_of, text_remedy
 
 _OTHER_LOOPS = "evaluate by trainer.evaluate(loader); read two loaders as one, by zip(one, other) or chain(one, other)"
 _FIRST = "first batch"  # its checksum, in the form
@@ -156,7 +156,7 @@ class DataStream:
     def epochs(self, total: int) -> Iterator[int]:
         """Return the epochs that are left of `total`; see `Trainer.epochs`."""
         if not is_whole(total):
-            given, remedy = repr(total), "give a whole number >= 0"
+            given, remedy = repr(total), text_remedy(total, whole=True) or "give a whole number >= 0"
             if isinstance(total, Iterable) and not isinstance(total, str):
                 given, remedy = kind_of(total), f"{remedy}, and the data to trainer.batches(loader)"
             raise ConfigurationError(f"{given} is not a number of epochs", remedy=remedy)

@@ -94,10 +94,11 @@ def _total(value: Any, batch: Any) -> tuple[Tensor, int]:
     """Return the sum of the values for a batch, and their number."""
     is_count = is_whole(value) or (isinstance(value, Tensor) and not (value.dim() or value.is_floating_point()))
     if is_count or not isinstance(value, Tensor | Real):
+        values = "return one value for each row, such as predicted == target without .sum(), or a dict of these"
         raise TrainingError(
             f"the function returned {'a whole number' if is_count else kind_of(value)} for a batch, which is neither "
             "values nor their mean",
-            remedy="return one value for each row, such as predicted == target without .sum(), or a dict of these",
+            remedy="return a tensor, without .numpy()" if type(value).__name__ == "ndarray" else values,
         )
     if not isinstance(value, Tensor):
         value = torch.tensor(float(value), dtype=torch.float64, device="cpu")

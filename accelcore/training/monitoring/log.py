@@ -106,11 +106,14 @@ class Log(Meter):
             raise ConfigurationError("log.write(...) takes figures by name", remedy="log.write(**figures)")
         found = {name: item(value) for name, value in values.items()}
         for name, value in found.items():
-            if name in _OWN or not is_number(value):
+            if not is_number(value):
+                remedy = "give a number, such as accuracy.mean().item()"
+                raise ConfigurationError(f"{name}={value!r} is not a number", remedy=remedy)
+            if name in _OWN:
                 raise ConfigurationError(
                     f"{name}={value!r} is not a figure of your own",
-                    why="the log writes this figure itself" if name in _OWN else "it is not a number",
-                    remedy=f"give a number, such as a mean, by another name, such as valid_{name}=",
+                    why="the log writes this figure itself",
+                    remedy=f"choose another word, such as valid_{name}=",
                 )
         if not hasattr(self, "_trainer"):
             raise ConfigurationError("this log has no trainer", remedy="give it to one: observers=[log]")
