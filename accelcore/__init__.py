@@ -78,6 +78,8 @@ _HOMES = {
 }
 """Names by module; all others are in `errors`."""
 
+_OF_A_BACKEND = ("Accelerator", "distributed", "join", "trainer")
+
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
@@ -85,7 +87,9 @@ def __getattr__(name: str) -> object:
 
         return version("accelcore")
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
+        hint = ": write accel = accelcore.select(), then accel.trainer(...), accel.join() or accel.distributed()"
+        message = f"module {__name__!r} has no attribute {name!r}{hint if name in _OF_A_BACKEND else ''}"
+        raise AttributeError(message, name=name, obj=import_module(__name__))
     home = next((home for home, names in _HOMES.items() if name in names), "errors")
     value = getattr(import_module(f"accelcore.{home}"), name)
     globals()[name] = value

@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 _LOOP = "write trainer = accel.trainer(model, optimizer, loss=...), and in its loop trainer(batch)"
 _JOB = "write `with accel.distributed() as job:`, and use the job"
 _HINTS = {
-    **dict.fromkeys(("prepare", "backward", "accumulate", "clip_grad_norm_"), _LOOP),
+    **dict.fromkeys(("prepare", "setup", "backward", "accumulate", "clip_grad_norm_"), _LOOP),
     **dict.fromkeys(("print", "gather", "rank", "world_size", "is_main", "is_main_process"), _JOB),
     **dict.fromkeys(("save_state", "load_state"), "write trainer.save(folder) and trainer.resume(folder)"),
+    "launch": "remove it, and start ranks by accelcore run --nproc 2 train.py",
+    "seed": "write accel.runtime.seed(0)",
+    "to_device": "write accel.runtime.to_device(batch); a trainer moves its batches itself",
 }
 
 _MISSING: Any = None  # a default, so that the trainer names what is wrong

@@ -186,8 +186,14 @@ HINTS = {
     "zero_grad": "remove it: each window begins without gradients",
     **dict.fromkeys(("state_dict", "save_state", "save_checkpoint"), "write trainer.save(folder)"),
     **dict.fromkeys(("load_state_dict", "load_state", "load_checkpoint"), "write trainer.resume(folder)"),
+    "clip_grad_norm_": "write accel.trainer(..., clip_norm=1.0)",
+    "log": 'write log = accelcore.Log("outputs"), accel.trainer(..., observers=[log]), and log.write(accuracy=0.9)',
+    "global_step": "write trainer.steps",
+    "current_epoch": "write trainer.epoch",
+    "lr": 'write trainer.optimizer.param_groups[0]["lr"]',
+    "device": "write accel.device",
 }
-"""What to write instead of methods that a trainer lacks."""
+"""What to write instead of attributes that a trainer lacks."""
 
 
 def complete(given: Mapping[str, Any]) -> TrainerOptions:
