@@ -46,7 +46,7 @@ from accelcore_lint.port.questions import (
 from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
-from accelcore_lint.port.rules.availability import HIDES
+from accelcore_lint.port.rules.availability import HIDES, LEFT, UNSURE
 from accelcore_lint.port.rules.device_strings import BEGINS
 from accelcore_lint.port.splits import is_idle, is_split, places
 from accelcore_lint.port.syntax import is_import, loses_comment, reasons_above, text_of
@@ -94,7 +94,7 @@ class Decisions(cst.CSTVisitor):
         self._shut: set[cst.CSTNode] = set()
         self._left_lines: list[tuple[cst.CSTNode, set[str]]] = []
         self._scopes: set[cst.CSTNode] = set()
-        self._unset: set[str] = set()
+        self._unset: dict[str, str] = {}
         self._kept_in: set[cst.CSTNode] = set()
         self._fixed: set[cst.CSTNode | None] = set()
         self._marks: dict[cst.CSTNode, tuple[int, int, int]] = {}
@@ -182,12 +182,15 @@ class Decisions(cst.CSTVisitor):
                 opens = whole and (some or decision.some)  # what follows an early return, or a test
             foreign = any(is_foreign(test, guard, self._facts.extensions) for test in tests_of(guard))
             foreign = foreign or (original_node is self._facts.module and bool(self._facts.extensions))
-            if self._unset & names_in(body_of(guard)) or foreign:
+            lacks = {self._unset[name] for name in names_in(body_of(guard)) & self._unset.keys()}
+            if lacks or foreign:
                 opens = False  # it uses what a condition that was left sets, or a vendor's other tools
             if isinstance(guard, cst.If):
                 opens = opens and not corrects(guard, self._facts, self.left)
                 opens = opens and not precedes_other(guard, self._facts, self.rewrites)
             holder = next((each for each in self._facts.parents(guard) if isinstance(each, cst.ClassDef)), None)
+            if not (opens or fails or len(self.left) > left):
+                decision = self._without_cause(decision, lacks)
             decision, opens = self._kept(rule, node, decision, opens=opens)
             if opens and decision.some and (holder is not None or asserts(node, self._facts)):
                 # Other methods may set what this one reads, and questions below this one may stay.
@@ -196,7 +199,8 @@ class Decisions(cst.CSTVisitor):
                 self._rewrite(rule, node, decision.retry)
             else:
                 self._leave(rule, node, decision)
-                self._unset |= set_in(guard) | empty_in(guard, self._facts.parent)
+                names = set_in(guard) | empty_in(guard, self._facts.parent)
+                self._unset |= dict.fromkeys(names, decision.reason)
 
         if self._empties(original_node) and self.comments.pop(original_node, []):  # it goes with what it guards
             line = self._facts.line(original_node)
@@ -220,11 +224,12 @@ class Decisions(cst.CSTVisitor):
             self._named.pop(original_node, ()), key=lambda each: asserts(each[2], self._facts)
         ):
             is_open = self._opens(name, original_node, some=decision.some)
-            is_open = is_open and not (asserts(node, self._facts) and self._scope_of(node) in self._kept_in)
+            stays = self._scope_of(node) in self._kept_in or self._facts.parent(self._statement(node)) in self._fixed
+            is_open = is_open and not (asserts(node, self._facts) and stays)
             is_open = is_open and self._shut.isdisjoint(self._facts.parents(node))
             is_open = is_open and self._facts.function_of(node) not in self._fixed
             if is_open and isinstance(original_node, cst.ClassDef):
-                is_open = self._unset.isdisjoint(members_in(node, self._facts))
+                is_open = self._unset.keys().isdisjoint(members_in(node, self._facts))
             decision, is_open = self._kept(rule, node, decision, opens=is_open)
             if decision.retry is not None and is_open:
                 self._rewrite(rule, node, decision.retry)
@@ -240,6 +245,15 @@ class Decisions(cst.CSTVisitor):
         if keeps and not (is_idle(guard := guard_of(node, self._facts)) or self._empties(guard)):
             return replace(decision, reason=keeps), False
         return decision, opens
+
+    def _without_cause(self, decision: Left, lacks: set[str]) -> Left:
+        """Return a decision that does not name lines below its question as left, as there are none.
+
+        `lacks`: the reasons to leave the conditions that set what those lines use.
+        """
+        keeps = self._facts.keeps_questions
+        reason = keeps if lacks == {keeps} else UNSURE
+        return replace(decision, reason=reason) if decision.reason == LEFT else decision
 
     def _empties(self, guard: cst.CSTNode | None) -> bool:
         """Return whether all that an `if` guards is removed, so that its answer decides nothing."""
@@ -314,7 +328,8 @@ class Decisions(cst.CSTVisitor):
         if not (decision.reason == SUMMARISED and self._facts.is_library):  # programs that import it do not run this
             self._split = self._split or chooses or (asks and divides(guard, question, self._facts))
             self._flags |= {name_of(question, self._facts)} - {""} if guard is None and asks else set()
-        around = itertools.dropwhile(lambda outer: isinstance(outer, cst.IfExp), self._facts.parents(node))
+        made = (cst.IfExp, cst.BinaryOperation, cst.ListComp)
+        around = itertools.dropwhile(lambda outer: isinstance(outer, made), self._facts.parents(node))
         if rule.name in ("device", "device string") and isinstance(next(around), cst.Assign):
             self._fixed.update(self._facts.parents(node))  # the name of a device, which fails elsewhere
         statement = self._statement(node)

@@ -98,7 +98,7 @@ class Place:
         self.name = chosen[0].value if chosen else next(free)
         self._hiding = Hiding(tree, at_torch_level=self._torch_level)
         remedy = "set it where the script is started" if self._torch_level else "choose the device by ACCEL_DEVICE"
-        self._hidden = f"an environment variable may hide devices below this line: {remedy} instead"
+        self._hidden = f"an environment variable may hide devices: {remedy} instead"
         self._sites: list[cst.CSTNode] = []
         self._local: dict[tuple[cst.FunctionDef, str], list[cst.CSTNode]] = defaultdict(list)
         current = made.get(self._current_value)

@@ -115,3 +115,99 @@ def test_a_device_stays_that_is_compared_with_the_name_of_a_vendors_device(level
     assert (line in outcome.source) is kept
     assert f"{text} != self.last_device" in outcome.source
     assert any("change both" in note.text for note in outcome.left) is kept
+
+
+def _reasons(source, level=Level.ROLES):
+    return {note.line: note.text for note in port_source(source, level).left}
+
+
+TWICE = (
+    "import torch\n\n\ndef f(net, x):\n"
+    "    if torch.cuda.is_available():\n        x = x.cuda()\n        {}\n"
+    "    y = net(x)\n"
+    "    if torch.cuda.is_available():\n        x = x.cuda()\n"
+    "    return y\n"
+)
+
+
+def test_only_a_condition_above_lines_that_are_left_is_said_to_guard_them(tmp_path):
+    reasons = _reasons(TWICE.format("s = torch.cuda.Stream()\n        x = x.cuda(stream=s)"))
+    assert "what it guards is left" in reasons[5]
+    files = {"one.py": TWICE.format("x.sum()"), "two.py": "import one\nimport pytorch_lightning as pl\npl.Trainer()\n"}
+    paths = written(tmp_path, files)
+    texts = [note.text for note in port_source(files["one.py"], Level.ROLES, read_project(paths).known(paths[0])).left]
+    assert len(texts) == 2
+    assert all("pytorch_lightning" in text for text in texts)
+
+
+def test_a_condition_that_uses_what_another_one_sets_is_not_said_to_guard_what_is_left():
+    source = (
+        "import torch\n\n\ndef f(net):\n    s = None\n"
+        "    if torch.cuda.is_available():\n        s = torch.cuda.Stream()\n"
+        "    if torch.cuda.is_available():\n        net.cuda()\n        net(s)\n"
+    )
+    reasons = _reasons(source)
+    assert "what it guards is left" in reasons[6]
+    assert "certain" in reasons[8]
+    assert "what it guards" not in reasons[8]
+
+
+@pytest.mark.parametrize("test", ["not x.is_cuda", "x.is_cuda", "x.device.type != 'cuda'"])
+def test_no_condition_is_said_to_be_skipped_that_other_accelerators_may_enter(test):
+    source = f"import torch\nfrom . import ops_cuda\n\n\ndef f(x):\n    if {test}:\n        return ops_cuda.g(x)\n"
+    (text,) = _reasons(source).values()
+    assert "skip" not in text
+    assert "as the CPU does" in text
+
+
+@pytest.mark.parametrize("called", ["self.device = self.choose()", "pass"])
+def test_a_device_below_the_line_that_hides_others_is_not_said_to_be_above_it(called):
+    source = (
+        "import os\nimport torch\n\n\nclass Run:\n    def __init__(self, args):\n        self.args = args\n"
+        f"        {called}\n        self.net = make().cuda()\n\n    def choose(self):\n"
+        "        os.environ['CUDA_VISIBLE_DEVICES'] = self.args.gpu\n        return torch.device('cuda:0')\n"
+    )
+    hidden = [text for text in _reasons(source).values() if "ACCEL_DEVICE" in text]
+    assert hidden
+    assert not any("below" in text for text in hidden)
+
+
+def test_seeds_of_all_devices_are_not_said_to_stand_alone():
+    source = (
+        "import torch\n\n\ndef f(net, seed):\n    if seed is not None:\n        torch.manual_seed(seed)\n"
+        "    net = torch.nn.DataParallel(net)\n    if seed is not None:\n        torch.cuda.manual_seed_all(seed)\n"
+    )
+    assert "alone" not in _reasons(source)[9]
+    assert "torch.manual_seed(" in _reasons(source)[9]
+
+
+def test_a_tensor_that_has_the_name_of_a_packed_sequence_elsewhere_is_not_said_to_be_one():
+    source = (
+        "import torch\nfrom torch.nn.utils.rnn import pack_padded_sequence\n\n\n"
+        "def f(x, n):\n    x = pack_padded_sequence(x, n)\n    return x.is_cuda\n\n\n"
+        "def g(x):\n    mask = torch.BoolTensor(x.size())\n    if x.is_cuda:\n        mask = mask.cuda()\n"
+        "    return mask\n"
+    )
+    reasons = _reasons(source)
+    assert "may be a packed sequence" in reasons[12]
+    assert ".data" in reasons[7]
+
+
+@pytest.mark.parametrize("line", ["def f(x: torch.cuda.FloatTensor): pass", "def f() -> torch.cuda.FloatTensor: pass"])
+def test_an_annotation_is_not_said_to_make_a_tensor(line):
+    (text,) = _reasons(f"import torch\n{line}\n").values()
+    assert "annotation" in text
+    assert "torch.Tensor" in text
+    assert "zeros" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("[f'cuda:{i}' for i in range(n)]", True), ("'cuda:' + str(n)", True), ("net.cuda()", False)]
+)
+def test_an_assertion_stays_above_the_name_of_a_device_that_stays(name, kept):
+    source = (
+        "import torch\n\nif n > 1:\n    assert torch.cuda.is_available() and torch.cuda.device_count() >= n\n"
+        f"    where = {name}\nelse:\n    where = None\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert ("assert torch.cuda.is_available() and torch.cuda.device_count() >= n" in outcome.source) is kept

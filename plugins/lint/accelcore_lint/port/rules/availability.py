@@ -23,7 +23,8 @@ from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_tha
 from accelcore_lint.port.vendors import DEVICES
 from accelcore_lint.port.walk import find
 
-_LEFT = "a condition on one vendor's device: what it guards is left"
+LEFT = "a condition on one vendor's device: what it guards is left"
+UNSURE = "a condition on one vendor's device: it is not certain that others may answer as it does"
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
 HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
@@ -111,7 +112,7 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
     made = whole(node, source, facts.needs_torch)
     if is_given_away(node, facts):
         return Left(GIVEN, node.children)
-    return Left(_LEFT, node.children, retry=made, some=True) if is_count else made
+    return Left(LEFT, node.children, retry=made, some=True) if is_count else made
 
 
 def _named_device(node: cst.Call, facts: Facts) -> str | None:
@@ -180,7 +181,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
     if not all(map(facts.guards, facts.contexts)):
         return Left(_CONTEXT, node.children)
     if any(map(_picks_name, facts.parents(node))):
-        return Left(_LEFT, node.children)
+        return Left(LEFT, node.children)
     assign = next((outer for outer in facts.parents(node) if isinstance(outer, (cst.Assign, cst.BaseStatement))), None)
     around = list(facts.parents(node))
     flag = next((name for name, call in facts.options.items() if call in around), "")
@@ -204,7 +205,7 @@ def _decide_available(node: cst.Call, facts: Facts) -> Left:
         asks = [each for each in find(facts.module, cst.If) if facts.known.device_given and text_of(each.test) == name]
         if any(_MOVES.search(text_of(each.body)) for each in asks):
             return Left(_CONFIGURED, node.children)
-    return Left(_LEFT, node.children, retry=whole(node, available(facts, node)), some=True)
+    return Left(LEFT, node.children, retry=whole(node, available(facts, node)), some=True)
 
 
 def _loads_to_cpu(holder: cst.If | cst.IfExp, test: cst.CSTNode, facts: Facts) -> bool | None:

@@ -15,7 +15,7 @@ from accelcore_lint.port.rules.typed_tensors import DTYPES, OF_DEVICE
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.vendors import DEVICES, type_text
 
-_SKIPS = "a condition on one vendor's device: other accelerators skip what follows"
+_AS_CPU = "a condition on one vendor's device: other accelerators answer it as the CPU does"
 TYPE_QUESTION = "a question about one vendor's type of tensor: x.device.type and x.dtype answer it on all devices"
 _UNSURE = "a comparison with a vendor's name, which may be that of something else than a device"
 _EVERYWHERE = re.compile(r"pin_memory|non_blocking|synchronize\(|empty_cache\(|\.(cuda|npu)\(")
@@ -104,10 +104,10 @@ def _decide_comparison(node: cst.Comparison, facts: Facts) -> Rewrite | Left | N
             rewrite = whole(node, f"{text_of(left)} {operator} {facts.place.kind(node)}")
         if is_text and _is_of_option(node, facts):
             return rewrite
-        return Left(_SKIPS, node.children, retry=rewrite if is_text else None)
+        return Left(_AS_CPU, node.children, retry=rewrite if is_text else None)
     if isinstance(target.operator, cst.In) and _is_vendor(left) and is_device_name(_OF_DEVICE.sub("", text_of(right))):
         test = f'"cpu" != {facts.place.kind(node)} in' if facts.names_others else '"cpu" not in'
-        return Left(_SKIPS, node.children, retry=whole(node, f"{test} {text_of(right)}"))
+        return Left(_AS_CPU, node.children, retry=whole(node, f"{test} {text_of(right)}"))
     return _left(node) if _mentions(node, facts) else None
 
 
@@ -162,7 +162,7 @@ def _decide_kind(node: cst.Comparison, kind: str, facts: Facts) -> Rewrite | Lef
     body = guard.body if isinstance(guard, (cst.If, cst.IfExp)) and guard.test is node else None
     rewrite = _of_kind(node, text_of(node.left).removesuffix(".type()"), kind, facts)
     is_numbers = body is not None and not _VENDORS.search(text_of(body))
-    return rewrite if is_numbers else Left(_SKIPS, node.children, retry=rewrite)
+    return rewrite if is_numbers else Left(_AS_CPU, node.children, retry=rewrite)
 
 
 def _of_kind(node: cst.BaseExpression, tensor: str, kind: str, facts: Facts) -> Rewrite:
@@ -217,7 +217,7 @@ def _decide_device(node: cst.Comparison, left: cst.BaseExpression, right: cst.Ba
     device = facts.device(node)
     device = f"{facts.torch}.device({device})" if device.endswith(".type") else device
     return Left(
-        _SKIPS, node.children, retry=whole(node, f'{text_of(given)} == {device} != {facts.torch}.device("cpu")')
+        _AS_CPU, node.children, retry=whole(node, f'{text_of(given)} == {device} != {facts.torch}.device("cpu")')
     )
 
 
@@ -231,14 +231,14 @@ def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     if "is_cuda" in facts.known.uses or (isinstance(parent, cst.Call) and parent.func is node):
         return Left(f"{flag} may be the project's own: a file sets or defines it, or it is called", node.children)
     if "pack" in owner.lower() or any("pack_" in text_of(value) for value in facts.values(node.value)):
-        return Left("a packed sequence has is_cuda and no device: ask its .data", node.children)
+        return Left("this may be a packed sequence, which has is_cuda and no device: ask its .data", node.children)
     if "graphs" in facts.uses_of and _GRAPH.fullmatch(owner):
         return Left("a graph of torch_geometric has is_cuda and no device: ask one of its tensors", node.children)
     if flag in {*facts.options, *facts.defined_methods} or facts.sets_attribute(flag):
         return Left(f"{flag} may be the script's own: it sets an attribute of that name", node.children)
     kind = f"{text_of(node.value)}.device.type"
     kind = f"{kind} == {facts.place.kind(node)}" if facts.names_others else kind
-    return Left(_SKIPS, node.children, retry=whole(node, f'{kind} != "cpu"'))
+    return Left(_AS_CPU, node.children, retry=whole(node, f'{kind} != "cpu"'))
 
 
 def _decide_place(node: cst.IfExp, facts: Facts) -> Rewrite | None:
@@ -278,7 +278,7 @@ def _falls_back(node: cst.Comparison, facts: Facts) -> bool:
 
 def _left(node: cst.Comparison | cst.Attribute) -> Left:
     is_sure = isinstance(node, cst.Attribute) or _ABOUT.search(text_of(node)) is not None
-    return Left(_SKIPS if is_sure else _UNSURE, node.children)
+    return Left(_AS_CPU if is_sure else _UNSURE, node.children)
 
 
 def _is_vendor(node: cst.BaseExpression) -> bool:
@@ -314,7 +314,7 @@ GUARDS = Rule(
         Example(
             Level.ROLES,
             'fast = device.type == "cuda"',
-            f'# TODO(accelcore): {_SKIPS}\nfast = device.type == "cuda"',
+            f'# TODO(accelcore): {_AS_CPU}\nfast = device.type == "cuda"',
         ),
         Example(
             Level.ROLES,

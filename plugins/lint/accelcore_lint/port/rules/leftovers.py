@@ -41,6 +41,7 @@ _REASONS = {
     "convert_syncbn_model": "apex's own: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) is for all devices",
     "FusedAdam": "apex's own: torch.optim.AdamW(..., fused=True) is for all devices",
 }
+_ANNOTATION = "an annotation with a type of tensor of one device: torch.Tensor is that of all"
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _MEMORY = re.compile(r"(CUDA|NPU) out of memory\b")
@@ -102,7 +103,9 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
         asked = parts[-1].endswith("Tensor") and any(
             _asks_class(outer) or isinstance(outer, cst.Comparison) for outer in facts.parents(node)
         )
-        return Left(TYPE_QUESTION if asked else _reason(parts), node.children)
+        is_annotation = parts[-1].endswith("Tensor") and isinstance(parent, cst.Annotation)
+        reason = _ANNOTATION if is_annotation else _reason(parts)
+        return Left(TYPE_QUESTION if asked else reason, node.children)
     return None
 
 

@@ -103,7 +103,7 @@ def _has_several(facts: Facts, node: cst.CSTNode) -> bool:
 def _seeded_alone(facts: Facts, node: cst.SimpleStatementLine, call: cst.Call, function: str) -> Rewrite | Left:
     """Seed the device, and not the CPU, by the module that torch has for the device."""
     if function == "manual_seed_all" and _has_several(facts, node):
-        return Left("a seed of all devices alone: torch.manual_seed(seed) seeds them, and the CPU")
+        return Left("a seed of all devices: torch.manual_seed(seed) seeds them, and the CPU")
     return _of_device(facts, node, call, "manual_seed")
 
 

@@ -24,7 +24,7 @@ for step in range(3):
     if loss.device.type != "cpu":
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-    # TODO(accelcore): a condition on one vendor's device: other accelerators skip what follows
+    # TODO(accelcore): a condition on one vendor's device: other accelerators answer it as the CPU does
     if device.type == "cuda":
         # TODO(accelcore): the name of the device: torch has no generic function
         print(torch.cuda.get_device_name())
