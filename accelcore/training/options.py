@@ -134,7 +134,7 @@ class TrainerOptions(TypedDict, total=False):
     """
 
     loss: Loss | None
-    scheduler: LRScheduler | str | Callable[[Optimizer, int], LRScheduler] | None
+    scheduler: LRScheduler | Literal["constant", "cosine", "linear"] | Callable[[Optimizer, int], LRScheduler] | None
     warmup: float
     total_steps: int | None
     schedule_by: ScheduleBy | None

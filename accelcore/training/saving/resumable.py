@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -58,7 +58,7 @@ class Resumable(ABC):
         *,
         keep: int | None = None,
         best: float | Tensor | None = None,
-        mode: str | None = None,
+        mode: Literal["min", "max"] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save a new checkpoint in `folder`, named by the number of steps, from which training resumes.
