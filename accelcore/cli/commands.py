@@ -27,7 +27,7 @@ from accelcore.cli.verify import commands as verify
 from accelcore.devices.create import import_torch
 from accelcore.devices.plugins import BACKENDS, declared, own_plugins
 from accelcore.devices.select import select
-from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError
+from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError, did_you_mean
 from accelcore.util.files import write_output
 from accelcore.util.text import shown
 
@@ -57,7 +57,11 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _OF_LINT:
             return _OfLint(cmd_name, short_help=_OF_LINT[cmd_name][1])
-        return super().get_command(ctx, cmd_name)
+        found = super().get_command(ctx, cmd_name)
+        if found is None and not ctx.resilient_parsing:  # a shell that completes a line wants no error
+            remedy = did_you_mean(cmd_name, self.list_commands(ctx), "run a script by: accelcore run SCRIPT")
+            ctx.fail(f"No such command {cmd_name!r}: {remedy}")
+        return found
 
 
 class _OfLint(click.Command):

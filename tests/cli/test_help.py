@@ -89,6 +89,18 @@ def test_an_option_of_run_after_the_script_gets_a_line_and_goes_to_the_script(
         assert started[0][-2:] == arguments[-2:]
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("docter", "did you mean 'doctor'"), ("linnt", "did you mean 'lint'"), ("trian", ""), ("train.py", "")],
+)
+def test_an_unknown_command_says_how_a_script_is_run(capsys, word, says):
+    assert main([word]) == 64
+    shown = capsys.readouterr().err
+    assert f"'{word}'" in shown
+    assert says in shown
+    assert "accelcore run SCRIPT" in shown
+
+
 def test_verify_shows_that_a_backend_follows_the_word_backend(capsys):
     assert main(["verify", "cpu"]) == 64
     assert "verify [OPTIONS] backend NAME" in capsys.readouterr().err
