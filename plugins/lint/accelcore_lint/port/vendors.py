@@ -23,6 +23,14 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 OTHERS = ("numba", "cupy")
 """Packages that have functions for those devices beside others."""
 
+FLAGS = ("is_cuda", "is_npu")
+"""Attributes by which a tensor answers whether it is on such a device."""
+
+SETTINGS = re.compile(
+    r"(.*\.)?(self|cls|_*(args?|cfg|conf|configs?|opts?|options?|settings|(h|hyper)?params|hps|flags))", re.IGNORECASE
+)
+"""Names of options and settings, whose `device` and `is_cuda` are not a tensor's."""
+
 _WORDS = {*DEVICES, *MODULES, "cudnn", "npu_fusion_attention"}
 _ARGUMENTS = ("device_ids", "output_device")
 _REPLICAS = re.compile(r"\bDataParallel(?: as (\w+))?")
@@ -76,6 +84,9 @@ _OWN_WORDS = (*DEVICES, "apex", "cudnn")
 _OWN = "|".join(_OWN_WORDS)
 """Words by which scripts also call options of their own."""
 
+_SET_FLAGS = re.compile(
+    r"(?m)(?:\bdef[ \t]+is_(?:cuda|npu)\b|\bis_(?:cuda|npu)[ \t]*=(?!=)|^[ \t]*is_(?:cuda|npu)[ \t]*:)"
+)
 _FLAGS = re.compile(rf"(?m)^[ \t]*({_OWN})[ \t]*(?::[^=\n]+)?=(?!=)")
 _IMPORTED = re.compile(rf"(?m)^[ \t]*(?:from|import)\b[^#\n]*\b({_OWN})\b[ \t]*(?:,|as\b|$|#)")
 _MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({_OWN})[ \t]*=(?!=)")
@@ -155,9 +166,10 @@ def vendor_lines(source: str) -> set[int]:
     the argument `device_ids=` without a condition by which it is None elsewhere, or a string such as "cuda:0" or
     "nccl". torch's DataParallel takes `device_ids` on all devices. So are a vendor's tools: pynvml, an index of
     faiss, a provider of onnxruntime, a source "kernel.cu", and CUDA_VISIBLE_DEVICES, unless the file has the variables
-    of both vendors. Names that only contain such a word, as `use_cuda`, comments and docstrings do not count, and
-    neither do `accelcore.apex`, the script's own option `args.cuda`, a flag `cuda=True`, a key as in `config["cuda"]`,
-    its own variable `device_ids`, and a call of its own function `cuda(x)`.
+    of both vendors. So is a tensor's `x.is_cuda`, unless the file sets a flag of that name. Names that only contain
+    such a word, as `use_cuda`, comments and docstrings do not count, and neither do `accelcore.apex`, the script's own
+    option `args.cuda`, a flag `cuda=True`, a key as in `config["cuda"]`, its own variable `device_ids`, and a call of
+    its own function `cuda(x)`.
     """
     found: set[int] = set()
     own = own_options(source)
@@ -167,6 +179,7 @@ def vendor_lines(source: str) -> set[int]:
     in_accelcore = False
     replicas = set() if _OTHER_REPLICAS.search(source) else {"DataParallel", *_REPLICAS.findall(source)}
     words = _WORDS - {"apex"} if _OUR_APEX.search(source) else _WORDS
+    sets_flags = _SET_FLAGS.search(source) is not None
     has_tools = any(each in source for each in _LIBRARIES)
     sets_all = all(each in source for each in VISIBLE)  # each vendor's variable, so that the devices are chosen on all
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
@@ -188,9 +201,11 @@ def vendor_lines(source: str) -> set[int]:
             is_flag = is_argument and text in _OWN_WORDS
             is_devices = is_argument and text in _ARGUMENTS and " else None" not in token.line
             is_devices = is_devices and calls[-1] not in {*replicas, "def"}
+            is_question = text in FLAGS and before == "." and following.string != "(" and not sets_flags
+            is_question = is_question and not SETTINGS.fullmatch(earlier)
             is_word = text in words or (text in _WORDS and before in ("from", "import"))
             is_word = is_word or (has_tools and _TOOL_NAME.fullmatch(text) is not None)
-            if is_devices or ((is_word or is_option) and not (in_accelcore or is_flag)):
+            if is_devices or is_question or ((is_word or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)
         elif kind == tokenize.STRING and not statement_begins:
             match = _STRING.fullmatch(text)

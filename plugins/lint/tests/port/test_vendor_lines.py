@@ -183,3 +183,29 @@ def test_equal_lines_for_one_vendor_are_reported_each():
     line = "    from activations.cuda.kernels import Fused\n"
     outcome = port_source(f"import torch\n\n\ndef f():\n{line}\n\ndef g():\n{line}", Level.TORCH)
     assert [note.line for note in outcome.left] == [5, 9]
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("y = x.is_cuda", 1),
+        ("if x.is_cuda: y = 1", 1),
+        ("y = x.is_npu and x.is_cuda", 1),
+        ("y = x.is_cuda()", 0),
+        ("y = args.is_cuda", 0),
+        ("y = self.is_cuda", 0),
+        ("x.is_cuda = True\ny = x.is_cuda", 0),
+        ("class A:\n    is_cuda: bool\ny = x.is_cuda", 0),
+        ("is_cuda = True\ny = is_cuda", 0),
+    ],
+)
+def test_a_question_to_a_tensor_is_counted_and_reported(line, count):
+    outcome = port_source(f"import torch\n{line}\n", Level.ROLES)
+    assert (outcome.before, outcome.after) == (count, count)
+    assert len(outcome.left) >= count
+    assert all("no rule knows" not in note.text for note in outcome.left)
+
+
+def test_a_question_to_a_tensor_that_is_asked_of_all_devices_is_no_vendor_line():
+    outcome = port_source("import torch\n\n\ndef f(x):\n    if x.is_cuda:\n        x = x.cpu()\n", Level.ROLES)
+    assert (outcome.before, outcome.after, outcome.left) == (1, 0, [])

@@ -10,10 +10,10 @@ import libcst as cst
 from accelcore_lint.port.device_names import index_of, is_device_name
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import AVAILABLE, SETTINGS, whole
+from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.rules.typed_tensors import DTYPES, OF_DEVICE
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES, type_text
+from accelcore_lint.port.vendors import DEVICES, FLAGS, SETTINGS, type_text
 
 _AS_CPU = "a condition on one vendor's device: other accelerators answer it as the CPU does"
 TYPE_QUESTION = "a question about one vendor's type of tensor: x.device.type and x.dtype answer it on all devices"
@@ -223,7 +223,7 @@ def _decide_device(node: cst.Comparison, left: cst.BaseExpression, right: cst.Ba
 
 def _decide_flag(node: cst.Attribute, facts: Facts) -> Rewrite | Left | None:
     flag, owner = node.attr.value, text_of(node.value)
-    if flag not in ("is_cuda", "is_npu") or facts.name(node) is not None:
+    if flag not in FLAGS or facts.name(node) is not None:
         return None
     if SETTINGS.fullmatch(owner) or f"{owner}.{flag}" in facts.assigned:
         return None

@@ -30,10 +30,6 @@ _LOCATION = re.compile(r"(^|[._])(loc|map_loc|map_location)$")
 AVAILABLE = "torch.cuda.is_available"
 _OTHERS = ("torch.backends.mps.is_available", "torch.xpu.is_available", "torch.mps.is_available")
 _OTHER_DEVICES = ("mps", "xpu", "cpu")
-SETTINGS = re.compile(
-    r"(.*\.)?(self|cls|_*(args?|cfg|conf|configs?|opts?|options?|settings|(h|hyper)?params|hps|flags))", re.IGNORECASE
-)
-"""Names of options and settings, whose `device` and `is_cuda` are not a tensor's."""
 
 _LOOKS_UP = ("get", "pop", "setdefault", "getattr", "getenv")
 """Functions that return a default if there is no such key or attribute."""

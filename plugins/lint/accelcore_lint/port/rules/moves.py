@@ -13,10 +13,9 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.own_classes import movers
 from accelcore_lint.port.receivers import is_of_stranger, is_own, is_torchs, loses_value
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
-from accelcore_lint.port.rules.device_strings import SETTINGS
 from accelcore_lint.port.rules.replaced import kept_for_test
 from accelcore_lint.port.syntax import arguments, text_of
-from accelcore_lint.port.vendors import DEVICES
+from accelcore_lint.port.vendors import DEVICES, SETTINGS
 
 _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
 _PLAIN = re.compile(r"[\w.]+(\[[\w.-]+\])*")
