@@ -142,8 +142,8 @@ ATTENTION_OF_NAN = _bug(
     what="a row is 0 instead of NaN if its scores are NaN and the keys are fewer than a vector of the processor has "
     "elements (8 in fp32 with AVX2), and if under is_causal its scores are all -inf",
     instead="nothing: the form SDPBackend.MATH is right",
-    seen="torch 2.13.0",
-    findings=r"nn\.functional\.scaled_dot_product_attention, .*with -?inf: result 0 is wrong.*: 0 instead of nan .*",
+    seen="torch 2.13.0 and 2.15.0",
+    findings=r"nn\.functional\.scaled_dot_product_attention, .*with (-?inf|NaN): result 0 .*: 0 instead of nan .*",
 )
 SUMS_OF_ROWS = _bug(
     kernel="layer_norm (also with fp32 weights), embedding, embedding_bag and indexing on the CPU, backward, bf16, fp16"
