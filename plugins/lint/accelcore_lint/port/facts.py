@@ -74,7 +74,7 @@ class Facts(DeviceNumbers):
             for index in self.made_indexes
             if index is not None
             and text_of(index) != "0"
-            and not (_DEVICE.search(text_of(index)) and index in self.made_current)
+            and not (_DEVICE.search(text_of(index)) and index in self.made_current and not self._may_be_number(index))
             and not self.is_local_rank(index)
         ]
         elsewhere = "rank" in self.options or self._sets_up or self.known.steered
@@ -86,6 +86,11 @@ class Facts(DeviceNumbers):
             or self.engine is not None
             or (not self.spawns and elsewhere)
         )
+
+    def _may_be_number(self, index: cst.BaseExpression) -> bool:
+        """Return whether what is called a device may be its number, such as `args.device` of the command line."""
+        values = self.values(index) or [index]
+        return self.is_whole(index) or any(isinstance(value, cst.Attribute) for value in values)
 
     @cached_property
     def _sets_up(self) -> bool:
