@@ -135,9 +135,6 @@ def replay(
       accelcore replay -m ref mypackage.train
     """
     folder = Path(out) if out else beside(Path(reference), "-replay")
-    if not itself and not Path(reference).is_dir():  # the script's process would say so, after it has imported torch
-        remedy = f"make it: accelcore record --out {reference} {script}"
-        raise RecordingError(f"there is no recording in {reference}", remedy=remedy)
     if batch and report:
         raise ConfigurationError("--batch cannot write a page", remedy="remove --report; --json prints the result")
     # No checkpoint is saved, so that each run begins where the one before began.
@@ -196,6 +193,9 @@ def _run(
     module = ["-m"] if places.pop("module") else []
     if not module:
         check_script(script)
+    if mode == "replay" and not Path(folder).is_dir():  # the script's process would say so after it has imported torch
+        remedy = f"make it: accelcore record --out {folder} {script}"
+        raise RecordingError(f"there is no recording in {folder}", remedy=remedy)
     child_process.raise_on_signals()  # so that the script ends with this process
     given = [word for name, value in places.items() if value is not None for word in (f"--{name}", str(value))]
     program = [str(_RUNNER), mode, folder, json.dumps(options), *module, script, *arguments]
