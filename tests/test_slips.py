@@ -231,12 +231,6 @@ def test_a_function_may_be_a_job_more_than_once(accel):
     assert [work(0), work(1)] == [[1], [1, 1]]
 
 
-def test_a_save_without_a_folder_names_no_class_that_a_script_does_not_know(accel):
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(TypeError, match=r"^trainer\.save\(\).*'folder'"):
-        accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1)).save()
-
-
 def test_the_number_of_updates_alone_is_for_observers(accel):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -226,9 +226,6 @@ class Resumable(ABC):
             log("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
         return None
 
-    # The names in Python's own TypeErrors: a script has no Resumable.
-    save.__qualname__, resume.__qualname__ = "trainer.save", "trainer.resume"
-
 
 def _metric(best: Any, mode: str | None) -> tuple[float, str] | None:
     """Return a metric and its mode, None if it is not finite; raise ConfigurationError for anything else."""

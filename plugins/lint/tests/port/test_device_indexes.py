@@ -107,3 +107,22 @@ def test_a_move_to_a_device_that_is_made_of_the_scripts_own_takes_it(level, give
     with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("meta")):
         made = imported(outcome.source).Put("meta")
         assert is_left or made.put(torch.ones(1), "meta", 0).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen", "is_kept"),
+    [
+        ("parser.add_argument('--device', type=int, default=0)", "args.device", True),
+        ("parser.add_argument('--device', default='cuda:0')\ndevice = parser.parse_args().device", "device", True),
+        ("device = torch.device('cuda')", "device", False),
+    ],
+)
+def test_a_device_that_an_option_makes_current_is_that_of_the_moves(options, chosen, is_kept):
+    """What is called a device may be its number, and accelcore.select() would make the first one current."""
+    source = (
+        f"import argparse\nimport torch\n\nparser = argparse.ArgumentParser()\n{options}\nargs = parser.parse_args()\n"
+        f"torch.cuda.set_device({chosen})\nnet = torch.nn.Linear(2, 2).cuda()\n"
+    )
+    ported = port_source(source, Level.ROLES).source
+    assert ("accelcore.select()" in ported) is not is_kept
+    assert ("net = torch.nn.Linear(2, 2).to(current_device)" in ported) is is_kept
