@@ -28,6 +28,11 @@ STAGES = """
         else:
             raise AssertionError(request)
     stages["failed select"] = sorted(sys.modules)
+    from accelcore.cli import main
+
+    for wrong in (["export", "nowhere", "x.safetensors"], ["export", ".", "x.pt"], ["precision", "--backend", "cpuu"]):
+        assert main(wrong) == 64
+    stages["failed commands"] = sorted(sys.modules)
     accelcore.select("cpu")
     stages["select"] = sorted(sys.modules)
     print(json.dumps(stages))
@@ -40,7 +45,7 @@ def stages(run_python):
 
 
 def test_torch_comes_in_only_when_a_backend_is_created(stages):
-    for light in ("import", "installed", "failed select"):
+    for light in ("import", "installed", "failed select", "failed commands"):
         assert "torch" not in stages[light], light
     assert "torch" in stages["select"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from accelcore.checkpoint import store
+from accelcore.checkpoint import folders, store
 from accelcore.checkpoint.manifest import MODEL, file_of
-from accelcore.errors import CheckpointError, ConfigurationError
+from accelcore.errors import CheckpointError
 from accelcore.util.files import remedy_of_writing, replacing
 
 __all__ = ["export"]
@@ -39,18 +39,10 @@ def export(checkpoint: str | Path, file: str | Path, *, trainer: str | None = No
         ConfigurationError: `file` cannot be a file.
         CheckpointError: the checkpoint is missing or damaged or has no such trainer, or the file cannot be written.
     """
-    folder, target = store.as_path(checkpoint), store.as_path(file)
+    folder, target = folders.check_export(checkpoint, file)
     found = store.find(folder, best=best)
-    if target.exists() and not target.is_file():  # such as /dev/null
-        raise ConfigurationError(f"{target} is a folder or no regular file", remedy="name a file")
-    if target.suffix != ".safetensors":
-        raise ConfigurationError(
-            f"{target} does not end in .safetensors",
-            why="other programs choose the format by the name of a file",
-            remedy=f"write {target.with_suffix('.safetensors')}",
-        )
     if found is None:
-        raise store.no_checkpoint(folder, "give the folder that trainer.save(folder) was given")
+        raise folders.no_checkpoint(folder, folders.SAVED)
     names = list(found.manifest["trainers"])
     if (trainer or "") not in names:
         raise CheckpointError(

@@ -19,12 +19,10 @@ the parts that make up the trees.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import math
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -37,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accelcore.checkpoint.codec import LikeOf, Pieces, StoredRows, StoredTensors, decode, encode
+from accelcore.checkpoint.folders import NAME, checkpoints, order_of
 from accelcore.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -51,64 +50,9 @@ from accelcore.errors import CheckpointError, ConfigurationError
 from accelcore.util.files import remedy_of_writing
 from accelcore.util.text import is_number
 
-_NAME = re.compile(r"step-\d{8,}(-\d+)?")
 _INCOMPLETE, _FACTS = ".incomplete", ".facts"
 BEST: dict[str, Callable[..., Path]] = {"min": min, "max": max}
 """Which of several metrics is the best, by the word for it, as torch's `ReduceLROnPlateau` has it."""
-
-
-def as_path(given: Any) -> Path:
-    """Return a path that the user gave, `~` expanded; raise ConfigurationError if no file can have it."""
-    try:
-        if given == "":
-            raise ValueError("it is empty")
-        path = Path(given)
-        if os.fspath(given).startswith("~"):  # not for "./~", which a Path makes "~"
-            path = path.expanduser()
-        path.stat()
-    except (TypeError, ValueError, RuntimeError) as error:  # not a path; empty, or with a NUL; no such user's home
-        why = "" if isinstance(error, TypeError) else str(error)
-        remedy = "give a string or a pathlib.Path, such as outputs/run"
-        raise ConfigurationError(f"{repr(given)[:80]} is not a path", why=why, remedy=remedy) from error
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            text = f"the path {str(given)[:60]!r}... has {len(str(given))} characters: {error.strerror}"
-            raise ConfigurationError(text, remedy="give a shorter path") from error
-    return path
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_order_of)
-
-
-def after_steps(folder: Path, steps: int) -> Path:
-    """Return the newest checkpoint in `folder` that was saved after so many steps; `folder` if it is a checkpoint."""
-    if _NAME.fullmatch(folder.name):
-        return folder
-    found = [path for path in checkpoints(folder) if _order_of(path)[0] == steps]
-    return found[-1] if found else folder / f"step-{steps:08d}"
-
-
-def near(folder: Path) -> str:
-    """Return up to five folders with checkpoints, for a message: those in `folder`, one below, and its parent."""
-    # `glob` skips a folder that may not be read, such as another user's in /tmp.
-    paths = (*folder.parent.glob("step-*"), *folder.glob("*/step-*"), *folder.glob("*/*/step-*"))
-    return ", ".join(map(str, sorted({path.parent for path in paths if _NAME.fullmatch(path.name)})[:5]))
-
-
-def no_checkpoint(folder: Path, remedy: str) -> CheckpointError:
-    """Return the error for a folder without a checkpoint; it names folders that may be meant."""
-    why = "" if folder.exists() else "there is no such folder"
-    return CheckpointError(f"there is no checkpoint in {folder}", why=why, available=near(folder), remedy=remedy)
-
-
-def _order_of(path: Path) -> tuple[int, int]:
-    """Return the steps in a checkpoint's name, and its number among the checkpoints of the same steps."""
-    _, steps, *number = path.name.split("-")
-    return int(steps), int(number[0]) if number else 0
 
 
 @contextmanager
@@ -196,7 +140,7 @@ def finish(folder: Path, steps: int, facts: dict[str, Any]) -> str:
     _flush(incomplete / MANIFEST)
     _flush(incomplete)
     # A checkpoint of the same steps is not replaced; the newest has the highest number, even if others were deleted.
-    before = [_order_of(path) for path in checkpoints(folder)]
+    before = [order_of(path) for path in checkpoints(folder)]
     number = max((number + 1 for at, number in before if at == steps), default=0)
     name = f"step-{steps:08d}-{number}" if number else f"step-{steps:08d}"
     incomplete.rename(folder / name)
@@ -327,7 +271,7 @@ def _flush(path: Path) -> None:
 
 def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -> Checkpoint | None:
     """Return `folder` if it is a checkpoint, else the newest in it, or the one with the best metric if `best`."""
-    if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name):
+    if (folder / MANIFEST).exists() or NAME.fullmatch(folder.name):
         return Checkpoint(folder, share)
     if not folder.exists():
         return None
@@ -343,7 +287,7 @@ def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -
         )
     found = checkpoints(folder)[-1:]
     for path in sorted(folder.iterdir()):
-        renamed = not _NAME.fullmatch(path.name) and not path.name.startswith(".")
+        renamed = not NAME.fullmatch(path.name) and not path.name.startswith(".")
         if renamed and (path / MANIFEST).is_file() and any(path.rglob("*.safetensors")):
             found.append(path)
     if best and found:
@@ -360,7 +304,7 @@ def find(folder: Path, share: tuple[int, int] = (0, 1), *, best: bool = False) -
 
 def _steps_of(path: Path) -> int:
     """Return a checkpoint's steps; -1 if neither name nor manifest has them, so that any other one is preferred."""
-    if _NAME.fullmatch(path.name):
-        return _order_of(path)[0]
+    if NAME.fullmatch(path.name):
+        return order_of(path)[0]
     steps = _recorded(path, "steps")
     return steps if type(steps) is int else -1

@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from accelcore.checkpoint.folders import check_export
 from accelcore.cli.advise import advise
 from accelcore.cli.doctor import doctor
 from accelcore.cli.options import common, device_option, json_option
@@ -26,8 +27,8 @@ from accelcore.cli.run import run
 from accelcore.cli.verify import commands as verify
 from accelcore.devices.create import import_torch
 from accelcore.devices.plugins import BACKENDS, declared, own_plugins
-from accelcore.devices.select import select
-from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError, did_you_mean
+from accelcore.devices.select import check_installed, select
+from accelcore.errors import BackendUnavailableError, ConfigurationError, UnknownBackendError, did_you_mean, nearest
 from accelcore.util.files import write_output
 from accelcore.util.text import shown
 
@@ -117,6 +118,7 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
       accelcore export --best outputs/first model.safetensors
       accelcore export --trainer generator outputs/gan generator.safetensors
     """
+    check_export(checkpoint, file)  # before torch is imported, which takes seconds
     from accelcore.checkpoint.export import export as write
 
     replaced, folder_is_new = Path(file).exists(), not Path(file).parent.exists()
@@ -222,6 +224,10 @@ def precision(backend: str | None, diff: str | None, as_json: bool) -> None:
     """
     if diff is not None and backend in (None, diff):
         raise ConfigurationError("--diff compares two backends", remedy="give --backend another one, such as cpu")
+    known = {entry.name for entry in declared(BACKENDS)} | own_plugins().keys()
+    for name, option in ((backend, "--backend"), (diff, "--diff")):
+        if name is not None and name not in known and nearest(name, known):
+            check_installed(name, option)  # raises, without waiting for torch
     import_torch()
     from accelcore.precision import O1
 

@@ -19,8 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from accelcore.jobs.missing_ranks import LOST
 from accelcore.util.child_process import signal_name
 
-_LONGEST = 300  # characters of a line of an error
-_LABELS = ("  why: ", "  available: ", "  what to do: ")  # of accelcore's errors
+_LONGEST = 300  # characters of the first line of an error
 
 
 _REMEDIES: dict[int, str] = {
@@ -61,9 +60,7 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[str, int]:
     if text := _lost(failure):
         return text, code
     if isinstance(failure.message, dict):
-        first, *rest = str(failure.message["message"]).split("\n")
-        lines = [first, *(line for line in rest if line.startswith(_LABELS))]
-        message = "\n".join(line[:_LONGEST] for line in lines)
+        message = str(failure.message["message"]).partition("\n")[0][:_LONGEST]  # the rank has written all of it
         return f"rank {rank} failed first, with exit code {code}: {message}", code
     if failure.exitcode < 0:
         remedy = _REMEDIES.get(-failure.exitcode)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelcore.checkpoint.store import as_path
+from accelcore.checkpoint.folders import as_path
 from accelcore.errors import RecordingError
 from accelcore.layerwise import unit_of
 from accelcore.parity.events import PHASE_OF, Event, Seen

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accelcore.checkpoint.store import as_path
+from accelcore.checkpoint.folders import as_path
 from accelcore.errors import ConfigurationError, RecordingError, UnsupportedError, logger
 from accelcore.jobs.launchers import read_launch
 from accelcore.optim.shards import is_sharded

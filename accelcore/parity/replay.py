@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelcore.checkpoint.store import as_path
+from accelcore.checkpoint.folders import as_path
 from accelcore.errors import ConfigurationError, RecordingError, notice
 from accelcore.layerwise import ROUNDING, LayerDifference, compare_batch_sizes
 from accelcore.parity.collector import Watched

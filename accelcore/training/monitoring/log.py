@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from accelcore.checkpoint.store import as_path
+from accelcore.checkpoint.folders import as_path
 from accelcore.errors import ConfigurationError, TrainingError, logger
 from accelcore.training.monitoring.progress import Meter
 from accelcore.training.monitoring.records import FILE, draw, line_of, read_records, require

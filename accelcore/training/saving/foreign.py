@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from accelcore.checkpoint import store
+from accelcore.checkpoint import folders
 from accelcore.errors import CheckpointError, logger, nearest
 from accelcore.optim.shards import divided_as
 from accelcore.training.saving.optimizer_part import OptimizerPart
@@ -138,7 +138,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"there is no model in {folder}",
             why=f"it has neither a checkpoint nor one of the files {', '.join(_FILES)}",
-            available=store.near(folder),
+            available=folders.near(folder),
             remedy="give the folder that has one",
         )
     files, model = [name], {}

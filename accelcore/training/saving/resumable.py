@@ -14,7 +14,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from accelcore.checkpoint import store
+from accelcore.checkpoint import folders, store
 from accelcore.checkpoint.manifest import MODEL, RANK, file_of
 from accelcore.errors import ConfigurationError, logger, notice
 from accelcore.jobs.exchange import gather_objects
@@ -88,7 +88,7 @@ class Resumable(ABC):
         if extra is not None and not isinstance(extra, Mapping):
             raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
         new = self.extra if extra is None else dict(extra)
-        metric, folder = _metric(best, mode), store.as_path(folder)
+        metric, folder = _metric(best, mode), folders.as_path(folder)
         trainings = self._trainings(new)
         # Neither a trial nor a replay may replace what the user has trained.
         if not all(each.state.writes for each in trainings.values()):
@@ -181,13 +181,13 @@ class Resumable(ABC):
                 It is raised on all ranks, and nothing is changed. If a hook or class of yours raises while the
                 state is restored, nothing can train any more, on any rank.
         """
-        trainings, folder = self._trainings(None), store.as_path(folder)
+        trainings, folder = self._trainings(None), folders.as_path(folder)
         first = next(iter(trainings.values())).state
         backend, starts_at = first.backend, first.starts_at
         if starts_at == 0 and not must_exist:
             return None
         if starts_at:
-            folder = store.after_steps(folder, starts_at)
+            folder = folders.after_steps(folder, starts_at)
         wait_for_all(backend, "trainer.resume()")
         rank, world_size = backend.collectives.rank, backend.collectives.world_size
         checkpoint, commits = None, {}
@@ -219,9 +219,9 @@ class Resumable(ABC):
                 self._spared = checkpoint.path
             return checkpoint.path
         if must_exist:
-            raise store.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
+            raise folders.no_checkpoint(folder, "give the folder of an earlier save, or remove must_exist")
         if rank == 0:
-            meant = store.near(folder)
+            meant = folders.near(folder)
             log, hint = (logger.warning, f" (did you mean one of these? {meant})") if meant else (notice, "")
             log("there is no checkpoint in %s: training starts at step 0%s", folder.absolute(), hint)
         return None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelcore.checkpoint import store
+from accelcore.checkpoint import folders, store
 from accelcore.checkpoint.manifest import MANIFEST, MODEL, RANK, digest_of_manifest, file_of
 from accelcore.checkpoint.store import Checkpoint
 from accelcore.devices import Roles
@@ -73,7 +73,7 @@ class TrainerState:
                 why="its gradients belong to the present weights",
                 remedy="load before the loop over the batches, or call trainer.flush() before",
             )
-        training, file, backend = self.parts({}, writes=False), store.as_path(path), self.backend
+        training, file, backend = self.parts({}, writes=False), folders.as_path(path), self.backend
         wait_for_all(backend, "trainer.load()")
         with all_or_none(backend, "load"), as_checkpoint_error(file):
             commits, rest, checkpoint = self._prepare_load(training.parts, file, optimizer)

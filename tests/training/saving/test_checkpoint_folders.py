@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accelcore
-from accelcore.checkpoint import store
+from accelcore.checkpoint import folders
 
 
 def make(accel, **options):
@@ -139,6 +139,6 @@ def test_the_newest_whole_one_is_found_by_steps_and_not_by_time_or_name(accel, t
         while trainer.steps < steps:
             trainer(X)
         trainer.save(tmp_path)
-    for path in store.checkpoints(tmp_path):
+    for path in folders.checkpoints(tmp_path):
         os.utime(path, (1, 1) if path.name.endswith("100") else None)
     assert make(accel).resume(tmp_path).name == "step-00000100"
