@@ -46,7 +46,7 @@ from accelcore_lint.port.questions import (
 from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Left, Note, Rewrite, Rule
 from accelcore_lint.port.rules import RULES
-from accelcore_lint.port.rules.availability import HIDES, LEFT, UNSURE
+from accelcore_lint.port.rules.availability import HIDES, WITHOUT_CAUSE
 from accelcore_lint.port.rules.device_strings import BEGINS
 from accelcore_lint.port.splits import is_idle, is_split, places
 from accelcore_lint.port.syntax import is_import, loses_comment, reasons_above, text_of
@@ -252,8 +252,8 @@ class Decisions(cst.CSTVisitor):
         `lacks`: the reasons to leave the conditions that set what those lines use.
         """
         keeps = self._facts.keeps_questions
-        reason = keeps if lacks == {keeps} else UNSURE
-        return replace(decision, reason=reason) if decision.reason == LEFT else decision
+        reason = WITHOUT_CAUSE.get(decision.reason)
+        return replace(decision, reason=keeps if lacks == {keeps} else reason) if reason else decision
 
     def _empties(self, guard: cst.CSTNode | None) -> bool:
         """Return whether all that an `if` guards is removed, so that its answer decides nothing."""

@@ -59,6 +59,9 @@ _TOOL_STRINGS = {
 """Names and strings of one vendor's tools, and what to do about a line that has one."""
 
 _TOOL_NAME, _TOOL_STRING = (re.compile("|".join(known)) for known in (_TOOL_NAMES, _TOOL_STRINGS))
+PRIVATE = re.compile(r"(?i)torch\._C\.(\w+\.)*\w*(cuda|cudnn)\w*|\btorch\.\w*cudnn_\w+")
+"""Functions of torch for one vendor's devices only."""
+
 _LIBRARIES = ("pynvml", "faiss")
 _WORD = re.compile(r"(?<![\w'\"])\w+(?![\w'\"])")
 _LITERAL = re.compile(r"(['\"])(.*?)\1")
@@ -205,6 +208,7 @@ def vendor_lines(source: str) -> set[int]:
             is_question = is_question and not SETTINGS.fullmatch(earlier)
             is_word = text in words or (text in _WORDS and before in ("from", "import"))
             is_word = is_word or (has_tools and _TOOL_NAME.fullmatch(text) is not None)
+            is_word = is_word or (before == "." and text in _private_names(token.line))
             if is_devices or is_question or ((is_word or is_option) and not (in_accelcore or is_flag)):
                 found.add(line)
         elif kind == tokenize.STRING and not statement_begins:
@@ -255,6 +259,11 @@ def first_lines(source: str) -> dict[int, int]:
         found |= dict.fromkeys(range(token.start[0], token.end[0] + 1), first)
         first = 0 if token.type == tokenize.NEWLINE else first
     return found
+
+
+def _private_names(line: str) -> set[str]:
+    """Return the last names of torch's functions for one vendor in a line, such as `torch._C._cudnn_convolution`."""
+    return {each[0].rpartition(".")[2] for each in PRIVATE.finditer(line)}
 
 
 def _is_own_word(earlier: str, before: str, after: str) -> bool:

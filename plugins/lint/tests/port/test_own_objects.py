@@ -256,3 +256,25 @@ def test_a_method_cuda_that_only_calls_to_is_no_other_one(tmp_path, more, body, 
     source = "import torch\nfrom batches import Batch\n\n\ndef run(batch: Batch):\n    return batch.cuda()\n"
     ported = _ported(tmp_path, source, batches=f"import torch\n\n\n{batch}")
     assert ("return batch.cuda()" in ported) is kept
+
+
+@pytest.mark.parametrize(
+    ("method", "used", "is_left"),
+    [
+        ("def cuda(self, *args):\n        return (a.to(self.device) for a in args)", "x, y = self.cuda(x, y)", False),
+        ("def cuda(self, *args):\n        return (a.cuda() for a in args)", "x, y = self.cuda(x, y)", True),
+        ("def cuda(self, *args):\n        return fetched(args)", "x, y = self.cuda(x, y)", True),
+        ("def cuda(self, *args):\n        return (a.to('cuda:1') for a in args)", "x, y = self.cuda(x, y)", True),
+        ("def cuda(self):\n        self.probs = self.probs.cuda()", "Table().cuda()", False),
+        ("def cuda(self):\n        self.probs = self.probs.cuda()", "table = Table()\n        table.cuda()", False),
+        ("def cuda(self):\n        self.probs = self.probs.cuda()", "table.cuda()", True),
+    ],
+)
+def test_a_call_of_the_classes_own_method_stays_and_is_left_only_if_a_line_of_the_method_is(method, used, is_left):
+    source = f"import torch\n\n\nclass Table:\n    {method}\n\n    def run(self, x, y, table):\n        {used}\n"
+    if "table = " in used:
+        source = source.replace(", table)", ")")
+    outcome = port_source(source, Level.ROLES)
+    assert used in outcome.source
+    assert bool(outcome.left) is is_left
+    assert is_left or outcome.harmless

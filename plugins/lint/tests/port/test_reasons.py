@@ -211,3 +211,49 @@ def test_an_assertion_stays_above_the_name_of_a_device_that_stays(name, kept):
     )
     outcome = port_source(source, Level.ROLES)
     assert ("assert torch.cuda.is_available() and torch.cuda.device_count() >= n" in outcome.source) is kept
+
+
+ASKED = "import torch\nimport torch.backends.cudnn as cudnn\n\n\ndef check(x):\n    {}\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_left"),
+    [
+        ("if not cudnn.is_acceptable(x): raise ValueError(x)", True),
+        ("assert torch.backends.cudnn.is_available()", True),
+        ("kind = 'fast' if torch.backends.cuda.is_built() else 'slow'", True),
+        ("if cudnn.version() >= 7000: x = fast(x)", True),
+        ("if cudnn.is_available(): cudnn.benchmark = True", False),
+        ("if cudnn.is_available():\n        cudnn.benchmark = True\n        x = fast(x)", True),
+        ("print('cuDNN', cudnn.is_available(), cudnn.version())", False),
+        ("info = {'cuDNN': cudnn.version()}", False),
+        ("assert cudnn.enabled", False),
+        ("x = torch._C._cudnn_convolution(x, x)", True),
+        ("x = torch.cudnn_convolution(x, x)", True),
+        ("if torch._C._cuda_getDeviceCount() > 0: x = x + 1", True),
+    ],
+)
+def test_only_what_changes_nothing_on_other_devices_is_called_harmless(line, is_left):
+    outcome = port_source(ASKED.format(line), Level.ROLES)
+    assert bool(outcome.left) is is_left
+    assert is_left or outcome.harmless
+    assert outcome.before == 2 + line.count("\n        cudnn")
+    assert line.split("\n")[0] in outcome.source
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source
+
+
+def test_switches_of_attention_are_not_said_to_be_ignored_on_the_cpu():
+    source = "import torch\ntorch.backends.cuda.enable_flash_sdp(False)\n"
+    (note,) = port_source(source, Level.ROLES).harmless
+    assert "ignore" not in note.text
+    assert "sdpa_kernel" in note.text
+
+
+@pytest.mark.parametrize("loop", ["for i in range(n):\n    kinds.append(f'cuda:{i}')", "print(f'cuda:{n}')"])
+def test_a_number_of_devices_is_not_called_a_condition(loop):
+    source = (
+        f"import torch\nn = torch.cuda.device_count()\n{loop}\nif n > 1:\n    f(torch.cuda.get_device_capability())\n"
+    )
+    note = next(note for note in port_source(source, Level.ROLES).left if note.line == 2)
+    assert "number" in note.text
+    assert "condition" not in note.text

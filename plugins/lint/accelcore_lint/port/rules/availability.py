@@ -13,6 +13,7 @@ from accelcore_lint.port.guards import is_further
 from accelcore_lint.port.options import are_read_in
 from accelcore_lint.port.place import UnplacedError
 from accelcore_lint.port.project import OTHERS
+from accelcore_lint.port.questions import guard_of
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_counts import at_least_one, needs_one
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
@@ -24,7 +25,14 @@ from accelcore_lint.port.vendors import DEVICES
 from accelcore_lint.port.walk import find
 
 LEFT = "a condition on one vendor's device: what it guards is left"
-UNSURE = "a condition on one vendor's device: it is not certain that others may answer as it does"
+_LEFT_COUNT = "the number of one vendor's devices: a line that depends on it is left"
+_NOT_CERTAIN = "it is not certain that others may answer as it does"
+WITHOUT_CAUSE = {
+    LEFT: f"a condition on one vendor's device: {_NOT_CERTAIN}",
+    _LEFT_COUNT: f"the number of one vendor's devices: {_NOT_CERTAIN}",
+}
+"""Reasons that name a line that is left, and what to say if there is no such line."""
+
 _CONTEXT = "a condition on one vendor's device: this file has a context torch.cuda.device(...), which fails on others"
 HIDES = "a condition on one vendor's device: where it is true, a file hides devices by an environment variable"
 _OTHER = "a condition on one vendor's device and on another accelerator, which torch's current device may be"
@@ -112,7 +120,8 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
     made = whole(node, source, facts.needs_torch)
     if is_given_away(node, facts):
         return Left(GIVEN, node.children)
-    return Left(LEFT, node.children, retry=made, some=True) if is_count else made
+    decides = isinstance(guard_of(node, facts), (cst.If, cst.IfExp))
+    return Left(LEFT if decides else _LEFT_COUNT, node.children, retry=made, some=True) if is_count else made
 
 
 def _named_device(node: cst.Call, facts: Facts) -> str | None:

@@ -14,7 +14,7 @@ from accelcore_lint.port.rules import scaler
 from accelcore_lint.port.rules.conditions import TYPE_QUESTION
 from accelcore_lint.port.rules.device_strings import names_option, whole
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, type_text
+from accelcore_lint.port.vendors import DEVICES, GROUPS, MODULES, OTHERS, PRIVATE, type_text
 
 _REASONS = {
     "Stream": "streams are each device's own; torch.Stream(device) where the device has them",
@@ -43,6 +43,15 @@ _REASONS = {
 }
 _ANNOTATION = "an annotation with a type of tensor of one device: torch.Tensor is that of all"
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda")
+_ATTENTION = re.compile(r"torch\.backends\.cuda\.(sdp_kernel|\w+_sdp(_enabled)?)")
+"""Kernels of scaled_dot_product_attention, which the CPU chooses by the same switches."""
+
+_QUESTIONS = re.compile(
+    r"torch\.backends\.(cudnn\.(is_available|is_acceptable|version)|cuda\.(is_built|is_\w+_available|can_use_\w+))"
+)
+"""Questions for one vendor's libraries, which other devices answer with no, or None."""
+
+_SHOWS = re.compile(r"(\w+\.)*(print|log|info|debug|warn|warning|write)")
 _VERSIONS = tuple(f"torch.version.{device}" for device in DEVICES)
 _MEMORY = re.compile(r"(CUDA|NPU) out of memory\b")
 _SPACED = re.compile(rf"\s*({'|'.join(DEVICES)})\s*:\s*\d+\s*")
@@ -86,6 +95,12 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
         return _unresolved(node, facts)
     if name == "torch.distributed.Backend.NCCL":
         return Left("the backend of one vendor: other devices have others", node.children)
+    if _QUESTIONS.fullmatch(name):
+        return _decide_question(node, name, facts)
+    if _ATTENTION.fullmatch(name):
+        return Left(f"{name}: torch.nn.attention.sdpa_kernel is for all devices", node.children, harmless=True)
+    if PRIVATE.fullmatch(name):
+        return Left(f"{name}: a function of torch for one vendor's devices", node.children)
     if name.startswith(_SWITCHES):
         return Left(f"{name}: other devices ignore it", node.children, harmless=True)
     if name in _VERSIONS:
@@ -107,6 +122,36 @@ def _decide_attribute(node: cst.Attribute | cst.Name, facts: Facts) -> Left | No
         reason = _ANNOTATION if is_annotation else _reason(parts)
         return Left(TYPE_QUESTION if asked else reason, node.children)
     return None
+
+
+def _decide_question(node: cst.Attribute | cst.Name, name: str, facts: Facts) -> Left:
+    """Report a question for one vendor's library.
+
+    It is harmless if its answer is only shown, is a version that nothing compares, or turns on what others ignore.
+    """
+    is_version = name.endswith(".version")
+    answer = "None" if is_version else "no"
+    inner: cst.CSTNode = node
+    for outer in facts.parents(node):
+        is_shown = isinstance(outer, cst.Call) and _SHOWS.fullmatch(text_of(outer.func)) is not None
+        is_end = isinstance(outer, cst.BaseStatement)
+        is_idle = (
+            isinstance(outer, cst.If) and inner is outer.test and outer.orelse is None and _sets_only(outer, facts)
+        )
+        if is_shown or is_idle or (is_end and is_version and not isinstance(outer, cst.If)):
+            return Left(f"{name}: other devices answer {answer}", node.children, harmless=True)
+        if is_end or isinstance(outer, (cst.Comparison, cst.BinaryOperation, cst.BooleanOperation, cst.IfExp)):
+            break
+        inner = outer
+    return Left(f"{name}: other devices answer {answer}, so see what they need here", node.children)
+
+
+def _sets_only(guard: cst.If, facts: Facts) -> bool:
+    """Return whether all that an `if` guards are settings of one vendor's libraries."""
+    block = guard.body.body if isinstance(guard.body, cst.IndentedBlock) else (guard.body,)
+    parts = [part for line in block for part in getattr(line, "body", [line])]
+    targets = [part.targets[0].target for part in parts if isinstance(part, cst.Assign)]
+    return len(targets) == len(parts) and all((facts.name(each) or "").startswith(_SWITCHES) for each in targets)
 
 
 def _unresolved(node: cst.Attribute | cst.Name, facts: Facts) -> Left | None:

@@ -16,6 +16,7 @@ from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
 from accelcore_lint.port.rules.replaced import kept_for_test
 from accelcore_lint.port.syntax import arguments, text_of
 from accelcore_lint.port.vendors import DEVICES, SETTINGS
+from accelcore_lint.port.walk import find
 
 _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
 _PLAIN = re.compile(r"[\w.]+(\[[\w.-]+\])*")
@@ -39,7 +40,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     is_defined = method in facts.defined_methods and bool(movers(facts.code))
     may_be_own = (is_defined or may_be_own) and not is_torchs(node, facts)
     if may_be_own and _is_ported_method(node, method, facts):
-        return Left("a method of the class itself, whose moves are all rewritten", harmless=True)
+        return Left("a method of the project's own class, in which no line is left", harmless=True)
     if may_be_own and is_defined:
         return Left(f"this file defines a method {method}, which may be the one that is called")
     if may_be_own:
@@ -90,17 +91,24 @@ def _is_mapped(moved: cst.BaseExpression, facts: Facts) -> bool:
 
 
 def _is_ported_method(node: cst.Call, method: str, facts: Facts) -> bool:
-    """Return whether a call is `self.cuda()` in the project's only class that defines it, by moves that are rewritten.
+    """Return whether the project's only class that defines `cuda` has the called one, with moves that are rewritten.
 
-    An earlier run may have rewritten them. No other class may define one: it may inherit from this class.
+    The call is `self.cuda(...)` in that class, or of what only this class has made. An earlier run may have rewritten
+    the moves. No other class may define one: it may inherit from this class.
     """
-    made = next((outer for outer in facts.parents(node) if isinstance(outer, cst.ClassDef)), None)
-    if made is None or text_of(node) != f"self.{method}()":
-        return False
     own, others = movers(facts.code), facts.known.movers
-    if own != [made.name.value] or (others and not re.fullmatch(rf"{own[0]} in [^,]+", others)):
+    if len(own) != 1 or (others and not re.fullmatch(rf"{own[0]} in [^,]+", others)):
         return False
-    methods = [part for part in made.body.body if isinstance(part, cst.FunctionDef) and part.name.value == method]
+    moved = cst.ensure_type(node.func, cst.Attribute).value
+    around = [outer for outer in facts.parents(node) if isinstance(outer, cst.ClassDef)]
+    values = [moved] if isinstance(moved, cst.Call) else facts.values(moved)
+    is_made = bool(values) and all(isinstance(each, cst.Call) and text_of(each.func) == own[0] for each in values)
+    is_made = is_made and not facts.is_given(text_of(moved), moved)
+    if not is_made and (text_of(moved) != "self" or [each.name.value for each in around[:1]] != own):
+        return False
+    made = next((each for each in find(facts.module, cst.ClassDef) if each.name.value == own[0]), None)
+    parts = made.body.body if made is not None else ()
+    methods = [part for part in parts if isinstance(part, cst.FunctionDef) and part.name.value == method]
     if len(methods) != 1 or methods[0] in facts.parents(node):
         return False
     calls = [call for call in facts.calls if methods[0] in facts.parents(call)]
