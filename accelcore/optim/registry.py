@@ -33,7 +33,13 @@ __all__ = ["ExplainedRoute", "Optimizers"]
 
 Parameters = Iterable[Any]
 
-_DEFAULT_LR: Any = ...  # the learning rate of a call without one. None is a mistake: YAML reads an empty line as None.
+
+class _OwnDefault:
+    def __repr__(self) -> str:
+        return "<the optimizer's default>"
+
+
+_DEFAULT_LR: Any = _OwnDefault()  # None would be a mistake: YAML reads an empty line as None
 
 
 @dataclass(frozen=True)

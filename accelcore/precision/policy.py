@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Literal, cast, get_args
 
 import torch
 
@@ -20,7 +21,7 @@ _TABLES = ("torch", "O1")
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BEST = "best"
-_FP32_MODES = ("ieee", "fast", "fast if possible")
+Fp32Mode = Literal["ieee", "fast", "fast if possible"]
 _FP32_WORDS = {"tf32": "fast", "high": "fast", "medium": "fast", "highest": "ieee"}  # of torch
 _LEVELS = ("O1", "O2", "O3")
 _LEVEL_DTYPES = ("float16", "bfloat16")
@@ -30,6 +31,11 @@ _ALIASES = {
     "bfloat16": "bf16", "bf16-mixed": "bf16",
     "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16",
 }  # fmt: skip
+PrecisionWord = Literal[
+    "fp32", "bf16", "fp16", "bf16-true", "16-true", "O0", "O1", "O2", "O3", "best",
+    "float32", "32", 32, "32-true", "no", "bfloat16", "bf16-mixed", "float16", "half", "16", 16, "16-mixed",
+]  # fmt: skip
+"""Presets and their aliases, for type checkers."""
 
 
 def _canonical(word: object) -> str:
@@ -157,7 +163,7 @@ Fastest = Callable[[], "torch.dtype | None"]
 """Function that returns the dtype for `"best"` on a device; None if that is fp32."""
 
 
-def preset_name(precision: object, fastest: Fastest) -> str | Policy:
+def preset_name(precision: object, fastest: Fastest) -> PrecisionWord | Policy:
     """Return the preset's name for a preset, an alias of one, a torch dtype, or `"best"`; a `Policy` as it is."""
     if isinstance(precision, Policy):
         return precision
@@ -166,7 +172,7 @@ def preset_name(precision: object, fastest: Fastest) -> str | Policy:
     name = _canonical(precision)
     if name not in _PRESETS:
         raise _unknown(precision, (*_PRESETS, _BEST))
-    return name
+    return cast("PrecisionWord", name)
 
 
 def choose_policy(precision: object, loss_scale: float | str | LossScale | None) -> Policy:
@@ -197,14 +203,14 @@ def autocast_dtype(dtype: torch.dtype | str, fastest: Fastest) -> torch.dtype | 
     return None if found == torch.float32 else found
 
 
-def fp32_mode(mode: str | None, fast_fp32: str | None) -> str | None:
+def fp32_mode(mode: Fp32Mode | None, fast_fp32: str | None) -> Fp32Mode | None:
     """Return `"ieee"`, `"fast"` or None for a trainer's option `fp32`; `fast_fp32`: as the backend declares it."""
-    if mode is not None and mode not in _FP32_MODES:
+    if mode is not None and mode not in get_args(Fp32Mode):
         meant = _FP32_WORDS.get(str(mode), str(mode))
         raise ConfigurationError(
             f"fp32={mode!r} is not a mode of fp32 products",
-            available=", ".join(_FP32_MODES),
-            remedy=did_you_mean(meant, _FP32_MODES, "remove fp32 to keep torch's setting"),
+            available=", ".join(get_args(Fp32Mode)),
+            remedy=did_you_mean(meant, get_args(Fp32Mode), "remove fp32 to keep torch's setting"),
         )
     if mode == "fast if possible":
         return None if fast_fp32 is None else "fast"

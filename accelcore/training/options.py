@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelcore.errors import ConfigurationError, Once, Settings, check_names
-from accelcore.precision.policy import Policy
+from accelcore.precision.policy import Fp32Mode, Policy, PrecisionWord
 from accelcore.scaling.dynamic import LossScale
 from accelcore.torch_internals import OpOverload, uncompiled
 from accelcore.training.observers import Observer
@@ -138,9 +138,9 @@ class TrainerOptions(TypedDict, total=False):
     warmup: float
     total_steps: int | None
     schedule_by: ScheduleBy | None
-    precision: str | int | torch.dtype | Policy
-    loss_scale: float | str | LossScale | None
-    fp32: str | None
+    precision: PrecisionWord | torch.dtype | Policy
+    loss_scale: float | Literal["dynamic"] | LossScale | None
+    fp32: Fp32Mode | None
     accumulate: int
     weight: Weight | None
     clip_norm: float | None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import time
 
 import pytest
@@ -312,3 +313,7 @@ def test_the_time_of_many_groups_grows_with_their_number(count):
     optimizer = accel.optimizers.create("adamw", groups)
     assert time.process_time() - start < 1e-3 * count
     assert len(optimizer.param_groups) == count
+
+
+def test_help_says_what_the_learning_rate_is_by_default(accel):
+    assert "lr: 'float | torch.Tensor' = <the optimizer's default>" in str(inspect.signature(accel.optimizers.create))

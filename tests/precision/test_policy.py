@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
 import accelcore
-from accelcore.precision.policy import Policy
+from accelcore.precision.policy import Policy, PrecisionWord, preset_name
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,17 @@ def test_settings_that_no_loss_scale_can_work_with_are_refused(settings):
 def test_what_is_no_static_loss_scale_is_refused(accel, init):
     with pytest.raises(accelcore.ConfigurationError, match=f"{init!r} is not a static"):
         accel.scaler.create(init=init, dynamic=False)
+
+
+def test_the_words_that_a_type_checker_takes_are_those_that_a_trainer_takes():
+    def fits(word):
+        try:
+            return bool(preset_name(word, lambda: None))
+        except accelcore.ConfigurationError:
+            return False
+
+    words = get_args(PrecisionWord)
+    assert all(map(fits, words))
+    with pytest.raises(accelcore.ConfigurationError) as error:
+        preset_name("nothing", lambda: None)
+    assert set(error.value.available.split(", ")) <= set(words)

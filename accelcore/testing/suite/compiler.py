@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from accelcore import AccelError, Backend, ConfigurationError, LossScale
+from accelcore.precision.policy import PrecisionWord
 from accelcore.testing.support.declared import declared
 from accelcore.testing.support.oracles import ExactHead, batches, eps, error, network
 from accelcore.testing.support.usable import DeviceTests
@@ -181,7 +182,7 @@ class TestCompiler(DeviceTests):
                 assert str(kind) == f"torch.{name}", f"under autocast to {name} a compiled module computes in {kind}"
 
     @pytest.mark.parametrize(("precision", "dtype"), _AUTOCAST)
-    def test_training_is_eager(self, accel: Backend, precision: str, dtype: str) -> None:
+    def test_training_is_eager(self, accel: Backend, precision: PrecisionWord, dtype: str) -> None:
         """A head that disables autocast, because its gradients overflow fp16, does not overflow when compiled."""
         known = accel.capabilities
         low = dtype in known.autocast_dtypes and (precision != "O1" or "O1" in known.autocast_tables)

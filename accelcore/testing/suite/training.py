@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from accelcore import Backend, ConfigurationError, Policy
+from accelcore.precision.policy import PrecisionWord
 from accelcore.testing.suite.levels import LevelTests
 from accelcore.testing.support.declared import STRATEGIES, declared
 from accelcore.testing.support.job import two_ranks
@@ -167,7 +168,7 @@ class TestTraining(LevelTests, DeviceTests):
                 assert error(found, expected) < 1e-3
 
     @pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
-    def test_low_precision(self, accel: Backend, precision: str, dtype: str) -> None:
+    def test_low_precision(self, accel: Backend, precision: PrecisionWord, dtype: str) -> None:
         """Mixed precision learns what fp32 learns, to within its rounding."""
         with declared(dtype in accel.capabilities.autocast_dtypes, f"training in {precision}"):
             data = batches(60)
@@ -198,7 +199,7 @@ class TestTraining(LevelTests, DeviceTests):
             assert all(bool(weight.isfinite().all()) for weight in weights(trainer.model))
 
     @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-    def test_resume_goes_on_alike(self, accel: Backend, precision: str, tmp_path: Path) -> None:
+    def test_resume_goes_on_alike(self, accel: Backend, precision: PrecisionWord, tmp_path: Path) -> None:
         """A run that is saved within a window and resumed equals the uninterrupted one, also with dropout."""
         with declared(
             precision == "fp32" or "float16" in accel.capabilities.autocast_dtypes, f"training in {precision}"
@@ -245,7 +246,7 @@ class TestTraining(LevelTests, DeviceTests):
             assert trainer.compiled.compiled or trainer.compiled.reason
 
     @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
-    def test_graph(self, accel: Backend, precision: str, tolerance: float) -> None:
+    def test_graph(self, accel: Backend, precision: PrecisionWord, tolerance: float) -> None:
         """Captured steps give the losses of eager ones, with clipping, a schedule, short batches and open windows."""
         known = accel.capabilities
         with declared(known.graphs and (precision == "fp32" or "bfloat16" in known.autocast_dtypes), "captured steps"):

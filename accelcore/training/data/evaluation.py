@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from numbers import Real
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,13 @@ class Evaluation(Batches):
         super().__init__(batches, length)
         self._collectives = collectives
 
-    def mean(self, function: Callable[[Any], Any]) -> Any:
+    @overload
+    def mean(self, function: Callable[[Any], Mapping[str, Any]]) -> dict[str, float]: ...
+
+    @overload
+    def mean(self, function: Callable[[Any], Tensor | float]) -> float: ...
+
+    def mean(self, function: Callable[[Any], Any]) -> dict[str, float] | float:
         """Return the mean of `function(batch)` over all rows of all ranks, the same on every rank.
 
         Example:
