@@ -94,6 +94,8 @@ def advise(
         if most:
             left = seconds / (number - 1) * (most - number + 1)
             progress += f" of at most {most}, after {seconds:.0f} s, about {left:.0f} s left"
+            if number == 2:
+                progress += " (less with --preset, --seeds 1, --rounds 1 or fewer --steps)"
         click.echo(f"{progress}: {trial}", err=True)
 
     advice = advise(

@@ -133,7 +133,12 @@ class Window:
 
 
 def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
-    """Return what to do about a batch without tensors, or about dtypes of batch and model that differ in an error."""
+    """Return what to do about a graph that was freed, a batch without tensors, or dtypes that differ; or ""."""
+    if "backward through the graph a second time" in str(error):
+        return (
+            "the loss depends on a tensor that an earlier batch computed, such as a hidden state: detach() what you "
+            "keep from batch to batch"
+        )
     # A loss may tokenize or decode its batch itself: then other errors have nothing to do with this.
     if not tensors(batch):
         if isinstance(error, TypeError | AttributeError):

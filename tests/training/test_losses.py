@@ -170,3 +170,18 @@ def test_an_error_on_classes_that_are_no_whole_numbers_has_no_note_to_cast_them_
     with pytest.raises(RuntimeError, match="Long") as caught:
         trainer((torch.zeros(4, 3), torch.zeros(4, dtype=torch.float64)))
     assert len(caught.value.__notes__) == 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python shows notes since 3.11")
+def test_a_hidden_state_that_keeps_its_graph_has_a_note_to_detach_it(accel):
+    model, kept = nn.Linear(3, 3), []
+
+    def loss(model, batch):
+        kept.append(model(batch + (kept[-1] if kept else 0)))
+        return kept[-1].square().mean()
+
+    trainer = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    trainer(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        trainer(torch.ones(2, 3))
+    assert "detach()" in caught.value.__notes__[-1]
