@@ -62,14 +62,6 @@ def test_no_page_of_the_site_is_left_for_the_repository(site):
             assert link not in sources, f"{path.name}: {link}.md"
 
 
-def test_the_readme_has_rows_of_the_table():
-    table = (ROOT / "docs/troubleshooting.md").read_text().splitlines()
-    readme = (ROOT / "README.md").read_text().partition("## Troubleshooting")[2].partition("## More")[0]
-    rows = [line for line in readme.splitlines() if line.startswith("| `")]
-    assert rows
-    assert set(rows) <= set(table)
-
-
 def test_the_versions_are_those_that_the_probes_know():
     page = (ROOT / "docs/install.md").read_text()
     npu, cuda = runpy.run_path(str(NPU)), runpy.run_path(str(CUDA))
