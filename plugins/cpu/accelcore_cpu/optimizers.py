@@ -110,8 +110,10 @@ def _in_low_precision(request: Request) -> bool:
 
 
 def _refusal(request: Request, *, by_row: bool) -> str | None:
-    """Return why our kernel cannot serve a request, or None. Builds the kernels if the request has parameters."""
+    """Return why our kernel cannot serve a request, or None. Builds the kernels, unless it will be asked again."""
     for switch in ("capturable", "differentiable"):
         if any(request.values(switch, False)):
             return f"the kernel is not {switch}"
-    return refusal(request.parameters, by_row=by_row) or unavailable(build=bool(request.parameters))
+    return refusal(request.parameters, by_row=by_row) or unavailable(
+        build=bool(request.parameters) and not request.tentative
+    )
