@@ -107,7 +107,7 @@ def test_a_script_that_is_moved_gives_the_losses_it_gave(page, run):
 
 def test_the_readme_shows_python_and_both_commands():
     readme = PAGES[0].read_text(encoding="utf-8")
-    assert len(re.findall(r"^```python", readme, re.M)) >= 2
+    assert blocks(PAGES[0])
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert {"train", "test"} <= set(re.findall(r"(?:^|`)make ([a-z]+)", readme, re.M)) <= targets
 
