@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from typing import cast
 
 import libcst as cst
 from libcst import metadata
 
 from accelcore_lint.port.compiled import is_module
+from accelcore_lint.port.device_names import index_of
 from accelcore_lint.port.device_numbers import DeviceNumbers
 from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.imports import extensions_in, is_known_apex
@@ -31,6 +33,12 @@ _COMPARES = re.compile(r"\.device\)? *[!=]= *(?![\"']|torch\.device\([\"'])|[!=]
 _LOOPS = re.compile(r"\bfor ([^\n]*?) in\b")
 _OF_TYPE = re.compile(rf"[\w.]+\.type == [\"']({'|'.join(DEVICES)})[\"']|[\w.]+\.type != [\"']cpu[\"']")
 _DEVICE = re.compile(r"(^|[._])dev(ice)?$", re.IGNORECASE)
+_INDEX = re.compile(r"(?i)(?:rank|gpu|npu|card|id|idx|index)s?(?:\[\d\])?$")
+"""Names of numbers of devices."""
+
+_CONTEXT = ".get_device_module().device("
+"""A context that makes a device current, as an earlier run has written it."""
+
 _PORTED = "{current_device.type}:{"
 """The device of a number that the script chooses, as an earlier run has written it."""
 
@@ -45,13 +53,16 @@ class Facts(DeviceNumbers):
     """What the rules ask of a file.
 
     Attributes:
+        contexts: calls `torch.cuda.device(...)` that stay.
         place: where the name of the device comes from in the rewritten file.
     """
 
     def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
         super().__init__(wrapper, level, known)
-        self.contexts = [call for call in self.calls if self.name(call.func) == "torch.cuda.device"]
-        by_hand = self.is_library or self._chooses_by_hand(self.contexts)
+        contexts = [call for call in self.calls if self.name(call.func) == "torch.cuda.device"]
+        by_hand = self.is_library or self._chooses_by_hand(contexts)
+        follows = by_hand or level is Level.TORCH
+        self.contexts = [call for call in contexts if not (follows and self._is_everywhere(call))]
         self.place = Place(self, by_hand=by_hand, contexts=self.contexts)
 
     def is_own(self, index: cst.BaseExpression | None) -> bool:
@@ -82,10 +93,34 @@ class Facts(DeviceNumbers):
         several = self.has_several and not (self.spawns or self.backends)
         return (
             bool(unknown or several or _PORTED in self.code)
+            or _CONTEXT in self.code
             or any(text_of(arg.value) != "0" for call in contexts for arg in call.args[:1])
             or self.engine is not None
             or (not self.spawns and elsewhere)
         )
+
+    def _is_everywhere(self, context: cst.Call) -> bool:
+        """Return whether each accelerator's module has a context such as `with torch.cuda.device(gpu_id):`.
+
+        It must get a number, and fail or not run without an accelerator: the CPU's module and that of MPS have none.
+        """
+        index = context.args[0].value if len(context.args) == 1 and not context.args[0].star else None
+        if index is None or self.names_others or not isinstance(self.parent(context), cst.WithItem):
+            return False
+        text, (named, number) = text_of(index), index_of(index)
+        is_number = isinstance(index, cst.Integer) or self.is_local_rank(index)
+        if named or number is not None or not (is_number or self.is_whole(index) or _INDEX.search(text)):
+            return False
+        if is_number or self.guards(context):  # other numbers may be -1, for the CPU
+            return True
+        inner, asks = cast("cst.CSTNode", context), re.compile(rf"(?<![\w.]){re.escape(text)}\b|(?i:cuda|gpu)")
+        for outer in self.parents(context):
+            if isinstance(outer, cst.FunctionDef):
+                break
+            if isinstance(outer, cst.If) and inner is outer.body and asks.search(text_of(outer.test)):
+                return True
+            inner = outer
+        return False
 
     def _may_be_number(self, index: cst.BaseExpression) -> bool:
         """Return whether what is called a device may be its number, such as `args.device` of the command line."""
