@@ -257,3 +257,18 @@ def test_a_number_of_devices_is_not_called_a_condition(loop):
     note = next(note for note in port_source(source, Level.ROLES).left if note.line == 2)
     assert "number" in note.text
     assert "condition" not in note.text
+
+
+@pytest.mark.parametrize(("command", "is_left"), [("f'CUDA_VISIBLE_DEVICES={n} {line}'", True), ("line", False)])
+def test_a_number_of_devices_stays_if_each_command_gets_one_by_a_variable_of_one_vendor(command, is_left):
+    head = "import os\nimport torch\n\n\ndef run(line):\n    for n in range(torch.cuda.device_count()):\n"
+    source = f"{head}        os.system({command})\n"
+    outcome = port_source(source, Level.ROLES)
+    assert bool(outcome.left) is is_left
+    assert ("torch.cuda.device_count()" in outcome.source) is is_left
+
+
+def test_a_layer_of_apex_is_reported_with_torchs():
+    source = "import torch\nfrom apex import amp\nfrom apex.normalization import FusedLayerNorm\namp._amp_state\n"
+    outcome = port_source(f"{source}norm = FusedLayerNorm(3)\n", Level.ROLES)
+    assert any("torch.nn.LayerNorm" in note.text for note in outcome.left)

@@ -27,6 +27,10 @@ from accelcore_lint.port.walk import find
 LEFT = "a condition on one vendor's device: what it guards is left"
 _LEFT_COUNT = "the number of one vendor's devices: a line that depends on it is left"
 _NOT_CERTAIN = "it is not certain that others may answer as it does"
+_GIVES_EACH = re.compile(r"[\"'](?:CUDA|ASCEND_RT)_VISIBLE_DEVICES=[{%]")
+_COUNTS = (
+    "the number of one vendor's devices: commands get one each by CUDA_VISIBLE_DEVICES, which other devices do not read"
+)
 WITHOUT_CAUSE = {
     LEFT: f"a condition on one vendor's device: {_NOT_CERTAIN}",
     _LEFT_COUNT: f"the number of one vendor's devices: {_NOT_CERTAIN}",
@@ -120,6 +124,8 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
     made = whole(node, source, facts.needs_torch)
     if is_given_away(node, facts):
         return Left(GIVEN, node.children)
+    if is_count and _GIVES_EACH.search(facts.code):
+        return Left(_COUNTS, node.children)
     decides = isinstance(guard_of(node, facts), (cst.If, cst.IfExp))
     return Left(LEFT if decides else _LEFT_COUNT, node.children, retry=made, some=True) if is_count else made
 

@@ -39,6 +39,8 @@ _REASONS = {
     "amp": "mixed precision of one vendor: torch.autocast and torch.amp.GradScaler take the device's type",
     "DistributedDataParallel": "apex's own: torch.nn.parallel.DistributedDataParallel is for all devices",
     "convert_syncbn_model": "apex's own: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) is for all devices",
+    "FusedLayerNorm": "apex's own: torch.nn.LayerNorm is for all devices",
+    "FusedRMSNorm": "apex's own: torch.nn.RMSNorm is for all devices",
     "FusedAdam": "apex's own: torch.optim.AdamW(..., fused=True) is for all devices",
 }
 _ANNOTATION = "an annotation with a type of tensor of one device: torch.Tensor is that of all"
