@@ -30,6 +30,18 @@ def first_of(tree: Processes, block: cst.BaseSuite | cst.Module, sites: list[cst
     return first
 
 
+def first_inside(tree: Processes, block: cst.BaseSuite, sites: list[cst.CSTNode]) -> cst.CSTNode:
+    """Return the first statement of a block that holds one of the sites; in the branch of an `if` that holds them all.
+
+    A forked worker of a DataLoader that runs such a function must not ask for a device where the original does not.
+    """
+    first = first_of(tree, block, sites)
+    branch = first.body if isinstance(first, cst.If) else None
+    if isinstance(branch, cst.IndentedBlock) and all(branch in tree.parents(site) for site in sites):
+        return first_inside(tree, branch, sites)
+    return first
+
+
 class Hiding:
     """Order of a file's sites and of its statements that hide devices.
 

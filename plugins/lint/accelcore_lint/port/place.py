@@ -10,7 +10,7 @@ from functools import cached_property
 import libcst as cst
 
 from accelcore_lint.port.compiled import is_scripted
-from accelcore_lint.port.hiding import Hiding, first_of, scope_of
+from accelcore_lint.port.hiding import Hiding, first_inside, first_of, scope_of
 from accelcore_lint.port.imports import imports_torch, may_lack_torch
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.script_or_library import ScriptOrLibrary
@@ -285,7 +285,7 @@ class Place:
     def lines(self) -> dict[cst.CSTNode, str]:
         """Return the lines to add, by the statement before which each is added."""
         tree = self._tree
-        found = [(first_of(self._tree, function.body, sites), line) for (function, line), sites in self._local.items()]
+        found = [(first_inside(tree, function.body, sites), line) for (function, line), sites in self._local.items()]
         if self._current_sites and not self._has_current:
             guard = common_guard(self._current_sites, self._tree.parents)
             block = guard.body if guard is not None else tree.module

@@ -355,3 +355,19 @@ def test_the_device_is_chosen_above_a_clock_whose_time_would_hold_the_choice(lev
         choice = body.index("current_accelerator")
     assert (choice < body.index("start =")) is moves
     assert body.index("print(x)") < choice < body.index("x.to(")
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_function_that_a_worker_runs_asks_for_a_device_only_where_the_original_does(level):
+    source = (
+        "import torch\n\n\ndef scaled(x, mean, std):\n    if x.is_cuda:\n        mean = mean.cuda()\n"
+        "        std = std.cuda()\n    return (x - mean) / std\n\n\ndef moved(x, y, use):\n    if use:\n"
+        "        x = x.cuda()\n    else:\n        y = y.cuda()\n    return x, y\n"
+    )
+    ported, scope = port_source(source, level).source, {"__name__": "transforms"}
+    one = torch.ones(2)
+    with mock.patch("torch.accelerator.current_accelerator", side_effect=AssertionError("a worker asks")):
+        exec(ported, scope)
+        assert scope["scaled"](one, one, one).tolist() == [0, 0]
+    assert ported.count("current_accelerator(") == 2  # one for each function
+    assert port_source(ported, level).source == ported
