@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -24,9 +25,12 @@ _DEFAULTS = {"allreduce_always_fp32": False, "gradient_average": True}
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's DistributedDataParallel, for a model that `amp.initialize` has returned.
 
+    As in apex, ranks exchange parameters once and gradients in backward passes. Each rank keeps its own buffers, and a
+    forward pass without gradients communicates with no other rank. Inputs are not moved to the device.
+
     Args:
         module: the model, on this rank's device.
-        options: of apex. Options that only concern speed are ignored.
+        options: of apex. Options that only concern speed or rounding are ignored.
 
     Raises:
         UnsupportedError: an option that would give other gradients.
@@ -40,12 +44,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                     why="this is torch's DistributedDataParallel, which averages gradients in their own dtype",
                     remedy="remove it, or use torch.nn.parallel.DistributedDataParallel and its options",
                 )
-        device = next(module.parameters()).device
-        super().__init__(
-            module,
-            device_ids=None if device.index is None else [device.index],
-            find_unused_parameters=bool(options.get("delay_allreduce", False)),
-        )
+        with warnings.catch_warnings():
+            # Newer versions of torch deprecate this name, but their other name exchanges buffers once, at the start.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+            super().__init__(
+                module, broadcast_buffers=False, find_unused_parameters=bool(options.get("delay_allreduce", False))
+            )
 
 
 def convert_syncbn_model(

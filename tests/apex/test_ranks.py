@@ -63,12 +63,16 @@ def test_two_ranks_are_one_with_all_the_data(ranks):
             close(ranks[run][0]["norms"], alone["norms"], 6e-3)
 
 
-@pytest.fixture(scope="module")
-def disagreeing(fork_ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("disagreeing")
-    ended = [each.finish() for each in fork_ranks(Path(rewritten.__file__).with_name("disagreeing.py"), folder)]
+def ranks_of(program, fork_ranks, folder):
+    """What each rank of a program found."""
+    ended = [each.finish() for each in fork_ranks(Path(rewritten.__file__).with_name(program), folder)]
     assert [each.returncode for each in ended] == [0, 0], "\n".join(each.stderr for each in ended)
     return [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def disagreeing(fork_ranks, tmp_path_factory):
+    return ranks_of("disagreeing.py", fork_ranks, tmp_path_factory.mktemp("disagreeing"))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -90,3 +94,21 @@ def test_ranks_that_begin_apart_use_other_parameters_and_overflow_alone_stay_tog
 
 def test_an_optimizer_whose_combine_ddp_is_set_to_false_keeps_its_own_gradients(disagreeing):
     assert [each["left out"] for each in disagreeing] == [[1.0, 2.0], [2.0, 4.0]]
+
+
+@pytest.fixture(scope="module")
+def wrapped(fork_ranks, tmp_path_factory):
+    return ranks_of("wrapped.py", fork_ranks, tmp_path_factory.mktemp("wrapped"))
+
+
+def test_the_wrapper_of_apex_leaves_each_rank_its_buffers(wrapped):
+    """The means of batches [[1, 2], [3, 4]] and twice that; vectors of spectral_norm by another seed on each rank."""
+    assert [each["mean"] for each in wrapped] == [[2.0, 3.0], [4.0, 6.0]]
+    assert [each["kept"] for each in wrapped] == [True, True]
+    assert wrapped[0]["weight"] == wrapped[1]["weight"]
+    assert wrapped[0]["gradient"] == wrapped[1]["gradient"]
+    assert [each["warnings"] for each in wrapped] == [[], []]
+
+
+def test_one_rank_alone_can_evaluate_in_the_wrapper_of_apex(wrapped):
+    assert wrapped[0]["evaluated"] == wrapped[0]["directly"]

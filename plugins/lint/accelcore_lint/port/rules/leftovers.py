@@ -37,7 +37,7 @@ _REASONS = {
     "manual_seed_all": "seeds of one vendor's devices: torch.manual_seed(n) seeds those of all",
     "get_rng_state": "random numbers of one vendor's device: torch.get_device_module() has the state of each device's",
     "amp": "mixed precision of one vendor: torch.autocast and torch.amp.GradScaler take the device's type",
-    "DistributedDataParallel": "apex's own: torch.nn.parallel.DistributedDataParallel is for all devices",
+    "DistributedDataParallel": "apex's own: torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)",
     "convert_syncbn_model": "apex's own: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) is for all devices",
     "FusedLayerNorm": "apex's own: torch.nn.LayerNorm is for all devices",
     "FusedRMSNorm": "apex's own: torch.nn.RMSNorm is for all devices",

@@ -36,7 +36,7 @@ optimizer = FusedAdam(model.parameters(), lr=1e-2)
 # TODO(accelcore): mixed precision of one vendor: torch.autocast and torch.amp.GradScaler take the device's type
 model, optimizer = amp.initialize(model, optimizer, opt_level="O0")
 if args.distributed:
-    # TODO(accelcore): apex's own: torch.nn.parallel.DistributedDataParallel is for all devices
+    # TODO(accelcore): apex's own: torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     model = DDP(model, delay_allreduce=True)
 
 for _ in range(3):
