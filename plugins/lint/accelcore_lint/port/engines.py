@@ -19,6 +19,7 @@ _IMPORTED = re.compile(
     rf"|(transformers|trl)[ \t]*(?:$|#|,|as\b)(?=[\s\S]*\b\3\.{_TRAINERS}\())"
 )
 _STARTED = re.compile(rf"\b(?:Accelerator|Fabric|{_TRAINERS}|Runner|Booster|\w*[lL]earner|\w*_trainer|initialize)\(")
+_OF_IGNITE = re.compile(r"\bauto_(?:model|optim|dataloader)\(")
 _LIGHTNING, _TRANSFORMERS = "moving.md#from-lightnings-trainer", "moving.md#from-hugging-faces-trainer"
 _PAGES = {
     "accelerate": "moving/accelerate.md",
@@ -35,12 +36,18 @@ _TEXT = (
 )
 
 
+def wraps(name: str, source: str) -> bool:
+    """Return whether a library wraps the model or the optimizer of a source; ignite's loops alone do not."""
+    return name != "ignite" or _OF_IGNITE.search(source) is not None
+
+
 def engine_in(source: str) -> tuple[str, int] | None:
     """Return the library that a source imports and starts to train with, and the line of the import."""
     found = _IMPORTED.search(source)
     if found is None or _STARTED.search(source) is None:
         return None
-    return found[1] or found[2] or found[3], source.count("\n", 0, found.end(found.lastindex or 0)) + 1
+    name = found[1] or found[2] or found[3]
+    return (name, source.count("\n", 0, found.end(found.lastindex or 0)) + 1) if wraps(name, source) else None
 
 
 def engine_note(name: str, line: int) -> Note:

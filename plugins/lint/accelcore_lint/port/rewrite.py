@@ -11,7 +11,7 @@ import libcst as cst
 from libcst import metadata
 
 from accelcore_lint.port.decisions import KEPT_IMPORT, Decisions
-from accelcore_lint.port.engines import engine_in, engine_note
+from accelcore_lint.port.engines import engine_in, engine_note, wraps
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.imports import Imports, in_branches, names_used
 from accelcore_lint.port.project import Known
@@ -129,7 +129,7 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
     left = [note for note in decisions.left if note.rule != KEPT_IMPORT]
     outcome = Outcome(source, decisions.rewritten, left, decisions.harmless, before=before)
     outcome.splits, outcome.answers, outcome.closed = decisions.splits, decisions.answers, decisions.closed
-    if engine := facts.engine or engine_in(module.code):
+    if (engine := facts.engine or engine_in(module.code)) and wraps(engine[0], module.code):
         outcome.harmless.append(engine_note(*engine))
     rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(
@@ -150,8 +150,8 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
         name = facts.place.name
         swept = swept if name in facts.identifiers else without_backend(swept, name)
     if level is not Level.TORCH:
-        made = [Note(facts.line(line), "variable", text_of(line).split("\n", 1)[0]) for line in variables_set(module)]
-        outcome.rewritten += made
+        made = variables_set(module) if variables_set(swept) else []  # a comment on a line that is left keeps them all
+        outcome.rewritten += [Note(facts.line(line), "variable", text_of(line).split("\n", 1)[0]) for line in made]
         swept = with_both_variables(swept)
     outcome.source = swept.code
     if level is Level.TRAINER:

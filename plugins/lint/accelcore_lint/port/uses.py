@@ -249,8 +249,8 @@ def kept_questions(text: str, name: str = "this program") -> str:
         return f"{library[1]} knows tensors of CUDA and of the CPU only: other devices need torch.distributed"
     if _BY_RANK.search(text):
         return (
-            "CUDA_VISIBLE_DEVICES gives each rank its device, and other devices do not read it: "
-            "make one current by torch.accelerator.set_device_index(rank) instead"
+            "an environment variable such as CUDA_VISIBLE_DEVICES gives each rank its device, and each vendor reads "
+            "another one: make a device current by torch.accelerator.set_device_index(rank) instead"
         )
     if BY_PLACE.search(text):
         return "this program reads a number from a device's name by its place behind 'cuda:': split it at the colon"

@@ -96,7 +96,7 @@ _MEMBERS = re.compile(rf"(?m)^[ \t]*self\.({_OWN})[ \t]*=(?!=)")
 _GIVEN = re.compile(rf"[,=]\s*self\.({_OWN})\s*[,)]")
 _TRUTHS = re.compile(rf"\b(?:if|elif|while|and|or|not)[ \t(]+((?:\w+\.)*\w+\.(?:{_OWN}))\b(?![ \t]*[.(])")
 _SETTINGS = re.compile(
-    r"(?i:\b((?:\w+\.)*_*(?:args?|cfg|conf|configs?|opts?|options?|settings|h?params|hps|flags)))"
+    r"(?i:\b((?:\w+\.)*(?:\w*_)?(?:args?|cfg|conf|configs?|opts?|options?|settings|h?params|hps|flags)))"
     rf"\.({_OWN})\b(?![ \t]*[.(])"
 )
 _SETS = re.compile(
@@ -150,7 +150,7 @@ def own_options(source: str) -> set[str]:
     flag. So is a variable as in `cuda = torch.cuda.is_available()`, or a function's parameter `cuda`, unless the file
     imports something of that name, an attribute that the script sets, as in `self.cuda = use_cuda`, or hands on and
     never calls, as in `moved(x, self.cuda)`, one whose truth it asks, as in `if flags.cuda:`, and one of settings such
-    as `args.cuda` or `self.opt.cuda`.
+    as `args.cuda`, `train_args.cuda` or `self.opt.cuda`.
     """
     options = {f"{space}.{word}" for space in _NAMESPACES.findall(source) for word in _OWN.split("|")}
     given = {word for word in _GIVEN.findall(source) if f"self.{word}(" not in source}

@@ -311,6 +311,16 @@ def test_the_variables_of_both_vendors_hide_devices_where_one_did(monkeypatch, l
     assert port_source(outcome.source, level).source == outcome.source
 
 
+@pytest.mark.parametrize(("given", "left"), [("made.cuda", [4]), ("prog_args.cuda", [])])
+def test_a_variable_counts_as_rewritten_only_if_its_line_changes(given, left):
+    source = f"import os\nimport torch\n\nos.environ['CUDA_VISIBLE_DEVICES'] = {given}\nx = torch.ones(2)\n"
+    outcome = port_source(source, Level.ROLES)
+    changed = "ASCEND_RT_VISIBLE_DEVICES" in outcome.source
+    assert [note.rule for note in outcome.rewritten] == ["variable"] * changed
+    assert changed is not bool(left)
+    assert sorted({note.line for note in outcome.left}) == left
+
+
 @pytest.mark.parametrize(
     ("level", "lines"),
     [

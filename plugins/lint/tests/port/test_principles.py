@@ -285,6 +285,17 @@ def test_a_script_that_another_library_trains_is_told_so():
     assert note.text.startswith("accelerate ")
 
 
+@pytest.mark.parametrize(("line", "wraps"), [("net = auto_model(net)", True), ("net = net.cuda()", False)])
+def test_loops_of_ignite_alone_choose_no_device_and_wrap_nothing(line, wraps):
+    source = (
+        "import torch\nfrom apex import amp\nfrom ignite.distributed import auto_model\n"
+        "from ignite.engine import Engine\nnet = torch.nn.Linear(2, 2)\n"
+        f"{line}\nnet = amp.initialize(net)\ntrainer = Engine(net)\n"
+    )
+    notes = port_source(source, Level.ROLES).harmless
+    assert [note.rule for note in notes] == ["engine"] * wraps
+
+
 @pytest.mark.parametrize(
     ("lines", "name", "page"),
     [

@@ -291,10 +291,17 @@ def test_a_number_of_devices_in_a_text_is_shown_as_it_is():
     assert (module.shown, module.share) == ("0 GPUs", 4)
 
 
-@pytest.mark.parametrize("made", ["partial(torch.autocast, device_type='cuda')", "dict(device_type='cuda')"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        "partial(torch.autocast, device_type='cuda')",
+        "dict(device_type='cuda')",
+        "{'device_type': 'cuda', 'dtype': 0}",
+    ],
+)
 def test_an_autocast_that_is_called_elsewhere_does_not_begin_to_work_on_the_cpu(made):
     outcome = port_source(f"from functools import partial\nimport torch\nautocast = {made}\n", Level.ROLES)
-    assert "device_type='cuda'" in outcome.source
+    assert f"autocast = {made}" in outcome.source
     assert [note.line for note in outcome.left] == [3]
 
 

@@ -271,7 +271,8 @@ def _wanted(facts: Facts, node: cst.CSTNode) -> str | Left | None:
         name = str(holder.key.evaluated_value)
     if isinstance(holder, cst.Return) and facts.guards(node) and AVAILABLE not in facts.known.replaced:
         name = next(outer.name.value for outer in facts.parents(holder) if isinstance(outer, cst.FunctionDef))
-    if name is not None and is_for_autocast(name, facts.code):
+    is_option = isinstance(holder, cst.DictElement) and name == "device_type"
+    if is_option or (name is not None and is_for_autocast(name, facts.code)):
         return _AUTOCAST
     is_field = isinstance(holder, cst.AnnAssign) and not nested and facts.is_field(holder)
     if is_field and _VENDOR.search(text_of(cst.ensure_type(holder, cst.AnnAssign).annotation.annotation)):
