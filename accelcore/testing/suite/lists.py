@@ -54,7 +54,7 @@ _BY: dict[str, Callable[..., Any]] = {
 def _lists(count: int, dtype: torch.dtype, *, with_empty: bool) -> list[list[Any]]:
     """Return three lists of tensors of many sizes, some in other strides than those of the other lists; and numbers."""
     generator = torch.Generator().manual_seed(count)
-    sizes = [max(number % 100, not with_empty) for number in range(count)]
+    sizes = [max((number - 3) % 100, 0 if with_empty else 1) for number in range(count)]
     shapes: list[tuple[int, ...]] = [((), (size,), (2, 5), (size,))[number % 4] for number, size in enumerate(sizes)]
     if count == _MANY:
         shapes[-2] = (_LARGE,)
@@ -62,7 +62,7 @@ def _lists(count: int, dtype: torch.dtype, *, with_empty: bool) -> list[list[Any
     for first, every in ((2, a), (6, b)):
         every[first::8] = [each.t().contiguous().t() for each in every[first::8]]
     if count > 1:
-        a[1][0], a[-1][-1] = math.nan, -math.inf
+        a[1][0], a[-2][-1] = math.nan, -math.inf
     c = [each.abs() + 0.5 for each in c]
     return [a, [each.abs() + 1 for each in b], c, [1.0 + number % 5 for number in range(count)]]
 

@@ -13,6 +13,7 @@ _ROWS = 70_000  # more than a grid of 65,535 blocks has
 _LONG = 2**18  # also sums of 256 numbers each are too many for bf16 to add up
 _LARGE = 2**24  # the next whole number is none in fp32
 _HUGE = 2**53  # nor in float64
+_TENSORS = 300  # more than the arguments of a kernel's launch hold
 
 
 Compute = Callable[[torch.device], Tensor]
@@ -97,8 +98,12 @@ def _of_weights(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Co
 
 
 def _many(device: torch.device) -> list[Tensor]:
-    """Return tensors of every size from 0 elements on, the last ones with gaps, and one more without elements."""
-    return [torch.ones(2 * number, device=device)[:: 1 + number // 90] for number in (*range(100), 0)]
+    """Return tensors of many sizes from 0 elements on, each filled with its number, of which some have gaps."""
+    return [torch.full((2 * (n % 100),), float(n), device=device)[:: 1 + n % 100 // 90] for n in range(_TENSORS)]
+
+
+def _columns(device: torch.device) -> list[Tensor]:
+    return [torch.full((2, 1), float(n), device=device) for n in range(_TENSORS)]
 
 
 def _hidden(x: Tensor) -> Tensor:
@@ -140,8 +145,6 @@ def _sums(number: int, ones: Tensor) -> Tensor:
     columns = x[:, None].expand(-1, 2)
     return torch.stack([x.sum(), x.nansum(), x.cumsum(0)[-1], columns.sum(0)[1], columns.cumsum(0)[-1, 1]])
 
-
-_COUNT = sum(2 * number // (1 + number // 90) for number in range(100))  # of the elements of `_many`
 
 _WHOLE: dict[str, tuple[Callable[[int, Tensor], Tensor], list[float]]] = {
     "addition": (
@@ -205,8 +208,12 @@ KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     ),
     "truth of whole numbers": (_of(_whole(256, 2**32, 0), lambda x: x.bool()), [1, 1, 0]),
     "range of whole numbers": (lambda device: torch.arange(_LARGE, _LARGE + 3, device=device) - _LARGE, [0, 1, 2]),
-    "concatenation of many tensors": (lambda device: torch.cat(_many(device)).sum(), [_COUNT]),
-    "stack of many tensors": (lambda device: torch.stack([torch.ones(2, device=device)] * 300).sum(), [600]),
+    "concatenation of many tensors": (
+        lambda device: torch.cat(_many(device)),
+        [n for n in range(_TENSORS) for _ in range(2 * (n % 100) // (1 + n % 100 // 90))],
+    ),
+    "concatenation of many columns": (lambda device: torch.cat(_columns(device), 1)[0], [*range(_TENSORS)]),
+    "stack of many tensors": (lambda device: torch.stack(_columns(device), 2)[0], [*range(_TENSORS)]),
     "sums of many rows": (_of(_ones(_ROWS), lambda x: x.expand(3, -1).t().sum(1)[[0, -1]]), [3, 3]),
     "softmax of many rows": (_of(_ones(_ROWS), lambda x: x.expand(2, -1).t().softmax(1)[-1]), [0.5, 0.5]),
     "products of many matrices": (_of(_cubes, lambda x: torch.bmm(x, x).sum()), [_ROWS]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from itertools import takewhile
 from unittest.mock import patch
 
 import torch
@@ -153,6 +154,12 @@ listed("norms_of_32_tensors", "norm", {"_foreach_norm": lambda func, tensors, *a
       [tensor * (number < 32) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
 known("concatenation_of_64_tensors", "concatenation of many tensors", {"cat": lambda func, tensors, *args: func(
       [tensor * (number < 64) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
+known("concatenation_that_begins_again", "concatenation of many columns", {"cat": lambda func, tensors, *args: func(
+      [tensors[number % 128] for number in range(len(tensors))], *args)})  # fmt: skip
+known("stack_that_begins_again", "stack of many tensors", {"stack": lambda func, tensors, *args: func(
+      [tensors[number % 128] for number in range(len(tensors))], *args)})  # fmt: skip
+listed("list_that_ends_with_nothing", "mul of a number", {"_foreach_mul_": lambda func, tensors, *args: func(
+      [*takewhile(torch.numel, tensors)], *args)})  # fmt: skip
 
 # Generators.
 drawn("generator_that_is_ignored", "test_own_generator", "draws other numbers",
