@@ -7,19 +7,19 @@ should not: in backward passes and in optimizers' steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelcore.backend import Backend
 from accelcore.devices.select import select
 from accelcore.errors import AmpError, CheckpointError, logger
-from accelcore.precision.o1.autocast import clear_cast_cache
+from accelcore.precision.o1.autocast import clear_cast_cache, is_o1_active
 from accelcore.precision.policy import Policy, create_scaler
 from accelcore.scaling.contract import FindBad, LossScaler
 from accelcore.scaling.dynamic import LossScale
@@ -93,6 +93,19 @@ def enter_o1(backend: Backend) -> None:
         region = backend.autocast(torch.float16, table="O1")
         region.__enter__()
         _entered[kind] = backend, region
+
+
+def cast_replica(replica: nn.Module) -> None:
+    """Cast by table O1 what a replica of DataParallel computes in its own thread, if this thread does so now."""
+    casting = [backend for kind, (backend, _) in _entered.items() if is_o1_active() and torch.is_autocast_enabled(kind)]
+    replica.__dict__["forward"] = partial(_forward_in_o1, casting, replica.forward)
+
+
+def _forward_in_o1(casting: Iterable[Backend], forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    with ExitStack() as stack:
+        for backend in casting:
+            stack.enter_context(backend.autocast(torch.float16, table="O1"))
+        return forward(*inputs, **named)
 
 
 def leave_o1() -> None:

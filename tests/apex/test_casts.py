@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -128,6 +129,46 @@ def test_torch_is_as_it_was_after_a_reset():
     assert torch.is_autocast_cache_enabled()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
     amp.reset()
+
+
+class Dtypes(nn.Module):
+    """Returns the dtypes of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.dtype, functional.gelu(y).dtype
+
+
+def in_thread(function, *, autocast):
+    """Call a function as DataParallel calls a replica: on CUDA autocast is on there, on other devices it is off."""
+
+    def run():
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            seen.append(function(torch.ones(2, 2)))
+
+    seen = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_replicas_of_data_parallel_are_cast_by_table_o1_in_their_threads(autocast):
+    model, _ = made(Dtypes())
+    for each in (model, copy.deepcopy(model)):
+        replica = each._replicate_for_data_parallel()
+        assert replica.linear is each.linear
+        assert in_thread(replica, autocast=autocast) == (torch.float16, torch.float32)
+    with amp.disable_casts():
+        replica = model._replicate_for_data_parallel()
+    assert in_thread(replica, autocast=False) == (torch.float32, torch.float32)
+    amp.reset()
+    assert in_thread(model._replicate_for_data_parallel(), autocast=False) == (torch.float32, torch.float32)
 
 
 def test_other_threads_and_other_levels_cast_nothing():
