@@ -385,3 +385,16 @@ def test_what_only_some_devices_have_is_not_asked_of_others(module, level, monke
     if level is Level.ROLES:
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(module))
         assert made["h"]() == module
+
+
+@pytest.mark.parametrize(
+    ("scale", "stays"),
+    [("2.0**32", True), ("0.5", True), ("2.**16", False), ("2**24", False), ("args.scale", False), ("1e400", True)],
+)
+def test_a_scaler_that_starts_out_of_the_bounds_of_accelcores_stays_torchs(scale, stays):
+    source = f"import torch\nscaler = torch.cuda.amp.GradScaler(init_scale={scale})\n"
+    outcome = port_source(source, Level.ROLES)
+    assert ("torch.amp.GradScaler(" in outcome.source) is stays
+    assert f"={scale}" in outcome.source
+    assert (outcome.after, outcome.left) == (0, [])
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source
