@@ -9,6 +9,7 @@ import libcst as cst
 from accelcore_lint.port.syntax import text_of
 from accelcore_lint.port.tree import Tree
 
+_FUNCTION = re.compile(r"((torch\.)?autograd\.)?Function")
 _SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
 
 
@@ -17,6 +18,11 @@ def is_module(made: cst.ClassDef) -> bool:
     return any(text_of(base.value).endswith("Module") for base in made.bases) or any(
         isinstance(part, cst.FunctionDef) and part.name.value == "forward" for part in made.body.body
     )
+
+
+def _is_function(made: cst.ClassDef) -> bool:
+    """Return whether a class is a `torch.autograd.Function`: TorchScript runs it in Python, by its `apply`."""
+    return any(_FUNCTION.fullmatch(text_of(base.value)) for base in made.bases)
 
 
 def is_scripted(site: cst.CSTNode, tree: Tree) -> bool:
@@ -36,5 +42,6 @@ def is_scripted(site: cst.CSTNode, tree: Tree) -> bool:
         return True
     scripts_modules = "scripted" in tree.known.uses or not names <= {*tree.functions}
     holder = tree.parent(tree.parent(functions[-1]) or functions[-1])
-    is_method = isinstance(holder, cst.ClassDef) and is_module(holder) and functions[-1].name.value != "__init__"
-    return scripts_modules and is_method
+    if not isinstance(holder, cst.ClassDef) or _is_function(holder):
+        return False
+    return scripts_modules and is_module(holder) and functions[-1].name.value != "__init__"

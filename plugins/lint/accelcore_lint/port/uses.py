@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 from collections.abc import Collection, Iterator
@@ -335,8 +336,21 @@ def devices_of(text: str) -> Iterator[str]:
 def uses_in(text: str) -> Iterator[str]:
     """Yield the kinds of objects that a file uses in a way that only the original allows: the words of `_USES`."""
     for kind, pattern in _USES.items():
-        if pattern.search(text) or (kind == "apex" and _goes_on_without_apex(text)):
+        found = _calls_script(text) if kind == "scripted" else pattern.search(text)
+        if found or (kind == "apex" and _goes_on_without_apex(text)):
             yield kind
+
+
+def _calls_script(text: str) -> bool:
+    """Return whether a file calls `torch.jit.script`; comments and strings do not."""
+    if not _USES["scripted"].search(text):
+        return False
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return True
+    names = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(name.endswith("jit.script") for name in names)
 
 
 def _goes_on_without_apex(text: str) -> bool:

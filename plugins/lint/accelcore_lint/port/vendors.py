@@ -105,7 +105,7 @@ _SETS = re.compile(
     rf"|backend[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)[\"']({'|'.join(GROUPS)})[\"']"
     r"|ExecutionProvider[\"']|_VISIBLE_DEVICES[\"'](?:\] *=|,)"
 )
-_OTHER_FRAMEWORKS = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(?:tensorflow|keras|jax|flax|mxnet|paddle)\b")
+_OTHER_FRAMEWORKS = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mxnet|paddle)\b")
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
 _PARAMETER = re.compile(rf"(?:^|,)\s*({_OWN})\s*(?:[,:=]|$)")
 _STRING = re.compile(r"(?s)[a-zA-Z]*('''|\"\"\"|'|\")(.*)\1")
@@ -241,11 +241,11 @@ def settings_lines(source: str) -> list[int]:
     """Return the lines of a file without torch that choose a vendor's device: `config.DEVICE = "cuda"`, `x.cuda()`.
 
     Also those that choose its process group or its tools, as `dist_params = dict(backend="nccl")`. A file for another
-    framework has none.
+    framework has process groups only.
     """
-    if _OTHER_FRAMEWORKS.search(source):
-        return []
-    found = {source.count("\n", 0, each.end()) + 1 for each in _SETS.finditer(source)}
+    if (other := _OTHER_FRAMEWORKS.search(source)) and other[1] == "paddle":
+        return []  # it has process groups of these names, too
+    found = {source.count("\n", 0, each.end()) + 1 for each in _SETS.finditer(source) if each[3] or not other}
     return sorted(found & vendor_lines(source)) if found else []
 
 

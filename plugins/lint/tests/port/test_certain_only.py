@@ -96,6 +96,25 @@ def test_a_module_stays_if_another_file_compiles_it(tmp_path):
     assert len(port_source(MODULE.format("None"), Level.ROLES, project.known(tmp_path / "net.py")).left) == 2
 
 
+@pytest.mark.parametrize("line", ["# net = torch.jit.script(Net())", "print('torch.jit.script(Net())')"])
+def test_a_comment_or_a_text_compiles_no_module(tmp_path, line):
+    (tmp_path / "net.py").write_text(MODULE.format("None"))
+    (tmp_path / "run.py").write_text(f"import torch\nfrom net import Net\n\n{line}\n")
+    project = read_project([tmp_path / "net.py", tmp_path / "run.py"])
+    assert port_source(MODULE.format("None"), Level.ROLES, project.known(tmp_path / "net.py")).left == []
+
+
+@LEVELS
+@pytest.mark.parametrize("base", ["Function", "torch.autograd.Function"])
+def test_torchscript_does_not_compile_a_function_of_autograd(level, base):
+    source = (
+        f"import torch\nfrom torch.autograd import Function\n\n\nclass Loss({base}):\n    @staticmethod\n"
+        "    def forward(ctx, x):\n        return x.cuda()\n\n\nnet = torch.jit.script(make())\n"
+    )
+    assert port_source(source, level).left == []
+    assert port_source(source.replace(f"({base})", "(torch.nn.Module)"), level).left
+
+
 @pytest.mark.parametrize(
     ("use", "has_index"),
     [

@@ -114,6 +114,8 @@ def test_names_of_arguments(line, count):
         ("session = Session(providers=['CUDAExecutionProvider'])", 1),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", 1),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'; import os\nimport tensorflow as tf", 0),
+        ("options(dist_backend='nccl'); import tf\nimport tensorflow as tf", 1),
+        ("group = new_group(backend='nccl'); import pd\nimport paddle", 0),
         ("def f():\n    'device=\"cuda\"'", 0),
     ],
 )
