@@ -137,7 +137,7 @@ def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
     if "backward through the graph a second time" in str(error):
         return (
             "the loss depends on a tensor that an earlier batch computed, such as a hidden state: detach() what you "
-            "keep from batch to batch"
+            "keep from batch to batch. Or the loss function calls backward() itself: only the trainer may"
         )
     # A loss may tokenize or decode its batch itself: then other errors have nothing to do with this.
     if not tensors(batch):

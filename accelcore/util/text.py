@@ -32,7 +32,8 @@ def text_remedy(value: object, *, whole: bool = False) -> str:
         return "this is text: write a number"
     if whole and kind == "float":
         return "this is text: write a whole number, such as int('4')"
-    return f"this is text, as a command line gives it, and YAML for 1e-3: write {kind}({value!r})"
+    giver = "YAML for 1e-3" if "e" in value.lower() else "a command line"
+    return f"this is text, as {giver} gives it: write {kind}({value!r})"
 
 
 def bound(function: Callable[..., Any], *arguments: Any, **named: Any) -> inspect.BoundArguments | None:

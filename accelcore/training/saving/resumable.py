@@ -31,7 +31,7 @@ from accelcore.training.saving.trainer_state import (
     read_saved,
 )
 from accelcore.util.containers import item
-from accelcore.util.text import is_number, is_whole
+from accelcore.util.text import is_number, is_whole, text_remedy
 
 
 class Resumable(ABC):
@@ -84,7 +84,8 @@ class Resumable(ABC):
                 then in `trainer.extra`, and later saves without `extra=` write it again. In a job rank 0's is saved.
         """
         if keep is not None and not is_whole(keep, 1):
-            raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy="give 1 or more, or None")
+            remedy = text_remedy(keep, whole=True) or "give 1 or more, or None"
+            raise ConfigurationError(f"keep={keep!r} is not a number of checkpoints", remedy=remedy)
         if extra is not None and not isinstance(extra, Mapping):
             raise ConfigurationError(f"extra={extra!r} is not a dict", remedy='name what you save: extra={"best": 0.5}')
         new = self.extra if extra is None else dict(extra)
@@ -236,7 +237,8 @@ def _metric(best: Any, mode: str | None) -> tuple[float, str] | None:
     if best is None:
         return None
     if not is_number(value := item(best)):
-        raise ConfigurationError(f"best={best!r} is not a number", remedy="give the metric of this checkpoint")
+        remedy = text_remedy(best) or "give the metric of this checkpoint"
+        raise ConfigurationError(f"best={best!r} is not a number", remedy=remedy)
     if not math.isfinite(value):
         logger.warning("the metric of this checkpoint is %s, so that it will not be the best", value)
         return None

@@ -48,6 +48,9 @@ def test_the_same_step_saved_twice_keeps_both_and_keep_deletes_the_oldest(accel,
     assert sorted(tmp_path.iterdir()) == [second, third]
     with pytest.raises(accelcore.ConfigurationError, match="keep"):
         trainer.save(tmp_path, keep=0)
+    for given in ({"keep": "2"}, {"best": "0.5", "mode": "min"}):
+        with pytest.raises(accelcore.ConfigurationError, match="this is text"):
+            trainer.save(tmp_path, **given)
 
 
 def test_many_saves_at_one_step_keep_the_newest(accel, tmp_path, caplog, build):
