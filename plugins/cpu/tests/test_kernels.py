@@ -87,7 +87,7 @@ def built(begin, tmp_path_factory, quick):
     folder = tmp_path_factory.mktemp("built") / "kernels"
     for process in [begin(folder, CXX=quick) for _ in range(2)]:
         out, err = end(process)
-        assert out == ANSWER
+        assert out == ANSWER, err
         assert err.count("building the optimizers' kernels") <= 1
     return folder
 
@@ -114,6 +114,16 @@ def test_a_library_that_is_not_whole_is_built_anew(run, folder, quick):
     assert "building the optimizers' kernels" in err
     (library,) = folder.iterdir()
     assert library.read_bytes() == content
+
+
+def test_a_library_that_another_process_replaces_at_once_is_used_all_the_same(run, tmp_path, quick):
+    replaced = (
+        "from accelcore_cpu.kernels import store\n"
+        "keep = store.keep\n"
+        "store.keep = lambda *arguments: keep(*arguments).unlink()\n"
+    )
+    out, err = run(tmp_path / "kernels", replaced + STEP, CXX=quick)
+    assert out == ANSWER, err
 
 
 @pytest.mark.parametrize("damage", ["cut off", "changed", "of others", "in a folder of others", "of another build"])

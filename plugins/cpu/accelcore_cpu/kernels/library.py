@@ -74,7 +74,9 @@ def _library() -> ctypes.CDLL:
             return _typed(*_built(Path(place)))
     with tempfile.TemporaryDirectory(dir=folder) as place:
         built, ahead = _built(Path(place))
-        return _typed(store.keep(folder, key, built, ahead), ahead)
+        library = _typed(built, ahead)  # first: a process that builds at the same time may replace what is kept
+        store.keep(folder, key, built, ahead)
+        return library
 
 
 def _built(folder: Path) -> tuple[Path, int]:
