@@ -108,10 +108,10 @@ class Facts(DeviceNumbers):
         if index is None or self.names_others or not isinstance(self.parent(context), cst.WithItem):
             return False
         text, (named, number) = text_of(index), index_of(index)
-        is_number = isinstance(index, cst.Integer) or self.is_local_rank(index)
-        if named or number is not None or not (is_number or self.is_whole(index) or _INDEX.search(text)):
+        is_number = self.is_whole(index) or self.is_local_rank(index) or _INDEX.search(text) is not None
+        if named or number is not None or not is_number:
             return False
-        if is_number or self.guards(context):  # other numbers may be -1, for the CPU
+        if isinstance(index, cst.Integer) or self.guards(context):  # a name, such as args.local_rank, may hold -1
             return True
         inner, asks = cast("cst.CSTNode", context), re.compile(rf"(?<![\w.]){re.escape(text)}\b|(?i:cuda|gpu)")
         for outer in self.parents(context):

@@ -59,6 +59,7 @@ def test_a_move_in_a_context_goes_to_its_device(level, script):
         ("if args.cuda:\n    with torch.cuda.device(args.gpu):\n        x = x.cuda()", False),
         ("with torch.cuda.device(1):\n    x = x.cuda()", False),
         ("with torch.cuda.device(gpu_id):\n    x = x.cuda()", True),  # -1 is the CPU
+        ("with torch.cuda.device(args.local_rank):\n    x = x.cuda()", True),  # -1 without a launcher
         ("if gpu_id < 0:\n    x = x + 1\nelse:\n    with torch.cuda.device(gpu_id):\n        x = x.cuda()", True),
         ("if x.is_cuda:\n    with torch.cuda.device(x.device):\n        x = x.cuda()", True),
         ("if args.cuda:\n    with torch.cuda.device('cuda:1'):\n        x = x.cuda()", True),
