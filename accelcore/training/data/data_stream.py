@@ -95,6 +95,8 @@ class DataStream:
             self.position.move_to(epoch)
             self._resumes = False
             self._forget()
+        elif epoch != self.loops.epoch:
+            self.loops.epoch = None  # the script has left that loop, and keeps its iterator
 
     def _forget(self) -> None:
         self._loop += 1
@@ -301,7 +303,8 @@ class EpochLoops:
             raise TrainingError(
                 f"another loop over trainer.batches(...) begins in epoch {self.epoch} of trainer.epochs(...)",
                 why="each loop over trainer.batches(...) is an epoch, and trainer.epochs(n) would skip the next one",
-                remedy=f"{_OTHER_LOOPS}; for two passes over the data, double n",
+                remedy=f"{_OTHER_LOOPS}; to begin the epoch again, as after an error, set trainer.epoch = {self.epoch} "
+                f"first, and outside of that loop trainer.epoch = {begins}; for two passes over the data, double n",
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -180,6 +182,32 @@ def test_loops_over_batches_behind_a_loop_over_epochs_are_epochs(accel):
         trainer.epoch = epoch  # the script says where it is
         list(map(trainer, trainer.batches(DATA)))
     assert trainer.epoch == 4
+
+
+def test_a_script_sets_the_epoch_to_begin_it_again(accel):
+    trainer = make(accel)
+    for epoch in trainer.epochs(2):
+        with contextlib.suppress(MemoryError):
+            for _ in trainer.batches(DATA):
+                raise MemoryError
+        with pytest.raises(accelcore.TrainingError, match=rf"trainer\.epoch = {epoch} first"):
+            next(trainer.batches(DATA))
+        trainer.epoch = epoch
+        list(map(trainer, trainer.batches(DATA)))
+    assert (trainer.epoch, trainer.steps) == (2, 2 * len(DATA))
+
+
+def test_a_script_sets_the_epoch_after_a_loop_whose_iterator_it_keeps(accel):
+    trainer = make(accel)
+    epochs = trainer.epochs(4)
+    for _ in epochs:
+        list(map(trainer, trainer.batches(DATA)))
+        break
+    with pytest.raises(accelcore.TrainingError, match=r"trainer\.epoch = 1"):
+        next(trainer.batches(DATA))
+    trainer.epoch = 1
+    list(map(trainer, trainer.batches(DATA)))
+    assert (trainer.epoch, trainer.steps) == (2, 2 * len(DATA))
 
 
 def test_a_loop_over_batches_begins_in_the_epoch_to_which_the_script_moves(accel):
