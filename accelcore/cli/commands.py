@@ -118,13 +118,13 @@ def export(trainer: str | None, checkpoint: str, file: str, *, best: bool) -> No
       accelcore export --best outputs/first model.safetensors
       accelcore export --trainer generator outputs/gan generator.safetensors
     """
-    check_export(checkpoint, file)  # before torch is imported, which takes seconds
+    _, target = check_export(checkpoint, file)  # before torch is imported, which takes seconds
     from accelcore.checkpoint.export import export as write
 
-    replaced, folder_is_new = Path(file).exists(), not Path(file).parent.exists()
+    replaced, folder_is_new = target.exists(), not target.parent.exists()
     found = write(checkpoint, file, trainer=trainer, best=best)
     done = " (replaced)" if replaced else " (in a new folder)" if folder_is_new else ""
-    click.echo(f"{file}{done}: model {'from' if trainer is None else f'{trainer} from'} {found}")
+    click.echo(f"{target}{done}: model {'from' if trainer is None else f'{trainer} from'} {found}")
 
 
 @app.command()

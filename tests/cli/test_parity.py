@@ -45,6 +45,15 @@ def test_a_recording_that_is_missing_starts_nothing(tmp_path, capsys):
     assert "accelcore record --out" in said
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_recording_is_found_in_the_home_folder(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "ref" / "rank-00000").mkdir(parents=True)
+    (tmp_path / "ref" / "rank-00000" / "recording.json").write_text("{")
+    assert main(["replay", "~/ref", __file__]) == 64
+    assert f"{tmp_path}/ref/rank-00000" in capfd.readouterr().err
+
+
 def test_record_replaces_nothing(tmp_path, capsys):
     (tmp_path / "ref").mkdir()
     assert main(["record", "--out", str(tmp_path / "ref"), __file__]) == 64

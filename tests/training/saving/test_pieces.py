@@ -117,10 +117,13 @@ def test_the_model_is_exported_to_one_file(saved, run, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
-def test_the_command_exports_too(saved, tmp_path, capsys):
+def test_the_command_exports_too(saved, tmp_path, monkeypatch, capsys):
     assert main(["export", str(saved[0] / "ours"), str(tmp_path / "model.safetensors")]) == 0
     assert str(find(saved[0] / "ours").path) in capsys.readouterr().out
     assert "embedding.weight" in load_file(tmp_path / "model.safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["export", str(saved[0] / "ours"), "~/model.safetensors"]) == 0
+    assert "model.safetensors (replaced)" in capsys.readouterr().out
     assert main(["export", str(saved[0] / "our"), str(tmp_path / "model.safetensors")]) != 0
     said = capsys.readouterr().err
     assert "there is no checkpoint" in said
