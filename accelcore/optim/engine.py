@@ -94,7 +94,6 @@ class Request:
         route: `"auto"`, or the one route that may serve it.
         flat: whether parameters may lie in flat memory.
         sharded: whether shards of parameters are updated, of which other ranks have the rest.
-        tentative: whether the route is chosen again before its first step. `supports` then need not build a kernel.
     """
 
     name: str
@@ -104,7 +103,6 @@ class Request:
     route: str = "auto"
     flat: bool = True
     sharded: bool = False
-    tentative: bool = False
 
     def values(self, option: str, default: Any) -> list[Any]:
         """Return the value of `option` in each group."""

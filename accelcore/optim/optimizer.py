@@ -117,8 +117,7 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, request: Request, groups: Sequence[dict[str, Any]], choose: Callable[[Request], Route]) -> None:
         self._request, self._choose, self._no_grad = request, choose, torch.no_grad()
-        self._is_tentative = request.route == "auto"  # kernels are built when a trainer binds it, or for the first step
-        self._take_route(replace(request, tentative=self._is_tentative), groups)
+        self._take_route(request, groups)
         # torch's check of a new group compares it with all others: the implementation did this already.
         super().__init__(self.implementation.param_groups[:1], self.implementation.defaults)
         self.param_groups.extend(self.implementation.param_groups[1:])
@@ -132,7 +131,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
     @property
     def route(self) -> str:
         """The name of its route."""
-        self._settle()
         return self._route.name
 
     @property
@@ -157,7 +155,6 @@ class RoutedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        self._settle()
         return bool(getattr(self.implementation, "_step_supports_amp_scaling", False))
 
     @property
@@ -212,11 +209,8 @@ class RoutedOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         loss = None if self.needs_closure else loss_by(closure)
         # Nothing to choose or to prepare in most steps: the first loads a state, a trainer's collect their gradients.
-        if isinstance(self.binding, GroupBinding):
-            if self.binding.is_outdated(self.param_groups):
-                self._choose_again(dict(self.state))
-            if self._is_tentative:
-                self._settle()
+        if isinstance(self.binding, GroupBinding) and self.binding.is_outdated(self.param_groups):
+            self._choose_again(dict(self.state))
         self.binding.prepare(self.param_groups)
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self.needs_closure:
@@ -295,18 +289,10 @@ class RoutedOptimizer(torch.optim.Optimizer):
             {**{key: value for key, value in group.items() if key not in _OF_ROUTE}, "params": tensors}
             for group, tensors in zip(self.param_groups, members, strict=True)
         ]
-        self._is_tentative = False
         request = replace(self._request, parameters=tuple(chain.from_iterable(members)), groups=_without_params(groups))
         self._take_route(replace(request, flat=flat, sharded=sharded), groups)
         for group, own_group in zip(self.param_groups, self.implementation.param_groups, strict=True):
             group.update({key: value for key, value in own_group.items() if key != "params"})
-
-    def _settle(self) -> None:
-        """Choose the route again if that was tentative; it is another one if a kernel cannot be built."""
-        if self._is_tentative:
-            self._is_tentative = False
-            if self._choose(self._request) is not self._route:
-                self._choose_again(dict(self.state))
 
     def _choose_again(self, entries: dict[Tensor, Entry]) -> None:
         """Choose the route for the parameters in the groups as they are now, with this state."""

@@ -110,10 +110,8 @@ def _in_low_precision(request: Request) -> bool:
 
 
 def _refusal(request: Request, *, by_row: bool) -> str | None:
-    """Return why our kernel cannot serve a request, or None. Builds the kernels, unless it will be asked again."""
+    """Return why our kernel cannot serve a request, or None. Builds the kernels if the request has parameters."""
     for switch in ("capturable", "differentiable"):
         if any(request.values(switch, False)):
             return f"the kernel is not {switch}"
-    return refusal(request.parameters, by_row=by_row) or unavailable(
-        build=bool(request.parameters) and not request.tentative
-    )
+    return refusal(request.parameters, by_row=by_row) or unavailable(build=bool(request.parameters))

@@ -202,22 +202,6 @@ def test_a_compiler_that_fails_is_told_of_once_and_the_formula_serves(run, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mistake_in_the_options_of_a_trainer_is_found_before_the_kernels_are_built(run, tmp_path):
-    script = STEP.replace(
-        "optimizer.step()",
-        """
-try:
-    accel.trainer(torch.nn.Linear(3, 1), optimizer, acumulate=2)
-except accelcore.ConfigurationError as error:
-    print(error.what)
-raise SystemExit
-""",
-    )
-    out, err = run(tmp_path, script, CXX="false")
-    assert out == "a trainer has no option 'acumulate'\n"
-    assert "kernels" not in err
-
-
 @pytest.mark.parametrize("named", ["relative/path", "."])
 def test_a_folder_has_to_be_named_by_its_whole_path(monkeypatch, named):
     monkeypatch.setenv("ACCEL_KERNEL_CACHE", named)
