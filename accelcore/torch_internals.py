@@ -303,20 +303,6 @@ def flight_records() -> list[dict[str, Any]]:
     return entries
 
 
-def on_replication(module: nn.Module, change: Callable[[nn.Module], None]) -> None:
-    """Call a function with each replica that DataParallel makes of a module.
-
-    Without it, O1 of apex does not hold in the threads in which replicas run.
-    """
-    module.__dict__["_replicate_for_data_parallel"] = partial(_replicated, module, change)
-
-
-def _replicated(module: nn.Module, change: Callable[[nn.Module], None]) -> nn.Module:
-    replica: nn.Module = type(module)._replicate_for_data_parallel(module)
-    change(replica)
-    return replica
-
-
 def never_compile(function: Callable[..., Any]) -> None:
     """Keep torch.compile away from a function and all that it calls.
 

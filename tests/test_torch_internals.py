@@ -48,16 +48,6 @@ def test_a_backward_pass_is_torchs(start):
         internals.run_backward(loss, start, retain_graph=False)
 
 
-def test_replicas_of_a_module_are_changed():
-    model, seen = nn.Sequential(nn.Linear(2, 2)), []
-    internals.on_replication(model, seen.append)
-    replica = model._replicate_for_data_parallel()
-    assert seen == [replica]
-    assert type(replica) is nn.Sequential
-    assert replica is not model
-    assert "module._replicate_for_data_parallel()" in inspect.getsource(inspect.getmodule(nn.parallel.replicate))
-
-
 class Subclass(torch.Tensor):
     """A tensor whose class torch asks before it begins."""
 

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelcore.apex.prepared import Prepared, is_prepared
-from accelcore.apex.state import AmpScaler, backend_of, cast_replica, enter_o1, listed, state
+from accelcore.apex.state import AmpScaler, backend_of, enter_o1, listed, state
 from accelcore.errors import AmpError, UnsupportedError, logger
 from accelcore.precision.cast_model import cast_boundary, fp32_state_dict, hold
 from accelcore.precision.policy import LOW_PRECISION, Policy
 from accelcore.scaling.dynamic import LossScale
-from accelcore.torch_internals import on_replication
 from accelcore.util.text import is_whole
 
 _LEVELS = ("O0", "O1", "O2", "O3")
@@ -150,8 +149,6 @@ def initialize(
         each.install(exact)
     if properties.policy.autocast:
         enter_o1(backend)
-        for model in all_models:
-            on_replication(model, cast_replica)
     state.enabled, state.loss_scalers = True, scalers
     if verbosity > 0:
         logger.info("amp: %s on %s", properties, backend.device)

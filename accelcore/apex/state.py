@@ -24,6 +24,7 @@ from accelcore.precision.policy import Policy, create_scaler
 from accelcore.scaling.contract import FindBad, LossScaler
 from accelcore.scaling.dynamic import LossScale
 
+_replicate = nn.DataParallel.replicate
 _entered: dict[str, tuple[Backend, AbstractContextManager[object]]] = {}
 
 
@@ -93,12 +94,16 @@ def enter_o1(backend: Backend) -> None:
         region = backend.autocast(torch.float16, table="O1")
         region.__enter__()
         _entered[kind] = backend, region
+        nn.DataParallel.replicate = _replicate_in_o1  # type: ignore[method-assign]
 
 
-def cast_replica(replica: nn.Module) -> None:
-    """Cast by table O1 what a replica of DataParallel computes in its own thread, if this thread does so now."""
+def _replicate_in_o1(self: nn.DataParallel[Any], module: Any, device_ids: Any) -> list[Any]:
+    """Return replicas that cast by table O1 in their own threads, if this thread does so now."""
+    replicas = _replicate(self, module, device_ids)
     casting = [backend for kind, (backend, _) in _entered.items() if is_o1_active() and torch.is_autocast_enabled(kind)]
-    replica.__dict__["forward"] = partial(_forward_in_o1, casting, replica.forward)
+    for replica in replicas:
+        replica.__dict__["forward"] = partial(_forward_in_o1, casting, replica.forward)
+    return replicas
 
 
 def _forward_in_o1(casting: Iterable[Backend], forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
@@ -113,6 +118,7 @@ def leave_o1() -> None:
     while _entered:
         _, (_, region) = _entered.popitem()
         region.__exit__(None, None, None)
+    nn.DataParallel.replicate = _replicate  # type: ignore[method-assign]
 
 
 @contextmanager

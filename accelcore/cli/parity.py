@@ -194,7 +194,7 @@ def _run(
     module = ["-m"] if places.pop("module") else []
     if not module:
         check_script(script)
-    if mode == "replay" and not as_path(folder).is_dir():  # the script's process would say so after it has imported torch
+    if mode == "replay" and not as_path(folder).is_dir():  # the script's process reports it after it has imported torch
         remedy = f"make it: accelcore record --out {folder} {script}"
         raise RecordingError(f"there is no recording in {folder}", remedy=remedy)
     child_process.raise_on_signals()  # so that the script ends with this process

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
+import sys
 import threading
 
 import pytest
@@ -120,11 +121,13 @@ def test_a_checkpointed_model_gives_the_gradients_of_one_that_is_not():
 
 def test_torch_is_as_it_was_after_a_reset():
     names = [(torch, "matmul"), (functional, "linear"), (torch.Tensor, "__matmul__"), (functional, "softmax")]
+    replicate = nn.DataParallel.replicate
     before = [getattr(module, name) for module, name in names]
     made()
     made()
     assert [getattr(module, name) for module, name in names] == before
     amp.reset()
+    assert nn.DataParallel.replicate is replicate
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
@@ -158,17 +161,29 @@ def in_thread(function, *, autocast):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_replicas_of_data_parallel_are_cast_by_table_o1_in_their_threads(autocast):
+def test_replicas_of_data_parallel_are_cast_by_table_o1_in_their_threads(autocast, monkeypatch):
+    def replicas_here(module, devices, detach):
+        return [module._replicate_for_data_parallel() for _ in devices]
+
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.data_parallel"], "replicate", replicas_here)
     model, _ = made(Dtypes())
-    for each in (model, copy.deepcopy(model)):
-        replica = each._replicate_for_data_parallel()
-        assert replica.linear is each.linear
-        assert in_thread(replica, autocast=autocast) == (torch.float16, torch.float32)
+    for each in (model, nn.Sequential(model), Dtypes()):
+        parallel = nn.DataParallel(each)
+        replicas = parallel.replicate(each, [0, 1])
+        assert [type(replica) for replica in replicas] == [type(each)] * 2
+        for replica in replicas:
+            assert in_thread(replica, autocast=autocast) == (torch.float16, torch.float32)
     with amp.disable_casts():
-        replica = model._replicate_for_data_parallel()
+        replica, _ = parallel.replicate(model, [0, 1])
     assert in_thread(replica, autocast=False) == (torch.float32, torch.float32)
     amp.reset()
-    assert in_thread(model._replicate_for_data_parallel(), autocast=False) == (torch.float32, torch.float32)
+    replica, _ = parallel.replicate(model, [0, 1])
+    assert in_thread(replica, autocast=False) == (torch.float32, torch.float32)
+
+
+def test_a_model_that_is_saved_whole_loads_without_accelcore():
+    model, _ = made()
+    assert b"accelcore" not in pickle.dumps(model)
 
 
 def test_other_threads_and_other_levels_cast_nothing():
