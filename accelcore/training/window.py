@@ -136,13 +136,17 @@ def _hint(error: Exception, batch: Any, model: nn.Module) -> str:
     """Return what to do about a graph that was freed, a batch without tensors, or dtypes that differ; or ""."""
     if "backward through the graph a second time" in str(error):
         return (
-            "the loss depends on a tensor that an earlier batch computed, such as a hidden state: detach() what you "
-            "keep from batch to batch. Or the loss function calls backward() itself: only the trainer may"
+            "the loss depends on a tensor that was computed before this batch, such as a hidden state: detach() what "
+            "you keep. Or the loss function calls backward() itself: remove that; or torch.autograd.grad(...): give it "
+            "retain_graph=True"
         )
     # A loss may tokenize or decode its batch itself: then other errors have nothing to do with this.
     if not tensors(batch):
         if isinstance(error, TypeError | AttributeError):
-            return "the batch has no tensor: make tensors of its values, as by torch.as_tensor(array) in a collate_fn"
+            return (
+                "the batch has no tensor: if the loss function makes none of its values, let a collate_fn do it, as by "
+                "torch.as_tensor(array)"
+            )
         if isinstance(error, RuntimeError) and "same device" in str(error):
             return (
                 "tensors in other objects than dicts, lists, tuples and dataclasses stay where they are: use one of "

@@ -188,14 +188,18 @@ def test_a_hidden_state_that_keeps_its_graph_has_a_note_to_detach_it(accel):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python shows notes since 3.11")
-def test_a_loss_function_that_calls_backward_has_a_note_of_it(accel):
+@pytest.mark.parametrize("function", ["backward", "autograd.grad"])
+def test_a_loss_function_that_frees_its_graph_has_a_note_of_it(accel, function):
     def loss(model, batch):
         value = model(batch).square().mean()
-        value.backward()
+        if function == "backward":
+            value.backward()
+        else:
+            torch.autograd.grad(value, model.weight)
         return value
 
     model = nn.Linear(3, 3)
     trainer = accel.trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
     with pytest.raises(RuntimeError, match="second time") as caught:
         trainer(torch.ones(2, 3))
-    assert "backward()" in caught.value.__notes__[-1]
+    assert f"{function}(" in caught.value.__notes__[-1]
