@@ -20,6 +20,7 @@ from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import argument, is_guard, is_kept, text_of
 from accelcore_lint.port.uses import RANKS, drives_apex, kept_questions, scaler_loads, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
+from accelcore_lint.port.visible import hides_by_rank
 from accelcore_lint.port.walk import find
 
 _SETS_UP = re.compile(r"\.((init|setup|set_up)_?(dist|ddp)\w*|(dist|ddp|distributed)_?(init|setup)\w*)$")
@@ -96,6 +97,7 @@ class Facts(DeviceNumbers):
             or _CONTEXT in self.code
             or any(text_of(arg.value) != "0" for call in contexts for arg in call.args[:1])
             or self.engine is not None
+            or bool(self.known.hides_by_rank or hides_by_rank(self.code))
             or (not self.spawns and elsewhere)
         )
 
@@ -175,7 +177,10 @@ class Facts(DeviceNumbers):
     @cached_property
     def keeps_questions(self) -> str:
         """Return the reason why questions for a device stay in this file; "" if there is none."""
-        return self.known.keeps_questions or kept_questions(self.code)
+        kept = self.known.keeps_questions or kept_questions(self.code)
+        if self.level is Level.TORCH:
+            return kept or self.known.hides_by_rank or hides_by_rank(self.code)
+        return kept or hides_by_rank(self.code, ported=True)
 
     def keeps(self, question: cst.CSTNode) -> str:
         """Return the reason why a question stays; "" if there is none. A script's torchsummary keeps all of its own.

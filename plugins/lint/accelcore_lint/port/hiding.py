@@ -8,6 +8,13 @@ import libcst as cst
 
 from accelcore_lint.port.processes import Processes
 from accelcore_lint.port.syntax import common_guard, run_on_import, text_of
+from accelcore_lint.port.walk import find
+
+_FIXES = ("torch.cuda.is_available", "torch.cuda.current_device")
+"""Questions that fix which devices are visible. A move may fix nothing: a module without parameters asks nothing."""
+
+_PERHAPS = (cst.BooleanOperation, cst.IfExp, cst.Lambda, cst.CompFor)
+"""Expressions that may not evaluate all that is in them."""
 
 
 def scope_of(tree: Processes, site: cst.CSTNode) -> cst.FunctionDef | None:
@@ -77,6 +84,28 @@ class Hiding:
             or self._is_set_first(each, site)
             for each in self._tree.hidden_by
         )
+
+    def asks_anyway(self, site: cst.CSTNode) -> bool:
+        """Return whether the function around a site fixes, there or above, which devices are visible, and hides none.
+
+        It does so in the original, too, so that a line of it that chooses the device there changes nothing.
+        """
+        function = self._scope(site)
+        if function is None:
+            return False
+        setters = {setter.name.value for target in self._tree.hidden_by if (setter := self._scope(target)) is not None}
+        words = re.findall(r"\w+", text_of(function))
+        if not setters.isdisjoint((*words, *re.findall(r"\w+", self._tree.reached(words)[1]))):
+            return False
+        above = (each for each in function.body.body if self._tree.line(each) <= self._tree.line(site))
+        return any(map(self._asks, above))
+
+    def _asks(self, statement: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
+        """Return whether a statement certainly asks a question that fixes which devices are visible."""
+        part = statement.test if isinstance(statement, cst.If) else statement
+        if isinstance(part, cst.BaseCompoundStatement) or any(True for kind in _PERHAPS for _ in find(part, kind)):
+            return False
+        return any(self._tree.name(call.func) in _FIXES for call in find(part, cst.Call))
 
     def is_before(self, site: cst.CSTNode) -> bool:
         """Return whether a site certainly runs before a statement that hides devices, also by a call of its function.

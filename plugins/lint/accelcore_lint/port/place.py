@@ -142,7 +142,8 @@ class Place:
             self._asking.append(site)  # A process that is forked below cannot use CUDA if its parent asked for it.
             return self._unchecked
         takes_current = self.is_apart(site) or (hidden and self._is_repeated(function))
-        if not self._torch_level and takes_current and self._hiding.is_placed(site):
+        is_placed = self._hiding.is_placed(site) or self._hiding.asks_anyway(site)
+        if not self._torch_level and takes_current and is_placed:
             if hidden and function is not None and not isinstance(function.body, cst.IndentedBlock):
                 raise UnplacedError("the function is one line: give it a line that chooses the device")
             if self._tree.forks and function is None:

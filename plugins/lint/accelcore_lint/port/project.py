@@ -24,6 +24,7 @@ from accelcore_lint.port.own_classes import (
 from accelcore_lint.port.project_files import IMPORT, folders_above, imported_by, root_of, scripts_in, text_in
 from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.vendors import imports_torch
+from accelcore_lint.port.visible import hides_by_rank
 
 OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
 """Words for accelerators beside those that a port starts from."""
@@ -81,6 +82,8 @@ class Known:
         forks: whether such a file starts processes that may be forks.
         meets_torch: whether the file, or one that it imports, also through others, imports torch.
         keeps_questions: the reason why its questions for a device stay, such as a library that it imports.
+        hides_by_rank: the reason why they stay at level TORCH, where a file of its program hides devices by rank; the
+            other levels set the variables of all vendors there.
         device_given: whether such a file reads a device as `args.device` that no Python file of the program sets.
         asked: flags above lines for one vendor that its program keeps, also as they are named before they are passed
             on, and why: the file is not ported, or the lines move objects of the project's own.
@@ -111,6 +114,7 @@ class Known:
     forks: bool = False
     meets_torch: bool = False
     keeps_questions: str = ""
+    hides_by_rank: str = ""
     device_given: bool = False
     asked: Mapping[str, str] = field(default_factory=dict)
     typed: frozenset[tuple[str, str]] = frozenset()
@@ -246,8 +250,9 @@ def _known_of_each(
     kept = {
         path: reason
         for path, text in scripts.items()
-        if (reason := uses.kept_questions(text, _BESIDE.format(path.name)))
+        if (reason := uses.kept_questions(text, _BESIDE.format(path.name)) or hides_by_rank(text, ported=path in given))
     }
+    by_rank = {path: reason for path, text in scripts.items() if (reason := hides_by_rank(text))}
     flags = {
         path: {name: (_OWN if path in given else _ASKED).format(path.name, name) for name in found}
         for path, text in scripts.items()
@@ -285,6 +290,7 @@ def _known_of_each(
             or next((kept[each] for each in sorted(files | users) if each in kept), "")
             or _flagged(path, {*files, *users}, flagged, texts)
             or next((_REST.format(each.name) for each in sorted(rest) if path.parent in each.parents), ""),
+            hides_by_rank=next((by_rank[each] for each in sorted(files | users) if each in by_rank), ""),
             uses=known.uses
             | (set() if copying.isdisjoint(files | users) else {"copied"})
             | (set() if scaling.isdisjoint(files) else {"scaled_below"})

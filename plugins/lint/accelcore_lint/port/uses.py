@@ -187,8 +187,6 @@ _TYPES = re.compile(
 BY_PLACE = re.compile(r"\bint\((?:\w+\.)*\w*device\w*\[[1-9]\d*:?\]\)")
 """A number in a device's name, found by its place behind `cuda:`."""
 
-_BY_RANK = re.compile(r"(?i)(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^\n]*(?:rank|localid)")
-
 _GROUPS = re.compile(
     r"(?m)^([ \t]*)elif [^\n]*\b(?:mps|xpu)\b[^\n]*:\n(?:\1[ \t]+[^\n]*\n)*?\1[ \t]+[^\n]*\binit_process_group\("
 )
@@ -248,11 +246,6 @@ def kept_questions(text: str, name: str = "this program") -> str:
     """Return why questions for a device stay in a program with a file of this text, and a name; "" if there is none."""
     if library := _CPU_OR_CUDA.search(text) or _BY_MPI.search(text):
         return f"{library[1]} knows tensors of CUDA and of the CPU only: other devices need torch.distributed"
-    if _BY_RANK.search(text):
-        return (
-            "an environment variable such as CUDA_VISIBLE_DEVICES gives each rank its device, and each vendor reads "
-            "another one: make a device current by torch.accelerator.set_device_index(rank) instead"
-        )
     if BY_PLACE.search(text):
         return "this program reads a number from a device's name by its place behind 'cuda:': split it at the colon"
     if _LOOKED_UP.search(text):

@@ -8,11 +8,38 @@ import libcst as cst
 
 from accelcore_lint.port.rule import TODO
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.vendors import VISIBLE
+from accelcore_lint.port.vendors import DEVICES, VISIBLE
 from accelcore_lint.port.walk import find
 
 _FIRST, _OTHER = VISIBLE
+_BY_RANK = re.compile(rf"(?i)(?:{_FIRST}|{_OTHER})[\"']\] *=[^\n]*(?:rank|localid)")
+_VENDOR = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(DEVICES)})")
 _IS_LEFT = re.compile(rf"{re.escape(TODO)}.*\n\s*[\w.]*environ\b")
+
+
+def hides_by_rank(text: str, *, ported: bool = False) -> str:
+    """Return why questions for a device stay in a program with a file that hides devices by rank; "" if it hides none.
+
+    `ported`: whether the file is ported. If its port hides the devices of all vendors, there is no reason either.
+    """
+    lines = [each[0] for each in _BY_RANK.finditer(text)]
+    if not lines or (ported and _is_for_all(text, lines)):
+        return ""
+    return (
+        "an environment variable such as CUDA_VISIBLE_DEVICES gives each rank its device, and each vendor reads "
+        "another one: make a device current by torch.accelerator.set_device_index(rank) instead"
+    )
+
+
+def _is_for_all(text: str, lines: list[str]) -> bool:
+    """Return whether a ported file sets both vendors' variables: it does already, or no word of a line is left."""
+    if all(_FIRST in line and _OTHER in line for line in lines):
+        return True
+    try:
+        made = variables_set(cst.parse_module(text))
+    except cst.ParserSyntaxError:
+        return False
+    return bool(made) and not any(_VENDOR.search(text_of(line.value)) for line in made)
 
 
 def variables_set(module: cst.Module) -> list[cst.Assign]:

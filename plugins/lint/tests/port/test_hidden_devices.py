@@ -199,6 +199,31 @@ def test_what_the_guard_cannot_have_run_before_asks_in_its_functions(above, is_l
     assert ("def forward(self, x):\n        current_device = torch.accelerator" in outcome.source) is not is_left
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_left"),
+    [
+        ("if torch.cuda.is_available():\n        x = x.cuda()\n    return x", False),
+        ("n = torch.cuda.current_device()\n    return x.cuda(), n", False),
+        ("if len(x) and torch.cuda.is_available():\n        x = x.cuda()\n    return x", True),
+        ("if len(x):\n        torch.cuda.is_available()\n    return x.cuda()", True),
+        ("ask = lambda: torch.cuda.is_available()\n    return x.cuda(), ask", True),
+        ("x = x.cuda()\n    return x, torch.cuda.is_available()", True),
+        ("'torch.cuda.is_available()'  # torch.cuda.is_available()\n    return x.cuda()", True),
+        ("hide('1')\n    if torch.cuda.is_available():\n        x = x.cuda()\n    return x", True),
+        ("indirect()\n    if torch.cuda.is_available():\n        x = x.cuda()\n    return x", True),
+    ],
+)
+def test_a_function_that_asks_anyway_asks_where_it_did(lines, is_left):
+    source = (
+        "import os\nimport torch\n\n\ndef hide(n):\n    os.environ['CUDA_VISIBLE_DEVICES'] = n\n\n\n"
+        f"def indirect():\n    hide('2')\n\n\ndef use(x):\n    {lines}\n\n\n"
+        "def run(x):\n    use(x)\n    hide('0')\n    use(x)\n\n\nrun(torch.ones(1))\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert bool(left_by_rules(outcome)) is is_left
+    assert ("x.to(current_device)" in outcome.source) is not is_left
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_line_of_the_guard_asks_below_the_one_that_hides_devices(is_first):
     lines = 'os.environ["CUDA_VISIBLE_DEVICES"] = "0, 1"', "show(x)"

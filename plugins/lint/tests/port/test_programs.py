@@ -22,15 +22,16 @@ BY_RANK = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{comm.Get_rank() % 
         ("from horovod import torch as hvd\n", True),
         ("try:\n    import horovod.torch as hvd\nexcept ImportError:\n    hvd = None\n", False),
         ("import horovod.tensorflow as hvd\n", False),
-        (BY_RANK, True),
+        (BY_RANK.replace("8}'", "8}'; print(os.environ['CUDA_VISIBLE_DEVICES'])"), True),
         (BY_RANK.replace("comm.Get_rank()", "args.gpu"), False),
-        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = os.environ['SLURM_LOCALID']\n", True),
+        ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = os.environ['SLURM_LOCALID']\n", "at level torch"),
         (MPI.format("Allreduce(MPI.IN_PLACE, p.grad)"), True),
         (MPI.format("Allreduce(MPI.IN_PLACE, p.grad.numpy())"), False),
         (MPI.format("bcast(p.grad)"), False),
     ],
 )
 def test_all_questions_stay_in_a_program_whose_tensors_another_device_cannot_exchange(tmp_path, level, tools, kept):
+    kept = kept is True or (bool(kept) and level is Level.TORCH)  # the other level sets the variables of all vendors
     lines = (
         "import torch\n\n\ndef dev():\n    return torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n\n\n"
         "def build(model, wanted):\n    use = wanted and torch.cuda.is_available()\n"
@@ -46,6 +47,42 @@ def test_all_questions_stay_in_a_program_whose_tensors_another_device_cannot_exc
     assert "model.cuda()" not in outcome.source
     alone = port_source(tools + lines, level)
     assert (len(alone.left) >= 3) is kept
+
+
+def test_questions_stay_beside_a_file_that_hides_devices_by_rank_and_is_not_ported(tmp_path):
+    source = (
+        "import torch\nimport tools\n\nprint(torch.ones(1, device='cuda' if torch.cuda.is_available() else 'cpu'))\n"
+    )
+    paths = written(tmp_path, {"train.py": source, "tools.py": BY_RANK})
+    kept = [port_source(source, Level.ROLES, read_project(given).known(paths[0])) for given in (paths[:1], paths)]
+    assert [bool(outcome.left) for outcome in kept] == [True, False]
+
+
+@pytest.mark.parametrize(("rank", "kept"), [("os.environ['LOCAL_RANK']", False), ("str(args.cuda + local_rank)", True)])
+def test_ranks_whose_devices_are_hidden_take_the_current_device(tmp_path, rank, kept):
+    files = {
+        "train.py": (
+            f"import os\nimport torch\nimport tools\n\nos.environ['CUDA_VISIBLE_DEVICES'] = {rank}\n"
+            "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nx = torch.ones(1).cuda()\n"
+        ),
+        "tools.py": "import torch\n\n\ndef made():\n    return torch.ones(1).cuda()\n",
+        "spawned.py": (
+            "import os\nimport torch\n\n\ndef work(rank):\n    os.environ['CUDA_VISIBLE_DEVICES'] = str(rank)\n"
+            "    x = torch.ones(1).cuda()\n\n\nif __name__ == '__main__':\n    torch.multiprocessing.spawn(work)\n"
+        ),
+    }
+    paths = written(tmp_path, files)
+    project = read_project(paths)
+    ported = {path.name: port_source(path.read_text(), Level.ROLES, project.known(path)) for path in paths}
+    assert not any("accelcore.select(" in outcome.source for outcome in ported.values())
+    assert (ported["tools.py"].left, ported["spawned.py"].left) == ([], [])
+    train = ported["train.py"]
+    assert bool(train.left) is kept
+    assert ("is_available() else 'cpu'" in train.source) is kept
+    for path in paths:
+        path.write_text(ported[path.name].source)
+    again = port_source(train.source, Level.ROLES, read_project(paths).known(paths[0]))
+    assert again.source == train.source
 
 
 GROUPS = (
