@@ -13,6 +13,8 @@ _LACKS = {
         r"|\btorch\.(?:as_)?tensor\((?:np|numpy)\.(?:log|exp|sqrt|mean|std|zeros|ones|linspace|random\.\w+)\("
         r"(?![^\n]*(?:float|int|long|bool))"
     ),
+    "properties of devices": re.compile(r"\b(?:get_device_properties|memory_stats)\("),
+    "numbers of generators": re.compile(r"\bfork_rng\([^\n]*current_device\("),
     "process groups": re.compile(r"\binit_process_group\("),
     "DataParallel": re.compile(r"(?<!\w)DataParallel\("),
 }

@@ -44,6 +44,10 @@ _USES = {
     ),
     "numbered": re.compile(r"(?i)dev\w*\.r?split\([\"']:[\"']\)|\bint\([\w.]*dev\w*\[-1\]\)"),
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
+    "event": re.compile(
+        r"\bcuda\.Event\b(?!\()|\bfrom torch\.cuda import[^\n]*\bEvent\b"
+        r"|\b(?:CUDAGraph|cuda_event|ipc_handle|cupy|numba|tensorrt)\b|\.cuda\.graph\b"
+    ),
     "get_device": re.compile(r"(?m)^[ \t]+def get_device\b"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
     "autocast": re.compile(

@@ -134,8 +134,8 @@ def test_a_function_of_one_line_takes_the_device_of_its_module(level):
 
 def test_a_condition_that_uses_what_a_condition_that_stays_sets_stays():
     source = (
-        "import torch\nif device.type == 'cuda':\n    start = torch.cuda.Event()\nelse:\n    begun = time()\n"
-        "if device.type == 'cuda':\n    start.record()\n    torch.cuda.synchronize()\n"
+        "import torch\nif device.type == 'cuda':\n    start = torch.cuda.Stream()\nelse:\n    begun = time()\n"
+        "if device.type == 'cuda':\n    start.query()\n    torch.cuda.synchronize()\n"
         "if device.type == 'cuda':\n    torch.cuda.synchronize()\n"
     )
     ported = port_source(source, Level.ROLES).source

@@ -314,7 +314,7 @@ def test_a_method_is_cuda_is_called_as_before():
 
 
 def test_a_line_of_several_statements_that_stays_is_not_touched():
-    source = "import torch\nx = 1; y = torch.cuda.Event()\n"
+    source = "import torch\nx = 1; y = torch.cuda.Stream()\n"
     assert source.splitlines()[1] in port_source(source, Level.ROLES).source
 
 

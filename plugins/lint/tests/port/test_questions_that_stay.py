@@ -104,7 +104,7 @@ def test_what_a_caller_has_written_still_falls_back_to_the_cpu(test):
 
 
 @pytest.mark.parametrize(
-    ("value", "kept"), [("torch.cuda.memory_stats()", True), ("torch.cuda.memory_reserved()", False)]
+    ("value", "kept"), [("torch.cuda.memory_summary()", True), ("torch.cuda.memory_reserved()", False)]
 )
 @pytest.mark.parametrize("is_first", [True, False])
 def test_methods_stay_that_read_what_another_method_does_not_set_elsewhere(value, kept, is_first):

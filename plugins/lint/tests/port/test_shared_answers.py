@@ -49,7 +49,7 @@ USAGE = """import torch
 def usage(index):
     if not torch.cuda.is_available():
         return {}
-    return {{"total": torch.cuda.get_device_properties(index).total_memory}}
+    return {{"total": torch.cuda.get_device_properties(index).{}}}
 
 
 def show():
@@ -67,11 +67,11 @@ show()
 @LEVELS
 @pytest.mark.parametrize("empty", ["{}", "[]", "dict()", "None", ""])
 def test_a_function_that_returns_nothing_without_cuda(level, empty):
-    source = USAGE.format(f"{empty}", 'usage(index)["total"]')
-    questions = port_source(source, level).source.count("if not torch.cuda.is_available():")
-    assert questions == 2
-    unused = USAGE.format(empty, "index")
-    assert port_source(unused, level).source.count("if not torch.cuda.is_available():") == 1
+    source, unused = (USAGE.format(empty, "major", shown) for shown in ('usage(index)["total"]', "index"))
+    asked = [port_source(each, level).source.count("if not torch.cuda.is_available():") for each in (source, unused)]
+    assert asked == [2, 1]
+    all_have = USAGE.format(empty, "total_memory", 'usage(index)["total"]')
+    assert "torch.cuda" not in port_source(all_have, level).source
 
 
 @LEVELS

@@ -150,6 +150,9 @@ def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     if function in _ONE_LINE and not node.args and facts.guards(node) and isinstance(facts.parent(node), cst.Expr):
         facts.place.check_question(node)
         return whole(node, f"{facts.torch}.{_ONE_LINE[function]}.{function}()", facts.needs_torch)
+    is_one = len(node.args) == 1 and isinstance(device, cst.Name) and isinstance(facts.parent(node), cst.Lambda)
+    if function == "synchronize" and is_one and facts.guards(node):
+        return whole(node, f"{facts.torch}.accelerator.synchronize({text_of(device)})", facts.needs_torch)
     return Left(f"{function} in the middle of a line: give it a line of its own", node.children)
 
 
@@ -204,6 +207,11 @@ WAIT = Rule(
             Level.ROLES,
             "if torch.cuda.is_available(): torch.cuda.empty_cache()",
             'if accel.device.type != "cpu": torch.get_device_module().empty_cache()',
+        ),
+        Example(
+            Level.ROLES,
+            'if device.type == "cuda":\n    wait = lambda: torch.cuda.synchronize(device=device)',
+            'if device.type != "cpu":\n    wait = lambda: torch.accelerator.synchronize(device)',
         ),
     ),
 )

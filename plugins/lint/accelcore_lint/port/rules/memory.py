@@ -13,7 +13,7 @@ from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
 
 _FIGURES = {"max_memory_allocated": "peak", "memory_allocated": "used"}
-_KNOWN = re.compile(r"torch\.cuda(?:\.memory)?\.((?:max_)?memory_)(allocated|reserved|cached)")
+_KNOWN = re.compile(r"torch\.cuda(?:\.memory)?\.((?:max_)?memory_)(allocated|reserved|cached|stats)")
 
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
@@ -34,7 +34,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     resets = any(attribute.startswith("reset_") and "memory" in attribute for attribute in facts.attributes)
     if own and facts.level is not Level.TORCH and name in _FIGURES and not resets and facts.place.can_choose(node):
         return whole(node, f"{facts.place.backend(node)}.runtime.memory().{_FIGURES[name]}")
-    none = "lambda _: 0" if named else "lambda: 0"  # the CPU's module has no figures, nor has that of MPS
+    # The CPU's module has no figures, nor has that of MPS.
+    none = f"lambda{' _' if named else ''}: {'{}' if name == 'memory_stats' else 0}"
     # The module is the accelerator's own: a device that is None stands for its current one.
     source = f'getattr({facts.torch}.get_device_module(), "{name}", {none})({named})'
     return whole(node, source, facts.needs_torch)
@@ -55,6 +56,11 @@ MEMORY = Rule(
             Level.ROLES,
             "used = torch.cuda.memory_allocated(device=args.device.index)",
             'used = getattr(torch.get_device_module(), "memory_allocated", lambda _: 0)(args.device.index)',
+        ),
+        Example(
+            Level.ROLES,
+            "figures = torch.cuda.memory_stats(device)",
+            'figures = getattr(torch.get_device_module(), "memory_stats", lambda _: {})(device)',
         ),
         Example(Level.ROLES, "peak = torch.cuda.max_memory_allocated()", "peak = accel.runtime.memory().peak"),
     ),

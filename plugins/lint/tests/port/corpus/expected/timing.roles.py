@@ -24,7 +24,6 @@ for _ in range(3):
 peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)() / 2**20
 print("peak", peak >= 0)
 if peak > 1e9:
-    # TODO(accelcore): events are each device's own; torch.Event(device) where the device has them
-    start_event = torch.cuda.Event(enable_timing=True)
+    start_event = torch.Event(enable_timing=True)
     # TODO(accelcore): streams are each device's own; torch.Stream(device) where the device has them
     stream = torch.cuda.Stream()

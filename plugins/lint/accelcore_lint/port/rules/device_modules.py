@@ -1,0 +1,90 @@
+"""Events, properties of devices, and forks of random numbers, which torch has for accelerators of all vendors."""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from accelcore_lint.port.facts import Facts
+from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
+from accelcore_lint.port.rules.device_strings import whole
+from accelcore_lint.port.syntax import argument, text_of
+
+_SHARED = r"\.(?:name|total_memory)\b"
+"""Properties that a device of each vendor has."""
+
+
+def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
+    name = facts.name(node.func)
+    if name == "torch.random.fork_rng":
+        return _decide_fork(node, facts)
+    if name == "torch.cuda.Event" and _is_plain_event(node, facts):
+        func = f"{facts.torch}.Event"
+    elif name == "torch.cuda.get_device_properties" and _asks_shared(node, facts):
+        func = f"{facts.torch}.get_device_module().get_device_properties"
+    else:
+        return None
+    if any(isinstance(outer, cst.Try) for outer in facts.parents(node)):
+        return None  # its handler may expect CUDA's error
+    made = cst.parse_expression(func)
+    return Rewrite(lambda updated: updated.with_changes(func=made), [node.func], facts.needs_torch)
+
+
+def _is_plain_event(node: cst.Call, facts: Facts) -> bool:
+    """Return whether an event only takes times, and may ask here for the accelerator, which `torch.Event` does."""
+    given = [arg.keyword.value if arg.keyword is not None else "" for arg in node.args]
+    on_import = facts.is_library and facts.function_of(node) is None
+    asks_early = facts.hidden_by or facts.forks or facts.known.forks or on_import
+    return given in ([], ["enable_timing"]) and not asks_early and "event" not in facts.uses_of
+
+
+def _asks_shared(node: cst.Call, facts: Facts) -> bool:
+    """Return whether the properties of a device are only asked for what devices of all vendors have."""
+    holder = facts.parent(node)
+    if isinstance(holder, cst.Attribute):
+        return re.fullmatch(_SHARED, f".{holder.attr.value}") is not None
+    target = holder.targets[0].target if isinstance(holder, cst.Assign) and len(holder.targets) == 1 else None
+    function = facts.function_of(node)
+    if not isinstance(target, cst.Name) or function is None:
+        return False
+    uses = rf"(?<![\w.]){target.value}\b(?!=[^=])"
+    found = len(re.findall(uses, text_of(function)))
+    return found > 1 and found == len(re.findall(f"{uses}{_SHARED}", text_of(function))) + 1
+
+
+def _decide_fork(node: cst.Call, facts: Facts) -> Rewrite | None:
+    """Fork the random numbers of the current device, whose type `fork_rng` has to get; the CPU's are always forked."""
+    devices = argument(node, "devices") if len(node.args) == 1 else None
+    index = devices.elements[0].value if isinstance(devices, cst.List) and len(devices.elements) == 1 else None
+    if not isinstance(index, cst.Call) or facts.name(index.func) != "torch.cuda.current_device":
+        return None
+    kind = facts.place.kind(node)
+    current = f'[{facts.torch}.accelerator.current_device_index()] if {kind} != "cpu" else []'
+    return whole(node, f"{text_of(node.func)}(devices={current}, device_type={kind})", facts.needs_torch)
+
+
+MODULES = Rule(
+    "device's module",
+    "events, the names and the memory of devices, and forks of their random numbers",
+    (cst.Call,),
+    _decide,
+    (
+        Example(
+            Level.ROLES,
+            "start = torch.cuda.Event(enable_timing=True)",
+            "start = torch.Event(enable_timing=True)",
+        ),
+        Example(
+            Level.TORCH,
+            "total = torch.cuda.get_device_properties(0).total_memory",
+            "total = torch.get_device_module().get_device_properties(0).total_memory",
+        ),
+        Example(
+            Level.ROLES,
+            "with torch.random.fork_rng(devices=[torch.cuda.current_device()]):\n    train()",
+            "with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()] "
+            'if accel.device.type != "cpu" else [], device_type=accel.device.type):\n    train()',
+        ),
+    ),
+)
