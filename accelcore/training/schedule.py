@@ -148,8 +148,8 @@ class Schedule:
         if self.updates and updates and reached and reached < updates:
             self._log.warn(
                 "total_steps=%d, and trainer.epochs(...) makes %d updates if each epoch has as many batches as this "
-                "one: the schedule then does not come to its end. An update takes accumulate= batches, and a rank its "
-                "share. If all epochs are alike, remove total_steps=: then the trainer counts",
+                "one, and no other loop over epochs follows: the schedule then does not come to its end. An update "
+                "takes accumulate= batches, and a rank its share. If so, remove total_steps=: then the trainer counts",
                 updates,
                 reached,
             )
