@@ -121,6 +121,39 @@ def test_a_side_stream_is_another_stream_and_the_same_each_time(accel):
     assert torch.cuda.current_stream(accel.device) == outer
 
 
+def test_events_properties_and_forks_that_port_writes_do_what_cudas_do(accel):
+    """`accelcore port` replaces torch.cuda.Event, torch.cuda.get_device_properties and forks of CUDA's numbers."""
+    x = torch.randn(2048, 2048, device=accel.device)
+    x @ x
+    torch.accelerator.synchronize()
+    kinds = torch.Event, torch.cuda.Event
+    begins, ends = ([kind(enable_timing=True) for kind in kinds] for _ in range(2))
+    for event in begins:
+        event.record()
+    for _ in range(200):
+        x @ x
+    for event in ends:
+        event.record()
+    side = torch.cuda.Stream()
+    side.wait_event(ends[0])
+    ends[0].synchronize()
+    assert ends[0].query()
+    ours, cudas = (begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True))
+    assert ours == pytest.approx(cudas, rel=0.1)
+
+    properties = torch.get_device_module().get_device_properties(0)
+    assert properties.name == torch.cuda.get_device_name(0)
+    assert properties.total_memory == pytest.approx(torch.cuda.mem_get_info(0)[1], rel=0.01)
+
+    torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=accel.device.type):
+        torch.rand(1), torch.rand(1, device=accel.device)
+    drawn = torch.rand(3), torch.rand(3, device=accel.device)
+    torch.manual_seed(0)
+    again = torch.rand(3), torch.rand(3, device=accel.device)
+    assert all(map(torch.equal, drawn, again))
+
+
 def test_deterministic_training_can_be_repeated(run_python):
     script = """
         import accelcore, torch
