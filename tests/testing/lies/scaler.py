@@ -249,8 +249,6 @@ for _name, _kind, _test, _says, _arguments in (
     ("scaler_that_never_halves", _NeverHalves, "test_overflow_skips_and_halves", "the scale was not halved",
      {**OVERFLOW, "make": _plain}),
     ("scaler_that_never_unscales", _NeverUnscales, "test_unscale_then_clip", "were not unscaled", {"make": _plain}),
-    ("scaler_that_changes_updates", _NeverUnscales, "test_scaling_changes_no_update", "the scale changed an update",
-     {"make": _plain}),
     ("scale_that_falls_to_nothing", _NoFloor, "test_endless_overflow_has_a_floor", "below its floor", {}),
     ("scaler_that_forgets_its_count", _ForgetsItsCount, "test_state_round_trip", "does not go on as the saved", {}),
     ("scaler_of_the_first_group", _FirstGroup, "test_overflow_anywhere", "an overflow was not found",
@@ -286,8 +284,6 @@ for _name, _kind, _test, _says, _arguments in (
      {"unscales": True}),
     ("scale_that_counts_optimizers", _CountsThemAfterwards, "test_several_optimizers", "is not one clean step",
      {"unscales": True}),
-    ("scaler_with_a_rounded_inverse", _InverseInBf16, "test_scaling_changes_no_update", "the scale changed an update",
-     {"make": _plain}),
     ("scale_in_fp32", _ScalesInFp32, "test_scale_is_on_the_device", "rounds a loss in float64", {}),
     ("scaler_of_the_first_parameters", _OfTheFirstParameters, "test_parameters_that_came_later", "was not unscaled",
      {"make": _plain, "way": "a group"}),
@@ -295,6 +291,11 @@ for _name, _kind, _test, _says, _arguments in (
      {"make": _own, "way": "a parameter"}),
 ):  # fmt: skip
     LIES[_name] = Lie(_name, _scalers(_kind), f"TestScaler.{_test}", _says, _arguments)
+
+LIES["scaler_with_a_rounded_inverse"] = Lie(
+    "scaler_with_a_rounded_inverse", _scalers(_InverseInBf16),
+    "TestOptimizers.test_overflow_is_skipped_by_every_optimizer", "with scaled gradients", {"name": "asgd"},
+)  # fmt: skip
 
 
 @lie("TestScaler.test_overflow_flag", says="declares an overflow flag")
