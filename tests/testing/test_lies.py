@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -17,6 +18,7 @@ from accelcore_cpu.backend import create
 import accelcore
 from accelcore.cli import main
 from accelcore.cli import verify as command
+from accelcore.roles.compiler import TorchCompiler
 from accelcore.testing import whole_suite as suite
 from accelcore.testing.support.options import ORACLES, options_of
 
@@ -154,6 +156,12 @@ def test_rounding_that_is_declared_passes(request):
     backend = lies.precision.fast_by_rounding(create(), 10)
     for test in ("test_fast_fp32", "test_fp32_modes_nest", "test_ieee_fp32"):
         ask(lies.Lie("honest", None, f"TestPrecision.{test}", ""), backend, request)
+
+
+def test_the_options_of_a_compiler_that_this_machine_lacks_are_not_tried():
+    backend = dataclasses.replace(create(), compiler=TorchCompiler(lambda: "there is no g++"))
+    with pytest.raises(pytest.skip.Exception, match="no g\\+\\+"):
+        suite.TestCompiler().test_unknown_option(backend)
 
 
 class Behind:

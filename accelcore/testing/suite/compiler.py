@@ -231,8 +231,12 @@ class TestCompiler(DeviceTests):
 
     def test_unknown_option(self, accel: Backend) -> None:
         """An option that the compiler does not know is refused when it is given."""
-        with declared(bool(accel.capabilities.compilers), "a compiler"), pytest.raises(ConfigurationError):
-            accel.compiler.compile(network().to(accel.device), {"no_such_option": True})
+        with declared(bool(accel.capabilities.compilers), "a compiler"):
+            compiled = accel.compiler.compile(network().to(accel.device), {})
+            if not compiled.compiled:
+                pytest.skip(f"nothing here checks the options: {compiled.reason}")
+            with pytest.raises(ConfigurationError):
+                accel.compiler.compile(network().to(accel.device), {"no_such_option": True})
 
     def test_errors_of_the_model_pass(self, accel: Backend) -> None:
         """An error of the model itself reaches the user, instead of a fallback."""
