@@ -103,7 +103,7 @@ class TransferTests:
 
     @pytest.mark.parametrize("layout", _LAYOUTS)
     def test_conversions_in_other_strides(self, accel: Backend, layout: str) -> None:
-        """A conversion rounds to the nearest number of the dtype in any strides, also if it changes the strides."""
+        """A conversion rounds to the nearest number in any strides, also if it changes them, or moves the tensor."""
         known = [getattr(torch, name) for name in accel.capabilities.model_dtypes]
         for n, (source, target) in product((1, 5), permutations([*known, torch.int32], 2)):
             shape = _LAYOUTS[layout](n).shape
@@ -112,13 +112,18 @@ class TransferTests:
                 numbers.view(-1)[:3] = torch.tensor([65_519.0, -65_520.0, math.inf])  # beyond fp16, but for the first
             exact = numbers.to(source).double()  # contiguous, as all that leads to the right numbers
             right = (exact if target.is_floating_point else exact.trunc()).to(target)
-            there = torch.empty_like(_LAYOUTS[layout](n), dtype=source).copy_(numbers.to(source)).to(accel.device)
+            host = torch.empty_like(_LAYOUTS[layout](n), dtype=source).copy_(numbers.to(source))
+            there = host.to(accel.device)
             images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
             columns = torch.empty(shape[::-1], dtype=target, device=accel.device).permute(*reversed(range(len(shape))))
             found = {
                 "copy_": torch.empty(shape, dtype=target, device=accel.device).copy_(there),
                 "copy_ to columns": columns.copy_(there),
                 "to": there.to(target),
+                "copy_ from the host": torch.empty(shape, dtype=target, device=accel.device).copy_(host),
+                "copy_ to the host": torch.empty(shape, dtype=target).copy_(there),
+                "to from the host": host.to(accel.device, target),
+                "to on the host": there.to("cpu", target),
             }
             for form in (torch.contiguous_format, images):
                 try:

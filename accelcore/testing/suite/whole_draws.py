@@ -91,8 +91,9 @@ class WholeDrawTests:
         for chances in (rows, rows.t(), rows[:, 3:6]):
             for drawn in (torch.bernoulli(chances), torch.empty_like(chances).bernoulli_(chances)):
                 assert torch.equal(drawn, chances), "bernoulli does not go by the chance of each element"
-        several = torch.multinomial(torch.ones(100, device=accel.device), 100).cpu()
-        assert len(set(several.tolist())) == 100, "multinomial without replacement repeats"
+        for count in (100, _WEIGHTS):
+            several = torch.multinomial(torch.ones(count, device=accel.device), count).cpu()
+            assert len(several.unique()) == count, f"multinomial of {count} numbers without replacement repeats"
         pairs = torch.multinomial(torch.tensor([0.1, 0.3, 0.6], device=accel.device).expand(20_000, 3), 2).cpu()
         left = torch.bincount(3 - pairs.sum(1), minlength=3).tolist()
         for times, share in zip(torch.bincount(pairs[:, 0], minlength=3).tolist(), (0.1, 0.3, 0.6), strict=True):

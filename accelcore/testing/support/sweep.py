@@ -60,6 +60,7 @@ from accelcore.testing.support.values import (
     with_infinity,
     with_nans,
     with_nothing_of,
+    with_one_number,
     with_short_indices,
     with_whole_numbers,
 )
@@ -164,6 +165,8 @@ def compare(
                 Case(found, device, name, Between(info), dtype, given, "between other calls", elementwise).run()
                 if binary and (changed := with_whole_numbers(given)) is not None:
                     Case(found, device, name, info, dtype, changed, "with whole numbers", elementwise).run()
+                for given in with_one_number(of_other_options(info, dtype, every, []) if binary else ()):
+                    Case(found, device, name, info, dtype, given, "of one number", elementwise).run()
                 if info.supports_gradgrad:
                     for given in [arguments_of(every[0]), *islice(_of_other_dimensions(info, dtype, every), 3)]:
                         Case(found, device, name, Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()

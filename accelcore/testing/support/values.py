@@ -231,6 +231,13 @@ def with_whole_numbers(arguments: Any) -> Any:
     return (first.detach(), whole, *others[1:]), options
 
 
+def with_one_number(pool: Iterable[Any]) -> Iterator[Any]:
+    """Yield operands of which the second has no dimensions, of all arguments with two operands that have some."""
+    for (first, *others), options in pool:
+        if others and isinstance(others[0], Tensor) and others[0].numel() and first.dim():
+            yield (first, others[0].detach().reshape(-1)[0].clone(), *others[1:]), options
+
+
 def others_of(arguments: Any) -> Any:
     """Return arguments of the same shapes with other values: elements in reverse order, other fractions."""
 

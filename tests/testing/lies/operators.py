@@ -371,6 +371,11 @@ drawn("randint_by_remainder", "test_even_draws", "in part 0 of 16",
       draw="randint of 16 bits")  # fmt: skip
 drawn("multinomial_without_weights", "test_whole_numbers", "multinomial",
       {"multinomial": lambda function, weights, *args, **named: function(weights * 0 + 1, *args, **named)})  # fmt: skip
+drawn("multinomial_of_many_that_repeats", "test_whole_numbers", "multinomial of 12288 numbers without replacement",
+      {"multinomial": lambda function, weights, count, replacement=False: function(
+          weights, count, replacement or len(weights) > 4096)})  # fmt: skip
+drawn("exponential_with_zeros", "test_moments", "drew 0.0",
+      {"exponential_": lambda function, x: function(x).mul_(x > 1e-3)}, draw="exponential_")  # fmt: skip
 
 
 # Dropout inside of operators.

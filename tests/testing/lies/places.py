@@ -7,7 +7,7 @@ import math
 import torch
 
 from lies.lie import lie
-from lies.operators import Wrong, _note, drawn, known, listed, swept
+from lies.operators import Wrong, WrongFunction, _note, drawn, known, listed, swept
 from lies.precision import _under
 
 
@@ -128,6 +128,12 @@ def _truncated(func, x, dtype=None, **options):
     return func(x, dtype=dtype, **options)
 
 
+def _by_memory(function, x, *where, **options):
+    if len(where) == 2:  # a device and a dtype
+        x = x.permute(sorted(range(x.dim()), key=lambda dimension: -x.stride(dimension))).reshape(x.shape)
+    return function(x, *where, **options)
+
+
 def _in_a_workspace():
     memory = {}
 
@@ -146,6 +152,8 @@ def _counted_in_blocks(func, grad, places, count, padding, by_frequency):
 
 _note("conversion_that_truncates", "TestRuntime.test_conversions_in_other_strides", "is wrong in torch.bfloat16",
       {"layout": "transposed"}, lambda: Wrong({"_to_copy": _truncated}))  # fmt: skip
+_note("conversion_on_the_way_by_memory", "TestRuntime.test_conversions_in_other_strides", "by to from the host",
+      {"layout": "transposed"}, lambda: WrongFunction({"to": _by_memory}))  # fmt: skip
 swept("gradient_in_a_workspace", "nn.functional.silu", "changes the gradients of the first", {
       "silu_backward": _in_a_workspace()})  # fmt: skip
 swept("activation_of_nan_in_bf16", "nn.functional.relu", "bfloat16, as it is, with NaN", {
@@ -154,3 +162,5 @@ swept("frequencies_of_a_block", "nn.functional.embedding", "of many elements", {
       "embedding_dense_backward": _counted_in_blocks})  # fmt: skip
 listed("multiplication_of_110_tensors", "mul of a number", {
        "_foreach_mul_": lambda func, tensors, *args: func(tensors[:110], *args)})  # fmt: skip
+swept("addition_of_a_number_without_its_factor", "add", "of one number", {
+      "add_": lambda func, x, y, **options: func(x, y, **(options if y.dim() else {}))})  # fmt: skip
