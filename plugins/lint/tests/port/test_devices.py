@@ -389,9 +389,12 @@ def test_what_only_some_devices_have_is_not_asked_of_others(module, level, monke
 
 @pytest.mark.parametrize(
     ("scale", "stays"),
-    [("2.0**32", True), ("0.5", True), ("2.**16", False), ("2**24", False), ("args.scale", False), ("1e400", True)],
-)
-def test_a_scaler_that_starts_out_of_the_bounds_of_accelcores_stays_torchs(scale, stays):
+    [
+        ("2.0**32", True), ("0.5", True), ("2.**16", False), ("2**24", False), ("1024.0", False), ("1e400", True),
+        ("4 * 2**24", True), ("2.**(8*4)", True), ("args.scale", True), ("2.0**args.power", True),
+    ],
+)  # fmt: skip
+def test_a_scaler_that_may_start_out_of_the_bounds_of_accelcores_stays_torchs(scale, stays):
     source = f"import torch\nscaler = torch.cuda.amp.GradScaler(init_scale={scale})\n"
     outcome = port_source(source, Level.ROLES)
     assert ("torch.amp.GradScaler(" in outcome.source) is stays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import libcst as cst
@@ -55,7 +56,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     enabled = text_of(given["enabled"].value) if "enabled" in given else "True"
     on = both(test, enabled) if test else enabled
     stays = stays or (on != "True" and _loads_off(on, facts))
-    stays = stays or ("init_scale" in given and _is_beyond(text_of(given["init_scale"].value)))
+    stays = stays or ("init_scale" in given and not _is_within(text_of(given["init_scale"].value)))
     with_backend = facts.place.can_choose(node) and not stays
     prefix = facts.place.backend(node) if with_backend else facts.place.kind(node)
 
@@ -96,11 +97,11 @@ def _loads_off(on: str, facts: Facts) -> bool:
     return any(words.isdisjoint(above) for above in facts.scaler_loads)
 
 
-def _is_beyond(scale: str) -> bool:
-    """Return whether a scale in figures, such as `2.0**32`, is out of the bounds that accelcore's scalers have."""
+def _is_within(scale: str) -> bool:
+    """Return whether a scale in figures, such as `2.0**16`, is in the bounds that accelcore's scalers have."""
     base, _, power = scale.partition("**")
     try:
-        return not 1 <= float(base) ** float(power or 1) <= 2**24
+        return 1 <= math.pow(float(base), float(power or 1)) <= 2**24
     except (ValueError, OverflowError):
         return False
 
