@@ -64,6 +64,21 @@ def test_an_event_stays_if_another_file_asks_for_its_class(tmp_path, level, othe
 
 
 @LEVELS
+@pytest.mark.parametrize(
+    "other",
+    [
+        "end = torch.cuda.Event(enable_timing=True, blocking=True)",
+        "end = torch.cuda.Event(True)",
+        "try:\n    end = torch.cuda.Event(enable_timing=True)\nexcept RuntimeError:\n    end = None",
+    ],
+)
+def test_events_of_a_file_stay_together(level, other):
+    outcome = port_source(f"import torch\n\nstart = {EVENT}\n{other}\nprint(start.elapsed_time(end))\n", level)
+    assert "= torch.Event(" not in outcome.source
+    assert len(outcome.left) == 2
+
+
+@LEVELS
 def test_an_event_of_a_module_is_not_made_for_all_accelerators_on_import(level):
     assert port_source(f"import torch\n\nSTART = {EVENT}\n\n\ndef f(): ...\n", level).left
 

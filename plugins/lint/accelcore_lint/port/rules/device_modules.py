@@ -19,7 +19,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     name = facts.name(node.func)
     if name == "torch.random.fork_rng":
         return _decide_fork(node, facts)
-    if name == "torch.cuda.Event" and _is_plain_event(node, facts):
+    if name == "torch.cuda.Event" and _may_be_plain(facts):
         func = f"{facts.torch}.Event"
     elif name == "torch.cuda.get_device_properties" and _asks_shared(node, facts):
         func = f"{facts.torch}.get_device_module().get_device_properties"
@@ -31,12 +31,16 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     return Rewrite(lambda updated: updated.with_changes(func=made), [node.func], facts.needs_torch)
 
 
-def _is_plain_event(node: cst.Call, facts: Facts) -> bool:
-    """Return whether an event only takes times, and may ask here for the accelerator, which `torch.Event` does."""
-    given = [arg.keyword.value if arg.keyword is not None else "" for arg in node.args]
-    on_import = facts.is_library and facts.function_of(node) is None
+def _may_be_plain(facts: Facts) -> bool:
+    """Return whether all events of a file only take times, and may ask for the accelerator, which `torch.Event` does.
+
+    Torch takes the time between two events of one class only.
+    """
+    made = [call for call in facts.calls if facts.name(call.func) == "torch.cuda.Event"]
+    on_import = facts.is_library and any(facts.function_of(call) is None for call in made)
     asks_early = facts.hidden_by or facts.forks or facts.known.forks or on_import
-    return given in ([], ["enable_timing"]) and not asks_early and "event" not in facts.uses_of
+    in_try = any(isinstance(outer, cst.Try) for call in made for outer in facts.parents(call))
+    return not (asks_early or in_try or "event" in facts.uses_of)
 
 
 def _asks_shared(node: cst.Call, facts: Facts) -> bool:
