@@ -246,6 +246,14 @@ def test_a_package_that_knows_cuda_and_the_cpu_gets_no_other_device(level, use, 
     assert ("'cuda' if torch.cuda.is_available()" in port_source(source, level).source) is kept
 
 
+@LEVELS
+def test_such_a_package_that_asks_for_cuda_gets_it(level):
+    source = "import torch\nimport ctranslate2\n\nmodel = ctranslate2.Generator(path, device='cuda')\n"
+    outcome = port_source(source, level)
+    assert "ctranslate2.Generator(path, device='cuda')" in outcome.source
+    assert outcome.left
+
+
 @pytest.mark.parametrize("graph", [True, False])
 def test_autocast_in_a_whole_graph_is_torchs(graph):
     source = (

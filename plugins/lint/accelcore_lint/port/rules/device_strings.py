@@ -104,7 +104,7 @@ def _decide_choice(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | Left |
     names = _chosen(facts, choice)
     if not names:
         return None
-    if len(branches(choice)) > 1 and is_given_away(node, facts, to_any=False):
+    if is_given_away(node, facts, to_any=False):
         return Left(GIVEN, node.children)
     if facts.submits and is_device_name(key_of(facts.parent(node))):
         return Left(DECLARED, node.children)
@@ -193,6 +193,8 @@ def _decide_string(node: cst.BaseExpression, facts: Facts) -> Rewrite | Left | N
         return None
     if isinstance(wanted, Left):
         return wanted
+    if is_given_away(node, facts, to_any=False):
+        return Left(GIVEN)
     if _is_expected(facts, node):
         return _EXPECTED
     if ASSERTED.search(facts.code) and not _is_for_torch(facts, node):
