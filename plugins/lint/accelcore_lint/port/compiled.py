@@ -20,7 +20,7 @@ def is_module(made: cst.ClassDef) -> bool:
     )
 
 
-def _is_function(made: cst.ClassDef) -> bool:
+def is_function(made: cst.ClassDef) -> bool:
     """Return whether a class is a `torch.autograd.Function`: TorchScript runs it in Python, by its `apply`."""
     return any(_FUNCTION.fullmatch(text_of(base.value)) for base in made.bases)
 
@@ -42,6 +42,6 @@ def is_scripted(site: cst.CSTNode, tree: Tree) -> bool:
         return True
     scripts_modules = "scripted" in tree.known.uses or not names <= {*tree.functions}
     holder = tree.parent(tree.parent(functions[-1]) or functions[-1])
-    if not isinstance(holder, cst.ClassDef) or _is_function(holder):
+    if not isinstance(holder, cst.ClassDef) or is_function(holder):
         return False
     return scripts_modules and is_module(holder) and functions[-1].name.value != "__init__"

@@ -393,3 +393,47 @@ def test_a_file_that_goes_on_without_torch_may_import_more_of_it_in_a_function(t
     if top.startswith("try"):
         hidden = dict.fromkeys(("torch", "torch.backends", "torch.backends.xnnpack"))
         assert imported(ported, **hidden).name() is None
+
+
+CHECKPOINT = """import torch
+
+
+class Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run, ctx.state = run, torch.cuda.get_rng_state()
+        {keeps}
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda.set_rng_state(ctx.state)
+        {restores}
+        with torch.enable_grad():
+            (x,) = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+            ctx.run(x).backward(grad)
+        return None, x.grad
+"""
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("keeps", "restores"),
+    [("pass", "pass"), ("ctx.here = torch.get_rng_state()", "torch.set_rng_state(ctx.here)")],
+)
+def test_a_function_that_draws_the_same_again_does_so_on_the_cpu_or_stays(level, keeps, restores):
+    outcome = port_source(CHECKPOINT.format(keeps=keeps, restores=restores), level)
+    if keeps == "pass":
+        assert outcome.source.count("torch.cuda.") == len(outcome.left) == 2
+        return
+    assert not outcome.left
+    torch.manual_seed(0)
+    x, seen = torch.ones(100, requires_grad=True), []
+
+    def run(y):
+        seen.append(torch.nn.functional.dropout(y))
+        return seen[-1]
+
+    imported(outcome.source).Checkpoint.apply(run, x).sum().backward()
+    assert torch.equal(seen[0], seen[1])

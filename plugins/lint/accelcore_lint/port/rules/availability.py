@@ -19,6 +19,7 @@ from accelcore_lint.port.rules.device_counts import at_least_one, needs_one
 from accelcore_lint.port.rules.device_strings import AVAILABLE, NAMED, whole
 from accelcore_lint.port.rules.loading import is_state, loads_twice
 from accelcore_lint.port.rules.other_packages import GIVEN, is_given_away
+from accelcore_lint.port.rules.seeds import DRAWS_AGAIN, draws_again
 from accelcore_lint.port.syntax import argument, key_of, text_of
 from accelcore_lint.port.uses import ASSERTED, HIDDEN, flags_of_loads, flags_that_hide
 from accelcore_lint.port.vendors import DEVICES
@@ -90,6 +91,8 @@ def _decide(node: cst.Call | cst.Attribute | cst.Name, facts: Facts) -> Rewrite 
             source = f'{backend}.device.type != "cpu" and {source}'
         return whole(node, source)
     if name == "torch.cuda.get_rng_state":
+        if draws_again(node, facts):
+            return Left(DRAWS_AGAIN, node.children)
         of = "" if facts.level is Level.TORCH else facts.place.device(node)
         source = f"{facts.torch}.get_device_module({of}).get_rng_state()"
         if not facts.guards(node):  # the CPU's module has none

@@ -6,6 +6,7 @@ import re
 
 import libcst as cst
 
+from accelcore_lint.port.compiled import is_function
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.removed import removed, removed_suite
 from accelcore_lint.port.rule import Example, Left, Level, Rewrite, Rule
@@ -28,6 +29,11 @@ _CALLED = re.compile(r"([\w.]*\w)\(")
 _ASKED = {"torch.device", "torch.cuda.is_available", "torch.cuda.device_count", "str", "int"}
 """Functions that a choice of a device may call."""
 
+DRAWS_AGAIN = (
+    "the state of one vendor's random numbers, by which this function draws the same again: keep that of the CPU, too"
+)
+_STATE_OF_CPU = re.compile(r"(?<!cuda\.)(?<!npu\.)\bget_rng_state\(")
+
 _STATES = {"set_rng_state": 1, "seed": 0}
 """Other functions that the modules of all devices have, with their arguments."""
 
@@ -46,11 +52,20 @@ def _decide(node: Line, facts: Facts) -> Rewrite | Left | None:
         return None
     call = found[1]
     if found[0] in _STATES:
+        if draws_again(node, facts):
+            return Left(DRAWS_AGAIN)
         known = len(call.args) == _STATES[found[0]] and not any(arg.star for arg in call.args)
         return _of_device(facts, node, call, found[0]) if known else None
     if len(call.args) != 1 or call.args[0].star:
         return Left("arguments of manual_seed that are not known")
     return Rewrite(removed, node.body) if _repeats(node, facts) else _seeded_alone(facts, node, call, found[0])
+
+
+def draws_again(node: cst.CSTNode, facts: Facts) -> bool:
+    """Return whether a `torch.autograd.Function` draws the same numbers twice, and would not do so on the CPU."""
+    around = (outer for outer in facts.parents(node) if isinstance(outer, cst.ClassDef))
+    is_left = not facts.guards(node) and _STATE_OF_CPU.search(facts.code) is None
+    return is_left and any(map(is_function, around))
 
 
 def _repeats(node: Line, facts: Facts) -> bool:
