@@ -40,6 +40,7 @@ _INDEX = re.compile(r"(?i)(?:rank|gpu|npu|card|id|idx|index)s?(?:\[\d\])?$")
 _CONTEXT = ".get_device_module().device("
 """A context that makes a device current, as an earlier run has written it."""
 
+_RANK = re.compile(r"(?i)rank|localid")
 _PORTED = "{current_device.type}:{"
 """The device of a number that the script chooses, as an earlier run has written it."""
 
@@ -98,8 +99,19 @@ class Facts(DeviceNumbers):
             or any(text_of(arg.value) != "0" for call in contexts for arg in call.args[:1])
             or self.engine is not None
             or bool(self.known.hides_by_rank or hides_by_rank(self.code))
+            or any(map(self._shows_one, self.hidden_by))
             or (not self.spawns and elsewhere)
         )
+
+    def _shows_one(self, target: cst.CSTNode) -> bool:
+        """Return whether a rank shows itself its own device only, by CUDA_VISIBLE_DEVICES: its number is then 0."""
+        line, function = self.parent(target), self.function_of(target)
+        if not isinstance(line, cst.Assign) or isinstance(line.value, cst.SimpleString):
+            return False
+        is_ranks = function is not None and function.name.value in self.spawned
+        names = [*find(line.value, cst.Name), *find(line.value, cst.Attribute)]
+        values = [text_of(value) for name in names for value in self.values(name)]
+        return is_ranks or any(map(self.is_local_rank, names)) or any(map(_RANK.search, values))
 
     def _is_everywhere(self, context: cst.Call) -> bool:
         """Return whether each accelerator's module has a context such as `with torch.cuda.device(gpu_id):`.
@@ -115,12 +127,13 @@ class Facts(DeviceNumbers):
             return False
         if isinstance(index, cst.Integer) or self.guards(context):  # a name, such as args.local_rank, may hold -1
             return True
-        inner, asks = cast("cst.CSTNode", context), re.compile(rf"(?<![\w.]){re.escape(text)}\b|(?i:cuda|gpu)")
+        inner, itself = cast("cst.CSTNode", context), rf"(?<![\w.]){re.escape(text)}(?!\w)"
         for outer in self.parents(context):
             if isinstance(outer, cst.FunctionDef):
                 break
-            if isinstance(outer, cst.If) and inner is outer.body and asks.search(text_of(outer.test)):
-                return True
+            test = text_of(outer.test) if isinstance(outer, cst.If) and inner is outer.body else ""
+            if re.search(rf"{itself} *(?:>|!= *-)", test) or re.search("(?i)cuda|gpu", re.sub(itself, "", test)):
+                return True  # -1 is neither None nor false
             inner = outer
         return False
 

@@ -59,6 +59,10 @@ def test_a_move_in_a_context_goes_to_its_device(level, script):
         ("if args.cuda:\n    with torch.cuda.device(args.gpu):\n        x = x.cuda()", False),
         ("with torch.cuda.device(1):\n    x = x.cuda()", False),
         ("with torch.cuda.device(gpu_id):\n    x = x.cuda()", True),  # -1 is the CPU
+        ("if gpu_id is not None:\n    with torch.cuda.device(gpu_id):\n        x = x.cuda()", True),  # so may be -1
+        ("if args.gpu:\n    with torch.cuda.device(args.gpu):\n        x = x.cuda()", True),
+        ("if gpu_id != -1:\n    with torch.cuda.device(gpu_id):\n        x = x.cuda()", False),
+        ("if len(gpu_ids) > 0:\n    with torch.cuda.device(gpu_ids[0]):\n        x = x.cuda()", False),
         ("with torch.cuda.device(args.local_rank):\n    x = x.cuda()", True),  # -1 without a launcher
         ("if gpu_id < 0:\n    x = x + 1\nelse:\n    with torch.cuda.device(gpu_id):\n        x = x.cuda()", True),
         ("if x.is_cuda:\n    with torch.cuda.device(x.device):\n        x = x.cuda()", True),

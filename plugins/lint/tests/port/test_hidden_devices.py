@@ -369,3 +369,24 @@ def test_a_help_text_with_the_name_of_the_variable_is_no_use_of_it():
     outcome = port_source(f"import os\nimport torch\n\n\ndef f(parser, gpus):\n{option}{line}", Level.ROLES)
     assert (outcome.before, outcome.after, outcome.left) == (1, 0, [])
     assert option in outcome.source
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "gpu = int(os.environ['LOCAL_RANK'])\nos.environ['CUDA_VISIBLE_DEVICES'] = str(gpu)\nwork()",
+        "gpu = int(os.environ['RANK']) % 8\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{gpu}'\nwork()",
+        "def main(i, n):\n    os.environ['CUDA_VISIBLE_DEVICES'] = str(i)\n    work()\n\n\nmp.spawn(main, nprocs=2)",
+        "def main(i, ids):\n    os.environ['CUDA_VISIBLE_DEVICES'] = ids[i]\n    work()\n\n\nmp.spawn(main, (IDS,), 2)",
+    ],
+)
+def test_a_rank_that_shows_itself_one_device_takes_that(lines):
+    source = (
+        "import os\nimport torch\nimport torch.multiprocessing as mp\n\n\ndef work():\n"
+        f"    return torch.nn.Linear(2, 2).cuda()\n\n\n{lines}\n"
+    )
+    outcome = port_source(source, Level.ROLES)
+    assert "accelcore.select(" not in outcome.source
+    assert "torch.nn.Linear(2, 2).to(current_device)" in outcome.source
+    assert not outcome.left
+    assert port_source(outcome.source, Level.ROLES).source == outcome.source
