@@ -24,12 +24,11 @@ from accelcore_lint.port.own_classes import (
 from accelcore_lint.port.project_files import IMPORT, folders_above, imported_by, root_of, scripts_in, text_in
 from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.vendors import imports_torch
-from accelcore_lint.port.visible import hides_by_rank
+from accelcore_lint.port.visible import functions_that_hide, hides_by_rank
 
 OTHERS = re.compile(r"[\"'](mps|xpu|xla|hpu|tpu|mlu|musa)\b|\.(mps|xpu|hpu)\b|\btorch_xla\b|\bis_(mps|xpu|xla)\b")
 """Words for accelerators beside those that a port starts from."""
 
-_HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
 _CHOOSES = re.compile(
     r"\b(set_device|set_device_index)\(|(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"'](\] *=[^=]| *,)"
     r"|^[ \t]*(?:import|from)[ \t]+(deepspeed|horovod|byteps|colossalai|accelerate|pytorch_lightning|lightning)\b"
@@ -90,7 +89,8 @@ class Known:
         typed: functions and their parameters that are always a type of one vendor's tensors.
         uses: what the project needs of the original's objects; the words are those of `uses_in`. "copied": the file's
             program saves or copies an optimizer itself. "scaled_below", "ranked": a file that it imports makes a
-            scaler, or numbers processes in its own way.
+            scaler, or numbers processes in its own way. "numbers": its program gives objects numbers of devices, and
+            makes no device current.
         loads: the words in the conditions above each line of the project that loads the state of a scaler.
     """
 
@@ -199,7 +199,7 @@ def read_project(paths: Iterable[Path]) -> Project:
         ),
         modules=frozenset(modules),
         replaced=frozenset(name for text in texts.values() for name in uses.replaced_in(text)),
-        hiders=frozenset(name for text in texts.values() for name in uses.functions_with(_HIDES, text)),
+        hiders=frozenset(name for text in texts.values() for name in functions_that_hide(text)),
         hiding=frozenset(name for text in texts.values() for name in uses.flags_that_hide(text)),
         typed=typed_defaults(texts.values()),
         uses=frozenset(word for text in texts.values() for word in uses.uses_in(text))
@@ -244,6 +244,7 @@ def _known_of_each(
     reading, setting, declaring = ({path for path in texts if word in words[path]} for word in uses.OF_DEVICE)
     programs = {path for path, text in texts.items() if "__main__" in text}  # whose options are their own
     ranking = {path for path, text in texts.items() if uses.RANKS.search(text)}
+    numbering = {path for path, text in texts.items() if uses.NUMBERS.search(text)}
     forking = {path for path, text in texts.items() if uses.FORKS.search(text)}
     with_torch = {path for path, text in texts.items() if imports_torch(text.encode("utf-8", "replace"))}
     scripts = {path: text for path, text in texts.items() if not _TEST.fullmatch(path.name)}
@@ -294,7 +295,8 @@ def _known_of_each(
             uses=known.uses
             | (set() if copying.isdisjoint(files | users) else {"copied"})
             | (set() if scaling.isdisjoint(files) else {"scaled_below"})
-            | (set() if ranking.isdisjoint(files) else {"ranked"}),
+            | (set() if ranking.isdisjoint(files) else {"ranked"})
+            | (set() if numbering.isdisjoint(files | users) or choosing & (files | users) else {"numbers"}),
             asked={name: asked[parameter] for parameter, name in passed if parameter in asked} | asked,
         )
     return known_of

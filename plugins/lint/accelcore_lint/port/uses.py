@@ -45,7 +45,7 @@ _USES = {
     "numbered": re.compile(r"(?i)dev\w*\.r?split\([\"']:[\"']\)|\bint\([\w.]*dev\w*\[-1\]\)"),
     "is_cuda": re.compile(r"\bdef is_(?:cuda|npu)\b|\.is_(?:cuda|npu) *=[^=]"),
     "event": re.compile(
-        r"\bcuda\.Event\b(?!\()|\bfrom torch\.cuda import[^\n]*\bEvent\b"
+        r"\bcuda\.Event\b(?!\((?:enable_timing *= *\w+)?\))|\bfrom torch\.cuda import[^\n]*\bEvent\b"
         r"|\b(?:CUDAGraph|cuda_event|ipc_handle|cupy|numba|tensorrt)\b|\.cuda\.graph\b"
     ),
     "get_device": re.compile(r"(?m)^[ \t]+def get_device\b"),
@@ -133,8 +133,6 @@ PASSED = re.compile(r"[(,]\s*(\w+)=(?:\w+\.)*(?!\1\b)(\w+)\s*(?=[,)])")
 """Parameters by which something of another name is passed on, as in `f(use_cuda=args.gpu)`."""
 
 _SET = re.compile(r"(?m)^[ \t]*(\w+) *=(?!=)")
-_DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
-
 
 REFERS = r"[\w.]*(?:optim|sched)\w*"
 """A name by which another function may know an optimizer, or a schedule that holds it."""
@@ -175,6 +173,12 @@ _OF_DEVICE = (
     ),
     re.compile(r"--device\b(?![^()]*=[\"']cpu\b)"),
 )
+
+NUMBERS = re.compile(
+    rf"[\"'](?:{_DEVICES}):(?:[1-9{{%]|[\"'] *(?:\+|\.format))|torch\.device\([\"'](?:{_DEVICES})[\"'], *(?!0\b)"
+    rf"|\.(?:{_DEVICES})\((?:device=)?(?!\)|non_blocking|async|0\b|None)|--\w*device\b(?![^()]*=[\"']cpu\b)"
+)
+"""Lines by which an object may be on another device than the current one: by its number, or by an option."""
 
 TAKES_REST = re.compile(r"\bnot [\w.]+\.is_cuda\b[^\n]*:\s*\n[^\n]*_cpu\w*[.(]")
 """Conditions by which a compiled function for the CPU gets each tensor that is not CUDA's."""
@@ -387,19 +391,3 @@ def drives_apex(text: str, own: Collection[str]) -> bool:
         if first and first not in own and "apex" in names.lower():
             return True
     return _APEX.search(text) is not None and any(_DRIVERS.match(module) for module, _ in _FROM.findall(text))
-
-
-def functions_with(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    """Yield the functions around the places that a pattern matches; for a constructor, its class."""
-    for found in pattern.finditer(text):
-        begin = text.rfind("\n", 0, found.start()) + 1
-        indent = len(text[begin : found.start()]) - len(text[begin : found.start()].lstrip())
-        guard = max(text.rfind("\nif __name__", 0, found.start()), 0)  # it ends the function above it
-        outer = [made for made in _DEFINED.finditer(text, guard, found.start()) if len(made[1]) < indent]
-        for made in reversed(outer):
-            if len(made[1]) >= indent:
-                continue
-            indent = len(made[1])
-            if made[3] != "__init__":
-                yield made[3]
-                break

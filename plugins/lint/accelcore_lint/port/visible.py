@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import libcst as cst
 
@@ -14,6 +15,8 @@ from accelcore_lint.port.walk import find
 _FIRST, _OTHER = VISIBLE
 _BY_RANK = re.compile(rf"(?i)(?:{_FIRST}|{_OTHER})[\"']\] *=[^\n]*(?:rank|localid)")
 _VENDOR = re.compile(rf"(?i)(?<![a-z])(?:{'|'.join(DEVICES)})")
+_HIDES = re.compile(r"(CUDA|ASCEND_RT)_VISIBLE_DEVICES[\"']\] *=[^=]|setdefault\([\"'](CUDA|ASCEND_RT)_VISIBLE_DEVICES")
+_DEFINED = re.compile(r"(?m)^([ \t]*)(def|class)[ \t]+(\w+)")
 _IS_LEFT = re.compile(rf"{re.escape(TODO)}.*\n\s*[\w.]*environ\b")
 
 
@@ -40,6 +43,22 @@ def _is_for_all(text: str, lines: list[str]) -> bool:
     except cst.ParserSyntaxError:
         return False
     return bool(made) and not any(_VENDOR.search(text_of(line.value)) for line in made)
+
+
+def functions_that_hide(text: str) -> Iterator[str]:
+    """Yield the functions that set a variable which hides devices; for a constructor, its class."""
+    for found in _HIDES.finditer(text):
+        begin = text.rfind("\n", 0, found.start()) + 1
+        indent = len(text[begin : found.start()]) - len(text[begin : found.start()].lstrip())
+        guard = max(text.rfind("\nif __name__", 0, found.start()), 0)  # it ends the function above it
+        outer = [made for made in _DEFINED.finditer(text, guard, found.start()) if len(made[1]) < indent]
+        for made in reversed(outer):
+            if len(made[1]) >= indent:
+                continue
+            indent = len(made[1])
+            if made[3] != "__init__":
+                yield made[3]
+                break
 
 
 def variables_set(module: cst.Module) -> list[cst.Assign]:

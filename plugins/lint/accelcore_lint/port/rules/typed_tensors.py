@@ -10,6 +10,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import AVAILABLE, whole
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.uses import NUMBERS
 from accelcore_lint.port.walk import find
 
 DTYPES = {
@@ -22,7 +23,7 @@ OF_DEVICE = {f"torch.cuda.{kind}": kind for kind in DTYPES}
 
 
 def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
-    if facts.indexes - {"0"}:
+    if facts.indexes - {"0"} or (isinstance(node, cst.Call) and _converts(node) and _may_be_elsewhere(facts)):
         return None  # the type leaves a tensor on the one of several devices where it is
     if isinstance(node, cst.IfExp):
         return _decide_choice(node, facts)
@@ -43,6 +44,12 @@ def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
         return cst.Call(cst.Attribute(made, cst.Name("to")), to, lpar=updated.lpar, rpar=updated.rpar)
 
     return Rewrite(build, [node.func], facts.needs_torch)
+
+
+def _may_be_elsewhere(facts: Facts) -> bool:
+    """Return whether the program may put tensors on another device than the current one."""
+    chooses = facts.made_current or facts.hidden_by or facts.known.steered
+    return "numbers" in facts.known.uses or (not chooses and NUMBERS.search(facts.code) is not None)
 
 
 def _is_sized(call: cst.Call, facts: Facts) -> bool:
