@@ -106,10 +106,12 @@ class Facts(DeviceNumbers):
     def _shows_one(self, target: cst.CSTNode) -> bool:
         """Return whether a rank shows itself its own device only, by CUDA_VISIBLE_DEVICES: its number is then 0."""
         line, function = self.parent(target), self.function_of(target)
-        if not isinstance(line, cst.Assign) or isinstance(line.value, cst.SimpleString):
+        made = line.value if isinstance(line, cst.Assign) else None
+        made = target.args[1].value if isinstance(target, cst.Call) and len(target.args) == 2 else made
+        if made is None or isinstance(made, cst.SimpleString):
             return False
         is_ranks = function is not None and function.name.value in self.spawned
-        names = [*find(line.value, cst.Name), *find(line.value, cst.Attribute)]
+        names = [*find(made, cst.Name), *find(made, cst.Attribute)]
         values = [text_of(value) for name in names for value in self.values(name)]
         return is_ranks or any(map(self.is_local_rank, names)) or any(map(_RANK.search, values))
 

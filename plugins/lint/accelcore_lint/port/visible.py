@@ -77,11 +77,23 @@ def variables_set(module: cst.Module) -> list[cst.Assign]:
 
 def with_both_variables(module: cst.Module) -> cst.Module:
     """Set both vendors' variables where a file sets one: each vendor's devices ignore the other's."""
-    for line in variables_set(module):
-        (first,) = line.targets
+    lines = variables_set(module)
+    return module.visit(_Both(lines)) if lines else module
+
+
+class _Both(cst.CSTTransformer):
+    """Gives each of some lines the variable of the other vendor as a second target."""
+
+    def __init__(self, lines: list[cst.Assign]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+        if original_node not in self._lines:
+            return updated_node
+        (first,) = updated_node.targets
         other = first.with_changes(target=cst.ensure_type(first.target, cst.Subscript).deep_replace(*_named(first)))
-        module = cst.ensure_type(module.deep_replace(line, line.with_changes(targets=[first, other])), cst.Module)
-    return module
+        return updated_node.with_changes(targets=[first, other])
 
 
 def _named(target: cst.AssignTarget) -> tuple[cst.SimpleString, cst.SimpleString]:

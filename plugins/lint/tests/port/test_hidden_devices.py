@@ -375,6 +375,7 @@ def test_a_help_text_with_the_name_of_the_variable_is_no_use_of_it():
     "lines",
     [
         "gpu = int(os.environ['LOCAL_RANK'])\nos.environ['CUDA_VISIBLE_DEVICES'] = str(gpu)\nwork()",
+        "gpu = int(os.environ['LOCAL_RANK'])\nos.environ.setdefault('CUDA_VISIBLE_DEVICES', str(gpu))\nwork()",
         "gpu = int(os.environ['RANK']) % 8\nos.environ['CUDA_VISIBLE_DEVICES'] = f'{gpu}'\nwork()",
         "def main(i, n):\n    os.environ['CUDA_VISIBLE_DEVICES'] = str(i)\n    work()\n\n\nmp.spawn(main, nprocs=2)",
         "def main(i, ids):\n    os.environ['CUDA_VISIBLE_DEVICES'] = ids[i]\n    work()\n\n\nmp.spawn(main, (IDS,), 2)",
@@ -388,5 +389,18 @@ def test_a_rank_that_shows_itself_one_device_takes_that(lines):
     outcome = port_source(source, Level.ROLES)
     assert "accelcore.select(" not in outcome.source
     assert "torch.nn.Linear(2, 2).to(current_device)" in outcome.source
-    assert not outcome.left
+    assert len(outcome.left) == lines.count("setdefault")
     assert port_source(outcome.source, Level.ROLES).source == outcome.source
+
+
+def test_each_line_that_hides_devices_hides_those_of_all_vendors(monkeypatch):
+    line = "os.environ['CUDA_VISIBLE_DEVICES'] = str(i)"
+    source = f"import os\n\nimport torch\n\n\ndef first(i):\n    {line}\n\n\ndef second(i):\n    {line}  # its own\n"
+    ported = port_source(source, Level.ROLES).source
+    module = imported(ported)
+    for hide in (module.first, module.second):
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        hide(3)
+        assert os.environ["ASCEND_RT_VISIBLE_DEVICES"] == os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert port_source(ported, Level.ROLES).source == ported
