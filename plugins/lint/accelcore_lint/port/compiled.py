@@ -7,10 +7,10 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.torchscript import COMPILES, compiled_in
 from accelcore_lint.port.tree import Tree
 
 _FUNCTION = re.compile(r"((torch\.)?autograd\.)?Function")
-_SCRIPTED = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
 
 
 def is_module(made: cst.ClassDef) -> bool:
@@ -29,19 +29,19 @@ def is_scripted(site: cst.CSTNode, tree: Tree) -> bool:
     """Return whether TorchScript compiles the function around a site, or may do so with a module of the project.
 
     It compiles what its decorators mark, what `torch.jit.script` gets, and all that this calls. That is each method of
-    a module but its constructor.
+    a module but its constructor, and all methods of another class.
     """
-    functions = [outer for outer in tree.parents(site) if isinstance(outer, cst.FunctionDef)]
+    around = [outer for outer in tree.parents(site) if isinstance(outer, (cst.FunctionDef, cst.ClassDef))]
+    functions = [outer for outer in around if isinstance(outer, cst.FunctionDef)]
     if not functions:
         return False
-    if any(_SCRIPTED.search(text_of(made)) for each in functions for made in each.decorators):
+    if any(COMPILES.search(text_of(made)) for each in around for made in each.decorators):
         return True
-    given = [call.args[0].value for call in tree.calls if tree.name(call.func) == "torch.jit.script" and call.args]
-    names = {text_of(each) for each in given}
-    if functions[-1].name.value in tree.reached([*names & {*tree.functions}])[0]:
-        return True
-    scripts_modules = "scripted" in tree.known.uses or not names <= {*tree.functions}
-    holder = tree.parent(tree.parent(functions[-1]) or functions[-1])
-    if not isinstance(holder, cst.ClassDef) or is_function(holder):
+    marks = tree.known.uses | compiled_in([tree.code])
+    holder = next((outer for outer in reversed(around) if isinstance(outer, cst.ClassDef)), None)
+    if holder is not None and is_function(holder):
         return False
-    return scripts_modules and is_module(holder) and functions[-1].name.value != "__init__"
+    if holder is not None and is_module(holder):
+        return "scripted" in marks and functions[-1].name.value != "__init__"
+    compiled = [name for mark in marks if (name := mark.removeprefix("scripted ")) in tree.defined]
+    return around[-1].name.value in tree.reached(compiled)[0]

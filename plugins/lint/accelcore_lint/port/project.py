@@ -23,6 +23,7 @@ from accelcore_lint.port.own_classes import (
 )
 from accelcore_lint.port.project_files import IMPORT, folders_above, imported_by, root_of, scripts_in, text_in
 from accelcore_lint.port.splits import KEPT
+from accelcore_lint.port.torchscript import compiled_in
 from accelcore_lint.port.vendors import imports_torch
 from accelcore_lint.port.visible import functions_that_hide, hides_by_rank
 
@@ -90,7 +91,7 @@ class Known:
         uses: what the project needs of the original's objects; the words are those of `uses_in`. "copied": the file's
             program saves or copies an optimizer itself. "scaled_below", "ranked": a file that it imports makes a
             scaler, or numbers processes in its own way. "numbers": its program gives objects numbers of devices, and
-            makes no device current.
+            makes no device current. "scripted", "scripted NAME": as `compiled_in` says.
         loads: the words in the conditions above each line of the project that loads the state of a scaler.
     """
 
@@ -203,6 +204,7 @@ def read_project(paths: Iterable[Path]) -> Project:
         hiding=frozenset(name for text in texts.values() for name in uses.flags_that_hide(text)),
         typed=typed_defaults(texts.values()),
         uses=frozenset(word for text in texts.values() for word in uses.uses_in(text))
+        | compiled_in(texts.values())
         | ({"apex"} if any(uses.drives_apex(text, modules) for text in texts.values()) else set()),
         loads=frozenset(words for text in texts.values() for words in uses.scaler_loads(text)),
     )

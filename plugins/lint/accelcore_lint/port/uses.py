@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import re
 from collections.abc import Collection, Iterator
@@ -37,7 +36,6 @@ _USES = {
     "wrapper": re.compile(
         r"\.module\b|\.no_sync\(|\.require_backward_grad_sync\b|\.register_comm_hook\(|\._set_static_graph\("
     ),
-    "scripted": re.compile(r"\bjit\.script\("),
     "text_to": re.compile(
         r"\bdef to\(self, *(\w+)[^)]*\)(?:(?!\n *def )[\s\S])*?"
         r"(?:\b\1 *[!=]= *[\"']|\b\1\.(?:split|startswith|lower)\(|[\"'] in \1\b)"
@@ -75,7 +73,6 @@ _USES = {
 - optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form, a library that
   wraps it, and lists of the parameters' tensors, whose memory a fused optimizer no longer uses.
 - wrapper: what DistributedDataParallel has and a model that is not wrapped has not.
-- scripted: calls by which TorchScript compiles a function or a module, which can then ask for no device.
 - text_to: a method `to` of the project's own that takes a device by its name only.
 - numbered: lines that read the index in a device's name.
 - is_cuda: a truth value or a property of the project's own.
@@ -337,21 +334,8 @@ def devices_of(text: str) -> Iterator[str]:
 def uses_in(text: str) -> Iterator[str]:
     """Yield the kinds of objects that a file uses in a way that only the original allows: the words of `_USES`."""
     for kind, pattern in _USES.items():
-        found = _calls_script(text) if kind == "scripted" else pattern.search(text)
-        if found or (kind == "apex" and _goes_on_without_apex(text)):
+        if pattern.search(text) or (kind == "apex" and _goes_on_without_apex(text)):
             yield kind
-
-
-def _calls_script(text: str) -> bool:
-    """Return whether a file calls `torch.jit.script`; comments and strings do not."""
-    if not _USES["scripted"].search(text):
-        return False
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return True
-    names = (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(name.endswith("jit.script") for name in names)
 
 
 def _goes_on_without_apex(text: str) -> bool:

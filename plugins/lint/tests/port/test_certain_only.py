@@ -89,6 +89,58 @@ def test_what_torchscript_compiles_asks_for_no_device(level, line, left):
     assert all("jit" in note.text for note in notes)
 
 
+COMPILED = """import torch
+
+
+def window(n: int):
+    return torch.ones(n).cuda()
+
+
+class Filter(object):
+    def __init__(self, n: int = 4):
+        self.filter = window(n).cuda()
+
+
+def f(x: torch.Tensor):
+    return x * window(4)
+"""
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("source", "left"),
+    [
+        (COMPILED, 0),
+        (COMPILED.replace("def f", "@torch.jit.script\ndef f"), 1),
+        (COMPILED.replace("class", "@torch.jit.script\nclass"), 2),
+        (COMPILED + "\n\nFilter = torch.jit.script(Filter)\n", 2),
+    ],
+)
+def test_what_a_compiled_function_or_class_calls_asks_for_no_device(level, source, left):
+    notes = port_source(source, level).left
+    assert len(notes) == left
+    assert all("jit" in note.text for note in notes)
+
+
+def test_what_another_file_compiles_or_calls_in_compiled_code_asks_for_no_device(tmp_path):
+    (tmp_path / "parts.py").write_text(COMPILED)
+    (tmp_path / "run.py").write_text("import torch\nimport parts\n\nfast = torch.jit.script(parts.f)\n")
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom parts import window\n\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n"
+        "        window(2)\n\n    def forward(self, x):\n        return x * window(2)\n"
+    )
+    for run, left in [
+        ("fast = torch.jit.script(parts.f)", 1),
+        ("fast = torch.jit.script(parts.Filter)", 2),
+        ("import net\nfast = torch.jit.script(net.Net())", 1),
+        ("import net\nfast = net.Net()", 0),
+    ]:
+        (tmp_path / "run.py").write_text(f"import torch\nimport parts\n{run}\n")
+        project = read_project([tmp_path / "parts.py", tmp_path / "run.py", tmp_path / "net.py"])
+        notes = port_source(COMPILED, Level.ROLES, project.known(tmp_path / "parts.py")).left
+        assert (run, len(notes)) == (run, left)
+
+
 def test_a_module_stays_if_another_file_compiles_it(tmp_path):
     (tmp_path / "net.py").write_text(MODULE.format("None"))
     (tmp_path / "run.py").write_text("import torch\nfrom net import Net\n\nnet = torch.jit.script(Net())\n")
