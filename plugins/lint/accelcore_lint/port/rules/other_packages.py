@@ -10,7 +10,7 @@ from accelcore_lint.port.engines import ENGINES
 from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.syntax import text_of
 
-GIVEN = "an answer that another package gets as an option: it may compute on one vendor's devices only"
+GIVEN = "a device, or whether there is one, for another package: it may compute on one vendor's devices only"
 _OPTION = re.compile(r"(use_)?(gpus?|cuda)")
 _CUDA_OR_CPU = re.compile(
     r"faster_whisper|ctranslate2|whisperx|open3d|xgboost|lightgbm|catboost|cuml|cupy|jax|warp|isaacgym(envs)?"
