@@ -22,7 +22,7 @@ _OF_TENSOR = re.compile(
 _OF_DEVICES = re.compile(r"cuda|gpu|npu|cpu|device|accel", re.IGNORECASE)
 _AROUND = ("enumerate", "tqdm", "tqdm.tqdm")
 _PRECISIONS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
-_OF_RANKS = r"DistributedSampler|DistributedDataParallel|\breplicate\(|init_process_group|accel\w*\.join\(|DataParallel"
+_OF_RANKS = r"DistributedSampler|DistributedDataParallel|\breplicate\(|init_process_group|accel\w*\.join\("
 
 Block = cst.Module | cst.IndentedBlock
 
@@ -90,13 +90,15 @@ def recognise(block: Block, loop: cst.For, anchor: cst.CSTNode, accel: str, sour
         loop: the loop over batches.
         anchor: the statement of the block that holds it.
         accel: the name of the backend.
-        source: of the whole file.
+        source: of the whole file, without comments.
 
     Raises:
         NotCanonicalError: something in it is not known.
     """
     if re.search(_OF_RANKS, source):
         raise NotCanonicalError("the script trains on several ranks by itself")
+    if "DataParallel" in source:
+        raise NotCanonicalError("the script trains by DataParallel, which takes several devices in one process")
     text = text_of(loop)
     if word := re.search(r"\.grad\b|\b(yield|retain_graph)\b", text):
         raise NotCanonicalError(f"there is `{word[0]}` in it")
@@ -167,7 +169,7 @@ def _check_devices(block: Block, accel: str, source: str) -> None:
         if "dev" not in device.lower() or device in own or _OF_TENSOR.fullmatch(device):
             continue
         values = re.findall(rf"(?m)^ *{re.escape(device)} = (.+)$", source)
-        if [value.split("  #")[0].strip() for value in values] not in ([own[0]], [own[1]]):
+        if [value.strip() for value in values] not in ([own[0]], [own[1]]):
             raise NotCanonicalError(f"port cannot tell whether `{device}` is always accel.device")
 
 
@@ -241,8 +243,7 @@ class _Steps:
             raise NotCanonicalError("backward and step are not both lines of its own body")
 
     def _read(self, line: cst.BaseStatement) -> None:
-        text = text_of(line.with_changes(leading_lines=[])) if isinstance(line, cst.SimpleStatementLine) else ""
-        text = re.sub(r"\s+", " ", text.split("  #")[0].strip())
+        text = re.sub(r"\s+", " ", text_of(line)) if isinstance(line, cst.SimpleStatementLine) else ""
         if isinstance(line, cst.With) and ".autocast(" in text_of(line.items[0].item) and len(line.items) == 1:
             if self._stage != "forward" or ".backward()" in text_of(line):
                 raise NotCanonicalError("autocast is around more than the forward pass")

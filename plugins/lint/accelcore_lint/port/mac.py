@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from accelcore_lint.port.syntax import STRING
+
 _LACKS = {
     "float64": re.compile(
         r"\.double\(\)|\bset_default_dtype\(torch\.(?:float64|double)\)|\bdtype *= *torch\.(?:float64|double)\b"
@@ -18,7 +20,7 @@ _LACKS = {
     "process groups": re.compile(r"\binit_process_group\("),
     "DataParallel": re.compile(r"(?<!\w)DataParallel\("),
 }
-_NOT_CODE = re.compile(r"""(?s:\'\'\'.*?\'\'\'|\"\"\".*?\"\"\")|'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*"|#.*""")
+_NOT_CODE = re.compile(rf"{STRING}|#.*")
 
 
 def lacks_of_mps(texts: Mapping[Path, str]) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accelcore_lint.port.files import find_scripts
+from accelcore_lint.port.rule import TODO
+from accelcore_lint.port.syntax import without_comments
 
 IMPORT = re.compile(r"(?m)^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)|import[ \t]+([^\n#]+))")
 """Lines that import: what stands after `from`, the names, and what stands after a plain `import`."""
@@ -38,9 +40,9 @@ def scripts_in(root: tuple[Path, bool]) -> Iterator[Path]:
 
 
 def text_in(path: Path) -> str:
-    """Return the text of a file; "" if it cannot be read."""
+    """Return the text of a file without its comments, but those of an earlier run; "" if it cannot be read."""
     try:
-        return path.read_bytes().decode("utf-8", "replace")
+        return without_comments(path.read_bytes().decode("utf-8", "replace"), TODO)
     except OSError:
         return ""
 

@@ -18,7 +18,7 @@ from accelcore_lint.port.project import Known
 from accelcore_lint.port.removed import sweep, without_backend, without_ranks, without_unused
 from accelcore_lint.port.rule import TODO, Level, Note
 from accelcore_lint.port.splits import KEPT
-from accelcore_lint.port.syntax import is_import, text_of
+from accelcore_lint.port.syntax import is_import, text_of, without_comments
 from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.vendors import (
     builds_extensions,
@@ -111,7 +111,7 @@ def port_source(source: str, level: Level, known: Known | None = None) -> Outcom
 def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozenset()) -> Outcome:
     """Rewrite a source. `kept`: modules of one vendor that branches still import then, which keep their conditions."""
     if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=known.meets_torch):
-        engine, lines = engine_in(source), settings_lines(source)
+        engine, lines = engine_in(without_comments(source)), settings_lines(source)
         notes, text = [engine_note(*engine)] if engine else [], source.split("\n")
         reasons = {line: tool_reason(text[line - 1]) for line in lines}
         left = [Note(line, "tool" if why else "setting", why or _SETTING) for line, why in reasons.items()]
@@ -129,7 +129,7 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
     left = [note for note in decisions.left if note.rule != KEPT_IMPORT]
     outcome = Outcome(source, decisions.rewritten, left, decisions.harmless, before=before)
     outcome.splits, outcome.answers, outcome.closed = decisions.splits, decisions.answers, decisions.closed
-    if (engine := facts.engine or engine_in(module.code)) and wraps(engine[0], module.code):
+    if (engine := facts.engine or engine_in(facts.code)) and wraps(engine[0], facts.code):
         outcome.harmless.append(engine_note(*engine))
     rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
@@ -10,6 +11,17 @@ from libcst import matchers
 from libcst.helpers import get_full_name_for_node
 
 from accelcore_lint.port.rule import TODO, Rewrite
+
+STRING = r"""(?s:'''.*?'''|\"\"\".*?\"\"\"|'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
+_STRING_OR_COMMENT = re.compile(rf"({STRING})|[ \t]*(#[^\r\n]*)")
+_HAS_LINES = (cst.BaseStatement, cst.BaseSuite, cst.Module)
+
+
+def without_comments(text: str, kept: str = "") -> str:
+    """Return a source without comments, but for those that begin with `kept`. Each line keeps its number."""
+    return _STRING_OR_COMMENT.sub(
+        lambda found: found[1] or (found[0] if kept and found[2].startswith(kept) else ""), text
+    )
 
 
 def reasons_above(statement: cst.CSTNode, module: cst.Module) -> list[str]:
@@ -32,11 +44,12 @@ def loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
 
 @lru_cache(maxsize=8192)
 def text_of(node: cst.CSTNode) -> str:
-    """Return the source of a node without the parentheses around it; `()` keeps them."""
+    """Return the source of a node without the parentheses around it; `()` keeps them. A statement has no comments."""
     is_empty = isinstance(node, cst.Tuple) and not node.elements
     if isinstance(node, cst.BaseExpression) and node.lpar and not is_empty:
         node = node.with_changes(lpar=(), rpar=())
-    return cst.Module([]).code_for_node(node).strip()
+    text = cst.Module([]).code_for_node(node)
+    return (without_comments(text) if isinstance(node, _HAS_LINES) else text).strip()
 
 
 def dotted(node: cst.CSTNode) -> str:

@@ -9,7 +9,7 @@ import libcst as cst
 from accelcore_lint.port.loop import Block, Loop, NotCanonicalError, loops_in, loss_of, recognise, source_of
 from accelcore_lint.port.removed import removed, sweep
 from accelcore_lint.port.rule import Note
-from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.syntax import text_of, without_comments
 
 _BACKEND = re.compile(r"(?m)^ *(\w+) = accelcore\.select\(")
 
@@ -25,7 +25,7 @@ def with_trainers(source: str, original: str) -> tuple[str, list[Note]]:
         The new source, and a note for each loop: whether it was replaced, or why not.
     """
     module = cst.parse_module(source)
-    backend = _BACKEND.search(source)
+    backend, code = _BACKEND.search(source), without_comments(source)
     blocks: list[Block] = [module]
     finder = _Functions()
     module.visit(finder)
@@ -37,7 +37,7 @@ def with_trainers(source: str, original: str) -> tuple[str, list[Note]]:
             try:
                 if backend is None:
                     raise NotCanonicalError("the file chooses no device")
-                found.append(recognise(block, loop, anchor, backend[1], source))
+                found.append(recognise(block, loop, anchor, backend[1], code))
                 done = "replaced by a trainer"
                 if not found[-1].data:
                     done += "; for a job of several ranks, read its data through trainer.batches"

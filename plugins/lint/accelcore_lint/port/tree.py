@@ -11,9 +11,9 @@ import libcst as cst
 from libcst import metadata
 
 from accelcore_lint.port.project import Known
-from accelcore_lint.port.rule import Level
+from accelcore_lint.port.rule import TODO, Level
 from accelcore_lint.port.survey import Survey
-from accelcore_lint.port.syntax import dotted, is_guard, text_of
+from accelcore_lint.port.syntax import dotted, is_guard, text_of, without_comments
 from accelcore_lint.port.vendors import STAR_IMPORT
 from accelcore_lint.port.walk import find, walk
 
@@ -33,7 +33,7 @@ class Tree(Survey):
 
     Attributes:
         level, known: as given; TRAINER has rules of its own, and otherwise those of ROLES.
-        module, code: the file, and its source.
+        module, code: the file, and its source without comments, but those of an earlier run.
         imports_late: whether it imports torch in functions only, so that it may be run for something else without.
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
     """
@@ -43,7 +43,7 @@ class Tree(Survey):
         self.level = level
         self.known = known
         self.module = wrapper.module
-        self.code = wrapper.module.code
+        self.code = without_comments(wrapper.module.code, TODO)
         # libcst's providers of names and parents walk the whole file three times more.
         self._scopes: Mapping[cst.CSTNode, metadata.Scope | None] = wrapper.resolve(metadata.ScopeProvider)
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)

@@ -124,8 +124,31 @@ def test_an_evaluation_in_a_loop_calls_the_model(monkeypatch):
         (script("y = x.cuda(pick(i))\n" + PLAIN), "was left"),
         (script("if use_gpu:\n    x = x.cuda()\n" + PLAIN), "use_gpu"),
         (script("x = x.cuda() if use_gpu else x\n" + PLAIN), "use_gpu"),
+        (script(PLAIN).replace("    n = 2", "    model = torch.nn.DataParallel(model)"), "one process"),
+        (script(PLAIN).replace("    n = 2", "    dist.init_process_group('nccl')"), "several ranks"),
     ],
 )
 def test_a_loop_that_is_left_says_why(source, words):
     (note,) = port_source(source, Level.TRAINER).loops
     assert words in note.text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        script("# model = torch.nn.parallel.DistributedDataParallel(model)  # DataParallel(model)\n" + PLAIN),
+        script(PLAIN + "# loss.backward()\n# x.cuda()\n"),
+        script(PLAIN.replace("optimizer.step()", "optimizer.step() # no scaler")),
+        script("for y in x:  # optimizer.step() is below\n    pass\n" + PLAIN),
+    ],
+)
+def test_comments_are_no_steps_of_a_loop(source):
+    (note,) = port_source(source, Level.TRAINER).loops
+    assert "replaced" in note.text
+
+
+def test_a_model_that_is_made_again_below_a_commented_optimizer_is_found():
+    source = script(PLAIN).replace("    n = 2", "    model, n = torch.nn.Linear(4, 1), 2")
+    source = source.replace("    optimizer = ", "    # plain\n    optimizer = ")
+    (note,) = port_source(source, Level.TRAINER).loops
+    assert "made again" in note.text

@@ -272,3 +272,42 @@ def test_a_layer_of_apex_is_reported_with_torchs():
     source = "import torch\nfrom apex import amp\nfrom apex.normalization import FusedLayerNorm\namp._amp_state\n"
     outcome = port_source(f"{source}norm = FusedLayerNorm(3)\n", Level.ROLES)
     assert any("torch.nn.LayerNorm" in note.text for note in outcome.left)
+
+
+COMMENTED = (
+    "import os\nimport torch\n\n\ndef place(net):\n"
+    '    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n    return net.to(device)\n'
+)
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        '# os.environ["CUDA_VISIBLE_DEVICES"] = args.gpu',
+        "# dist.init_process_group('nccl'); torch.cuda.set_device(rank)",
+        '# values = {"cuda": 1, "cpu": 2}',
+        "# import horovod.torch as hvd",
+        "# torch.device('mps') '",
+    ],
+)
+@pytest.mark.parametrize("name", ["train.py", "engine.py"])
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+def test_a_comment_is_no_line_of_the_program(comment, name, level, tmp_path):
+    move = "\n\ndef main(net, x):\n    return place(net)(x.cuda())\n"
+    main = "\n\nif __name__ == '__main__':\n    main(torch.nn.Linear(2, 2), torch.ones(2, 2))\n"
+    files = {"train.py": f"import torch\nfrom engine import place{move}{main}", "engine.py": COMMENTED}
+    paths = written(tmp_path, files)
+    plain = ported_together(paths, level, read_project(paths), paths)
+    files[name] = files[name].replace("\n\n\n", f"\n\n\n{comment}\n", 1)
+    paths = written(tmp_path, files)
+    for each, before in zip(ported_together(paths, level, read_project(paths), paths), plain, strict=True):
+        assert each.outcome.source.replace(f"{comment}\n", "") == before.outcome.source
+        assert each.outcome.left == []
+
+
+def test_a_string_with_a_mark_of_a_comment_stays_a_line_of_the_program(tmp_path):
+    files = {"train.py": COMMENTED + "place(torch.nn.Linear(2, 2))\n"}
+    files["train.py"] += 'note = "a # b"; values = {"cuda": 1, "cpu": 2}\n'
+    paths = written(tmp_path, files)
+    (ported,) = ported_together(paths, Level.ROLES, read_project(paths), paths)
+    assert any("for CUDA" in note.text for note in ported.outcome.left)
