@@ -311,3 +311,37 @@ def test_a_string_with_a_mark_of_a_comment_stays_a_line_of_the_program(tmp_path)
     paths = written(tmp_path, files)
     (ported,) = ported_together(paths, Level.ROLES, read_project(paths), paths)
     assert any("for CUDA" in note.text for note in ported.outcome.left)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ("model, device_ids=ids, **options", "device_ids"),
+        ("model, **options", "starred"),
+        ("model, [rank]", "position"),
+    ],
+)
+def test_devices_of_a_wrapper_are_said_to_be_given_as_they_are(given, word):
+    head = f"{HEAD}from torch.nn.parallel import DistributedDataParallel as DDP\n\n\n"
+    source = f"{head}def wrapped(model, ids, rank, options):\n    model.cuda()\n    return DDP({given})\n"
+    (note,) = port_source(source, Level.ROLES).left
+    assert word in note.text
+    assert ("position" in note.text) is (word == "position")
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(("test", "is_left"), [('device.startswith("npu:")', False), ("device", True)])
+def test_a_device_whose_name_is_asked_for_its_index_has_one(test, is_left, level):
+    source = f"import torch\n\n\ndef choose(device):\n    if {test}:\n        torch.npu.set_device(device)\n"
+    outcome = port_source(source, level)
+    assert ("torch.npu.set_device(device)" in outcome.source) is is_left
+    assert any("no index" in note.text for note in outcome.left) is is_left
+
+
+@pytest.mark.parametrize("owner", ["super()", "super(Net, self)"])
+def test_a_method_that_is_inherited_is_not_said_to_be_the_files_own(owner):
+    source = (
+        f"import torch\n\n\nclass Net(torch.nn.Module):\n    def cuda(self):\n        {owner}.cuda()\n        f()\n"
+    )
+    (note,) = port_source(source, Level.ROLES).left
+    assert "inherited" in note.text

@@ -126,6 +126,8 @@ def _may_lack_index(facts: Facts, call: cst.Call, device: cst.BaseExpression) ->
     named, index = index_of(device)
     if named or facts.is_whole(device) or facts.is_local_rank(device):
         return named and index is None
+    if _has_index(facts, call, device):
+        return False
     if facts.level is Level.TORCH and _is_chosen(facts, device):
         return True
     if "cuda" in text_of(call.func) or "npu" not in facts.code:
@@ -134,6 +136,19 @@ def _may_lack_index(facts: Facts, call: cst.Call, device: cst.BaseExpression) ->
     is_named = bool(facts.values(device)) and not values and not facts.is_given(text_of(device), device)
     is_number = is_named or _NUMBER.fullmatch(text_of(device)) is not None
     return not is_number or any(_DEVICE.search(text_of(value)) for value in values)
+
+
+def _has_index(facts: Facts, call: cst.Call, device: cst.BaseExpression) -> bool:
+    """Return whether a call is under a condition such as `if device.startswith("npu:"):`."""
+    asked = re.compile(rf"{re.escape(text_of(device))}\.startswith\([\"'](?:{'|'.join(DEVICES)}):[\"']\)")
+    inner: cst.CSTNode = call
+    for outer in facts.parents(call):
+        if isinstance(outer, cst.FunctionDef):
+            break
+        if isinstance(outer, cst.If) and inner is outer.body and asked.fullmatch(text_of(outer.test)):
+            return True
+        inner = outer
+    return False
 
 
 def _decide_wait(node: cst.Call, facts: Facts) -> Rewrite | Left | None:

@@ -22,6 +22,7 @@ _STORAGE = re.compile(r"[sS]torage(\([^()]*\))?$")
 _PLAIN = re.compile(r"[\w.]+(\[[\w.-]+\])*")
 """An expression that may be written twice."""
 
+_SUPER = re.compile(r"super\(\w+, *\w+\)")
 _VENDOR = re.compile(rf"\b({'|'.join(DEVICES)})\b")
 _DEVICE_OF = re.compile(r"(\w+(?:\.\w+)*)\.get_device\(\)")
 _OWN_DEVICE = "get_device() may be the project's own, of an object that has no device: give the device itself"
@@ -41,6 +42,8 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     may_be_own = (is_defined or may_be_own) and not is_torchs(node, facts)
     if may_be_own and _is_ported_method(node, method, facts):
         return Left("a method of the project's own class, in which no line is left", harmless=True)
+    if text_of(func.value) == "super()" or (may_be_own and _SUPER.fullmatch(text_of(func.value))):
+        return Left(f"the inherited {method}(): call to(device) where this method is called")
     if may_be_own and is_defined:
         return Left(f"this file defines a method {method}, which may be the one that is called")
     if may_be_own:
@@ -49,8 +52,6 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         return Left("an object of a class whose own to() returns nothing: call that in a line of its own")
     if is_of_stranger(func.value, facts):
         return Left(f"an object of another package's class, which may have no to(): it has {method}()")
-    if text_of(func.value) == "super()":
-        return Left(f"the inherited {method}(): call to(device) where this method is called")
     if _STORAGE.search(text_of(func.value)) or _is_mapped(func.value, facts):
         return Left("a storage, which moves by to(device=...): a tensor's memory is no part of a training script")
     given = arguments(node, "device", "non_blocking")

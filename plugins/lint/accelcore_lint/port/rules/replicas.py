@@ -47,12 +47,18 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     starred = any(arg.star for arg in node.args)
     if starred and isinstance(ids, (cst.List, cst.Tuple)):
         return _where_there_is_one(facts, node, given)
-    if starred or len(models) != 1:
+    if starred and ids is None:
+        return (
+            Left("starred arguments that may hold the devices of DistributedDataParallel")
+            if len(node.args) > 1
+            else None
+        )
+    if not starred and len(models) != 1:
         return Left("the devices of DistributedDataParallel, given by position") if len(node.args) > 1 else None
     if ids is None:
         return None
-    if not isinstance(ids, (cst.List, cst.Tuple)) or len(ids.elements) != 1:
-        return Left("device_ids that are not one device")
+    if starred or not isinstance(ids, (cst.List, cst.Tuple)) or len(ids.elements) != 1:
+        return Left("device_ids that may not be one device: None where there is no accelerator")
     index = ids.elements[0].value
     is_apart = facts.place.is_apart(node) and (facts.is_local_rank(index) or facts.is_from_elsewhere(index))
     if facts.level is Level.TORCH or facts.is_library or is_apart:
