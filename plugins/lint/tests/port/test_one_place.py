@@ -6,7 +6,7 @@ from accelcore_lint.port import Level, port_source
 from accelcore_lint.port.mac import lacks_of_mps
 from accelcore_lint.port.port_command import ported_together
 from accelcore_lint.port.project import read_project
-from port_sources import written
+from port_sources import imported, written
 
 CHOICE = "device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')"
 NUMBERED = "device = torch.device('cuda:' + str(n)) if torch.cuda.is_available() else torch.device('cpu')"
@@ -39,14 +39,37 @@ def test_autocast_of_cuda_leaves_the_cpus_own_as_it_is(flag):
 
 @pytest.mark.parametrize("library", ["accelerate", "json"])
 @pytest.mark.parametrize("given", ["", "enabled=False"])
-@pytest.mark.parametrize(
-    "made",
-    ["@{}\ndef work(x, w):\n    return x @ w\n", "class A:\n    def __init__(self):\n        self.context = {}\n"],
-)
-def test_autocast_that_is_made_before_the_cpus_own_stays(made, given, library):
+def test_autocast_that_an_object_makes_before_the_cpus_own_stays(given, library):
     line = f"torch.cuda.amp.autocast({given})"
-    source = f"import torch\nimport {library}\n\n\n{made.format(line)}"
+    source = f"import torch\nimport {library}\n\n\nclass A:\n    def __init__(self):\n        self.context = {line}\n"
     assert (line in port_source(source, Level.TORCH).source) is (library == "accelerate")
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize("given", ["'cuda'", "'cuda', enabled = False"])
+def test_autocast_that_decorates_leaves_the_cpus_own_as_it_is(given, level, monkeypatch):
+    source = (
+        "import torch\nfrom torch.amp import autocast\nfrom accelerate import Accelerator\n\n\n"
+        "class Net(torch.nn.Module):\n"
+        f"    @torch.no_grad()\n    @autocast({given})\n    def work(self, x):\n        return x @ x\n"
+    )
+    outcome = port_source(source, level)
+    assert outcome.left == []
+    ported = outcome.source.replace("from accelerate import Accelerator\n", "")
+    assert "cuda" not in ported
+    work = imported(ported).Net().work
+    x = torch.ones(2, 2, requires_grad=True)
+    assert work(x).dtype is torch.float32
+    assert not work(x).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert work(x).dtype is torch.bfloat16
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("meta"))
+    made = []
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: made.append((args, options)) or torch.no_grad())
+    imported(ported)
+    ((kind, options),) = made
+    assert kind == ("meta",)
+    assert options == {"dtype": torch.float16} | ({"enabled": False} if "False" in given else {})
 
 
 @pytest.mark.parametrize("off", ["config.use_gpu = False", "p.add_argument('--use_gpu', action='store_true')", "pass"])

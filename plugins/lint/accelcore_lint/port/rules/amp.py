@@ -47,7 +47,9 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
     # torch.compile knows torch's own only, and a module that keeps one may be copied.
     with_backend = with_backend and "fullgraph=True" not in facts.code and not _is_attribute(node, facts)
     test = ""
-    if not with_backend and _is_made_once(node, facts) and "autocast" in facts.uses_of and not facts.guards(node):
+    beside_cpu = "autocast" in facts.uses_of  # CUDA's leaves autocast on the CPU as it is
+    is_decorator = isinstance(facts.parent(node), cst.Decorator)
+    if not with_backend and _is_attribute(node, facts) and beside_cpu and not facts.guards(node):
         return Left(_MADE_ONCE)
     if with_backend:
         func = f"{facts.place.backend(node)}.autocast"
@@ -59,23 +61,25 @@ def _decide_autocast(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         first = [facts.place.kind(node)]
         test = "" if facts.guards(node) else is_on(facts, first[0])
 
-    def build(updated: cst.Call) -> cst.Call:
+    def build(updated: cst.Call) -> cst.BaseExpression:
         values = {key: text_of(updated.args[position].value) for key, position in keeps.items()}
         # A vendor's autocast means float16; other devices' own may have another default.
         dtype = values.pop("dtype", f"{facts.torch}.float16")
-        if test and "autocast" in facts.uses_of:  # CUDA's leaves autocast on the CPU as it is
+        if test and beside_cpu and not is_decorator:
             enabled = values.pop("enabled", "True")
             values["enabled"] = _beside_cpu(test, enabled, f'{facts.torch}.is_autocast_enabled("cpu")')
             dtype = f"{dtype} if {test} else None" if enabled != "False" else ""
-        elif test:
+        elif test and not beside_cpu:
             values["enabled"] = both(test, values.pop("enabled", "True"))
         parts = [
             *first,
             *([dtype if with_backend else f"dtype={dtype}"] if dtype else []),
             *(f"{key}={text}" for key, text in values.items()),
         ]
-        made = cst.ensure_type(cst.parse_expression(f"{func}({', '.join(parts)})"), cst.Call)
-        return made.with_changes(lpar=updated.lpar, rpar=updated.rpar)
+        made = f"{func}({', '.join(parts)})"
+        if test and beside_cpu and is_decorator:  # it is made before the CPU's own may be turned on
+            made = f"{made} if {test} else lambda function: function"
+        return cst.parse_expression(made).with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
     gone = [node.func, *(arg for arg in node.args if arg not in given.values())]
     return Rewrite(build, claims=gone, imports=facts.needs_torch)
@@ -94,11 +98,6 @@ def _lacks_scale_on_cpu(facts: Facts) -> bool:
         or any(facts.guards(call) or not facts.place.can_choose(call) for call in scalers)
         or any(facts.implies(test) or _OF_TYPE.search(text_of(test)) for test in tests)
     )
-
-
-def _is_made_once(node: cst.Call, facts: Facts) -> bool:
-    """Return whether an autocast is made at another time than it is entered: a decorator, or an attribute."""
-    return _is_attribute(node, facts) or isinstance(facts.parent(node), cst.Decorator)
 
 
 def _is_attribute(node: cst.Call, facts: Facts) -> bool:
