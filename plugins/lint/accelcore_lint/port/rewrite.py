@@ -21,6 +21,7 @@ from accelcore_lint.port.splits import KEPT
 from accelcore_lint.port.syntax import is_import, text_of, without_comments
 from accelcore_lint.port.trainer import with_trainers
 from accelcore_lint.port.vendors import (
+    FLAGS,
     builds_extensions,
     first_lines,
     may_concern,
@@ -34,6 +35,8 @@ from accelcore_lint.port.walk import walk
 _BUILDS = "this file builds a package or an extension, for the vendor's own tools: it is left as a whole"
 _UNKNOWN = "a word for one vendor's devices that no rule knows: see what other devices need here"
 _SETTING = "one vendor's device in a file without torch: let torch.accelerator choose it"
+_QUESTION = 'a question for one vendor\'s device in a file without torch: ask whether x.device.type != "cpu"'
+_FLAG = re.compile(rf"\.({'|'.join(FLAGS)})\b")
 _WORD = re.compile(r"\w+")
 _IMPORT = re.compile(r"[ \t]*(from|import)\b")
 _IGNORED = re.compile(r"[ \t]*\w+\.backends\.(cudnn|cuda)\.[\w.]+[ \t]*=[^=]")
@@ -114,7 +117,11 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
         engine, lines = engine_in(without_comments(source)), settings_lines(source)
         notes, text = [engine_note(*engine)] if engine else [], source.split("\n")
         reasons = {line: tool_reason(text[line - 1]) for line in lines}
-        left = [Note(line, "tool" if why else "setting", why or _SETTING) for line, why in reasons.items()]
+        asks = {line for line in lines if _FLAG.search(text[line - 1])}
+        left = [
+            Note(line, "tool" if why else "setting", why or (_QUESTION if line in asks else _SETTING))
+            for line, why in reasons.items()
+        ]
         return Outcome(source, left=left, harmless=notes, before=len(lines), after=len(lines))
     module = parsed(source)
     if module.code != source:

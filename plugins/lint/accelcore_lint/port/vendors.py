@@ -103,7 +103,7 @@ _SETS = re.compile(
     rf"(?i)\bdevices?[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)\[?[\"']({'|'.join(DEVICES)})(?::\d+)?[\"']"
     rf"|\.({'|'.join(DEVICES)})\(\)"
     rf"|backend[\"']?\]?(?: *= *|: *|[\"'][^\n]*\bdefault *= *)[\"']({'|'.join(GROUPS)})[\"']"
-    r"|ExecutionProvider[\"']|_VISIBLE_DEVICES[\"'](?:\] *=|,)"
+    rf"|ExecutionProvider[\"']|_VISIBLE_DEVICES[\"']|\.(?:{'|'.join(FLAGS)})\b"
 )
 _OTHER_FRAMEWORKS = re.compile(r"(?m)^[ \t]*(?:import|from)[ \t]+(tensorflow|keras|jax|flax|mxnet|paddle)\b")
 _HEADS = re.compile(r"(?s)\bdef\s+\w+\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
@@ -240,8 +240,8 @@ def tool_reason(line: str) -> str:
 def settings_lines(source: str) -> list[int]:
     """Return the lines of a file without torch that choose a vendor's device: `config.DEVICE = "cuda"`, `x.cuda()`.
 
-    Also those that choose its process group or its tools, as `dist_params = dict(backend="nccl")`. A file for another
-    framework has process groups only.
+    Also those that choose its process group or its tools, as `dist_params = dict(backend="nccl")`, that set or read
+    `CUDA_VISIBLE_DEVICES`, and that ask for `x.is_cuda`. A file for another framework has process groups only.
     """
     if (other := _OTHER_FRAMEWORKS.search(source)) and other[1] == "paddle":
         return []  # it has process groups of these names, too

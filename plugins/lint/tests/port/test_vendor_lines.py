@@ -114,6 +114,18 @@ def test_names_of_arguments(line, count):
         ("session = Session(providers=['CUDAExecutionProvider'])", 1),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", 1),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'; import os\nimport tensorflow as tf", 0),
+        ("ids = os.environ['CUDA_VISIBLE_DEVICES'].split(',')", 1),
+        ("ids = os.environ.get('CUDA_VISIBLE_DEVICES')", 1),
+        ("ids = os.getenv('ASCEND_RT_VISIBLE_DEVICES')", 1),
+        ("parser.add_argument('--ids', help='CUDA_VISIBLE_DEVICES')", 0),
+        ("# os.environ['CUDA_VISIBLE_DEVICES']", 0),
+        ("ids = [os.environ[each] for each in ('CUDA_VISIBLE_DEVICES', 'ASCEND_RT_VISIBLE_DEVICES')]", 0),
+        ("ids = os.environ['CUDA_VISIBLE_DEVICES']; import tf\nimport tensorflow as tf", 0),
+        ("if preds.is_cuda: preds = preds.cpu()", 1),
+        ("x = x.cpu() if x.is_npu else x", 1),
+        ("if args.is_cuda: print(1)", 0),
+        ("x.is_cuda = True", 0),
+        ("x = x.is_cuda()", 0),
         ("options(dist_backend='nccl'); import tf\nimport tensorflow as tf", 1),
         ("group = new_group(backend='nccl'); import pd\nimport paddle", 0),
         ("def f():\n    'device=\"cuda\"'", 0),
@@ -123,6 +135,11 @@ def test_a_setting_of_a_device_in_a_file_without_torch_is_reported_and_stays(lin
     outcome = port_source(f"import yacs\n{line}\n", Level.TORCH)
     assert outcome.source == f"import yacs\n{line}\n"
     assert (outcome.before, outcome.after, [note.line for note in outcome.left]) == (count, count, [2] * count)
+
+
+def test_a_question_in_a_file_without_torch_says_what_to_ask():
+    (note,) = port_source("def accuracy(x):\n    if x.is_cuda:\n        x = x.cpu()\n    return x\n", Level.ROLES).left
+    assert "device.type" in note.text
 
 
 TOOLS = {
