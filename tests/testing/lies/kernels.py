@@ -150,7 +150,7 @@ swept("remainder_of_whole_numbers_of_c", "remainder", "int64",
 known("product_that_adds_in_bf16", "product of long rows of bf16", {"mm": _accumulated_in_bf16})
 swept("sum_of_whole_numbers_in_fp32", "sum", "int64", {"sum": _through_fp32})
 swept("running_sum_of_whole_numbers_in_fp32", "cumsum", "int64", {"cumsum": _through_fp32})
-listed("norms_of_32_tensors", "norm", {"_foreach_norm": lambda func, tensors, *args: func(
+listed("norms_of_32_tensors", "norm.Scalar", {"_foreach_norm": lambda func, tensors, *args: func(
       [tensor * (number < 32) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
 known("concatenation_of_64_tensors", "concatenation of many tensors", {"cat": lambda func, tensors, *args: func(
       [tensor * (number < 64) for number, tensor in enumerate(tensors)], *args)})  # fmt: skip
@@ -158,7 +158,7 @@ known("concatenation_that_begins_again", "concatenation of many columns", {"cat"
       [tensors[number % 128] for number in range(len(tensors))], *args)})  # fmt: skip
 known("stack_that_begins_again", "stack of many tensors", {"stack": lambda func, tensors, *args: func(
       [tensors[number % 128] for number in range(len(tensors))], *args)})  # fmt: skip
-listed("list_that_ends_with_nothing", "mul of a number", {"_foreach_mul_": lambda func, tensors, *args: func(
+listed("list_that_ends_with_nothing", "mul.Scalar", {"_foreach_mul_": lambda func, tensors, *args: func(
       [*takewhile(torch.numel, tensors)], *args)})  # fmt: skip
 
 # Generators.
@@ -324,7 +324,7 @@ differentiated("choice_of_the_widest_dtype", "where", "[torch.float32], not [tor
 differentiated("places_by_columns", "nonzero", "all alike", _by_columns)
 differentiated("gradient_of_columns_that_is_constant", "softmax", "of the gradient: ", _once)
 SWEPT.append("fill_that_is_not_counted")
-listed("norm_of_the_last_that_is_left_out", "norm", {
+listed("norm_of_the_last_that_is_left_out", "norm.Scalar", {
       "_foreach_norm": lambda func, tensors, *args: [
           *func(tensors, *args)[:-1], torch.zeros((), dtype=tensors[-1].dtype)]})  # fmt: skip
 _note("fill_that_is_not_counted", "TestOperators.test_operator", "does not count as a change", {"name": "masked_fill"},

@@ -160,7 +160,7 @@ swept("activation_of_nan_in_bf16", "nn.functional.relu", "bfloat16, as it is, wi
       "relu": lambda func, x: func(x.nan_to_num() if x.dtype == torch.bfloat16 else x)})  # fmt: skip
 swept("frequencies_of_a_block", "nn.functional.embedding", "of many elements", {
       "embedding_dense_backward": _counted_in_blocks})  # fmt: skip
-listed("multiplication_of_110_tensors", "mul of a number", {
+listed("multiplication_of_110_tensors", "mul.Scalar", {
        "_foreach_mul_": lambda func, tensors, *args: func(tensors[:110], *args)})  # fmt: skip
 swept("addition_of_a_number_without_its_factor", "add", "of one number", {
       "add_": lambda func, x, y, **options: func(x, y, **(options if y.dim() else {}))})  # fmt: skip

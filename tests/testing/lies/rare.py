@@ -109,7 +109,7 @@ swept("sum_that_is_rounded_first", "sum", "dtype=torch.float32", {"sum": _rounde
 known("statistics_that_are_rounded", "statistics of bf16 in fp32", {
       "native_batch_norm": _statistics_in_the_input_dtype})  # fmt: skip
 known("tensor_that_grows_empty", "a tensor that grows", {"resize_": _grown_and_cleared})
-listed("lists_in_order_of_memory", "add", {"_foreach_add_": _by_memory})
+listed("lists_in_order_of_memory", "add.List", {"_foreach_add_": _by_memory})
 known("gradient_of_the_first_planes", "gradients of layer_norm over many planes", {
       "native_layer_norm_backward": _of_the_first_rows})  # fmt: skip
 known("equality_in_fp32", "comparison of whole numbers", {"eq": _in_fp32})
@@ -123,7 +123,7 @@ known("rows_of_biases_by_their_whole", "addmm with biases", {
 known("largest_that_is_no_nan", "norms of NaN", {
       "linalg_vector_norm": lambda func, x, order=2, *args, **options: func(
           x.nan_to_num(0) if order == math.inf else x, order, *args, **options)})  # fmt: skip
-listed("largest_with_its_sign", "norm of order inf", {
+listed("largest_with_its_sign", "norm.Scalar, ord=inf", {
       "_foreach_norm": lambda func, lists, order=2, *args: [each.max() for each in lists]
       if order == math.inf else func(lists, order, *args)})  # fmt: skip
 swept("products_of_nothing", "bmm", "of no elements: result 0 is wrong", {

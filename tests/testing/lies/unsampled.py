@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lies.lie import LIES, Lie
-from lies.operators import WrongFunction, _note, drawn, known, swept
+from lies.operators import WrongFunction, _note, drawn, known, listed, swept
 from lies.optimizers import making
 
 LONGEST = 2  # of the targets
@@ -176,3 +176,18 @@ for _name, _kind, _test, _says in (
     ("state_in_order_of_memory", _LoadsMemory, "test_state_in_other_strides", "other strides was loaded"),
 ):
     LIES[_name] = Lie(_name, making("adam", _kind), f"TestOptimizers.{_test}", _says, {"name": "adam"})
+
+
+def _but_the_first(func, tensors, others, *args):
+    several = tensors[0].dtype != others[0].dtype
+    return func(tensors[1:], others[1:], *args) if several else func(tensors, others, *args)
+
+
+def _the_first_in_bf16(func, tensors, *args):
+    return func(tensors[:110] if tensors[0].dtype == torch.bfloat16 else tensors, *args)
+
+
+listed("subtraction_of_a_number_that_adds", "sub.Scalar", {
+       "_foreach_sub_.Scalar": lambda func, tensors, number: func(tensors, -number)})  # fmt: skip
+listed("copy_of_another_dtype_without_the_first", "copy", {"_foreach_copy_": _but_the_first})
+listed("division_of_110_tensors_in_bf16", "div.Scalar", {"_foreach_div_": _the_first_in_bf16})
