@@ -71,9 +71,16 @@ def _tied_to_one(func, gradient, one, other, p, distances):
 
 
 def _whole_normals(function, rates):
-    return (
-        (torch.randn_like(rates) * rates.sqrt() + rates).floor() if float(rates.flatten()[0]) > 30 else function(rates)
-    )
+    normals = (torch.randn_like(rates) * rates.sqrt() + rates).floor()
+    return normals.where(rates > 30, function(rates))
+
+
+def _of_the_first(function, rates):
+    return function(rates if rates.is_contiguous() else rates[:1, :1].expand_as(rates))
+
+
+def _without_the_last(function, x, *args):
+    return function(x, *args).clamp_(max=8.0)
 
 
 known("inverse_by_the_first_pivots", "inverse of large matrices", {"linalg_inv_ex": _of_the_first_pivots})
@@ -91,8 +98,8 @@ known("range_that_adds_up", "range of many fractions", {"arange": _added_up})
 known("factor_of_lists_in_bf16", "multiplication of lists by a tensor, that is, by a number that bf16 cannot hold",
       {"_foreach_mul.Tensor": _rounded})  # fmt: skip
 swept("product_of_the_last", "scatter_reduce.prod", "of other options: result 0", {"scatter_reduce": _without_repeats})
-drawn("poisson_that_is_a_whole_normal", "test_moments", "poisson of rate 100 has mean", {"poisson": _whole_normals},
-      draw="poisson of rate 100")  # fmt: skip
+drawn("poisson_that_is_a_whole_normal", "test_distributions", "a share of the numbers is off", {"poisson": _whole_normals},
+      draw="poisson")  # fmt: skip
 
 
 def _of_neighbours(func, grad, x, weight, biases, stride, *args):
@@ -191,3 +198,9 @@ listed("subtraction_of_a_number_that_adds", "sub.Scalar", {
        "_foreach_sub_.Scalar": lambda func, tensors, number: func(tensors, -number)})  # fmt: skip
 listed("copy_of_another_dtype_without_the_first", "copy", {"_foreach_copy_": _but_the_first})
 listed("division_of_110_tensors_in_bf16", "div.Scalar", {"_foreach_div_": _the_first_in_bf16})
+drawn("gamma_by_the_first_of_other_strides", "test_distributions", "a share of the numbers is off", {
+      "_standard_gamma": _of_the_first}, draw="gamma")  # fmt: skip
+drawn("exponential_without_its_tail", "test_distributions", "upper", {"exponential_": _without_the_last},
+      draw="exponential_")  # fmt: skip
+drawn("cauchy_of_another_scale", "test_distributions", "a share of the numbers is off", {
+      "cauchy_": lambda function, x, median, scale: function(x, median, scale * 1.1)}, draw="cauchy_")  # fmt: skip

@@ -272,12 +272,12 @@ drawn("dropout_with_a_mask_of_memory", "test_dropout", "in other strides", {"dro
       rate=0.5, dtype=torch.float32)  # fmt: skip
 drawn("multinomial_that_is_even_without_replacement", "test_whole_numbers", "does not go by weight",
       {"multinomial": _unweighted})  # fmt: skip
-drawn("exponential_of_rate_1", "test_moments", "has mean",
+drawn("exponential_of_rate_1", "test_distributions", "a share of the numbers is off",
       {"exponential_": lambda function, x, rate=1.0: function(x)}, draw="exponential_ of rate 4")  # fmt: skip
-drawn("exponential_of_rate_1_in_bf16", "test_draws_in_other_dtypes", "has mean",
+drawn("exponential_of_rate_1_in_bf16", "test_distributions", "bfloat16",
       {"exponential_": lambda function, x, rate=1.0: function(x, rate if x.dtype == torch.float32 else 1.0)},
-      draw="exponential_ of rate 4", dtype=torch.bfloat16)  # fmt: skip
-drawn("whole_numbers_from_0", "test_moments", "has mean", {
+      draw="exponential_ of rate 4")  # fmt: skip
+drawn("whole_numbers_from_0", "test_distributions", "a share of the numbers is off", {
       "random_": lambda function, x, low, high: function(x, 0, high)}, draw="random_")  # fmt: skip
 drawn("even_truth_of_whole_numbers", "test_moments", "has mean",
       {"bernoulli_": lambda function, x, p: function(x, p if x.is_floating_point() else 0.5)},
@@ -289,8 +289,8 @@ drawn("multinomial_of_fp16_that_is_even", "test_draws_in_other_dtypes", "has mea
       {"multinomial": lambda function, weights, *args, **options: function(
           weights if weights.dtype == torch.float32 else (weights > 0).float(), *args, **options)},
       draw="1 in 172 of multinomial", dtype=torch.float16)  # fmt: skip
-drawn("normal_by_variances", "test_moments", "has variance",
-      {"normal": lambda function, mean, std: function(mean, std * std)}, draw="normal by tensors")  # fmt: skip
+drawn("normal_by_variances", "test_distributions", "a share of the numbers is off",
+      {"normal": lambda function, mean, std: function(mean, std * std)}, draw="normal by both")  # fmt: skip
 drawn("randint_of_32_bits", "test_moments", "has mean", {
       "randint": lambda function, low, high, *args, **options: function(low, min(high, 2**32), *args, **options)},
       draw="randint of 40 bits")  # fmt: skip
