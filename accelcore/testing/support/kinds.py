@@ -1,10 +1,12 @@
-"""Batches in every kind of container, and every kind of view."""
+"""Batches in every kind of container, every kind of view, and numbers of all bits."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -81,6 +83,32 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "nothing": lambda base: base[:0],
 }
 """A view of each kind of a matrix of 4 rows and 6 columns."""
+
+
+@lru_cache(maxsize=64)
+def bits(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return numbers of all kinds: any bits, and of fractions also zeros of both signs, infinities and NaN."""
+    generator = torch.Generator().manual_seed(9)
+    size = math.prod(shape)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    found = torch.randint(0, 256, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    if dtype.is_floating_point:
+        found[:5] = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1 / 3]).to(dtype)
+    return found.view(shape)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits."""
+    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same numbers, the sign of 0 and NaN included."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    both = one.isnan() & other.isnan()
+    return bool((both | ((one == other) & (one.signbit() == other.signbit()))).all())
 
 
 def tensors_in(batch: Any) -> list[Tensor]:

@@ -258,12 +258,12 @@ def prefetch_that_detaches_leaves(backend):
     return _moving(lambda tensor: tensor.detach() if tensor.is_leaf else tensor)(backend)
 
 
-@lie("TestRuntime.test_strides_travel", says="on the device the strides are", layout="channels last", way="to_device")
+@lie("TestRuntime.test_every_dtype_travels", says="channels last has the strides", name="float32", way="to_device")
 def transfer_that_is_contiguous(backend):
     return _moving(lambda tensor: tensor.contiguous())(backend)
 
 
-@lie("TestRuntime.test_strides_travel", says="on the device the strides are", layout="transposed", way="prefetch")
+@lie("TestRuntime.test_every_dtype_travels", says="has the strides", name="float32", way="prefetch")
 def prefetch_that_is_contiguous(backend):
     return _moving(lambda tensor: tensor.contiguous())(backend)
 

@@ -128,6 +128,12 @@ def _truncated(func, x, dtype=None, **options):
     return func(x, dtype=dtype, **options)
 
 
+def _of_the_lowest_bits(func, x, dtype=None, **options):
+    if dtype == torch.bool and x.dtype == torch.int64:
+        x = x & 255
+    return func(x, dtype=dtype, **options)
+
+
 def _by_memory(function, x, *where, **options):
     if len(where) == 2:  # a device and a dtype
         x = x.permute(sorted(range(x.dim()), key=lambda dimension: -x.stride(dimension))).reshape(x.shape)
@@ -152,6 +158,8 @@ def _counted_in_blocks(func, grad, places, count, padding, by_frequency):
 
 _note("conversion_that_truncates", "TestRuntime.test_conversions_in_other_strides", "is wrong in torch.bfloat16",
       {"layout": "transposed"}, lambda: Wrong({"_to_copy": _truncated}))  # fmt: skip
+_note("truth_of_the_lowest_8_bits", "TestRuntime.test_conversions_in_other_strides", "is wrong in torch.bool",
+      {"layout": "contiguous"}, lambda: Wrong({"_to_copy": _of_the_lowest_bits}))  # fmt: skip
 _note("conversion_on_the_way_by_memory", "TestRuntime.test_conversions_in_other_strides", "by to from the host",
       {"layout": "transposed"}, lambda: WrongFunction({"to": _by_memory}))  # fmt: skip
 swept("gradient_in_a_workspace", "nn.functional.silu", "changes the gradients of the first", {

@@ -153,11 +153,21 @@ def fetch_into_one_buffer(backend):
     return replaced(backend, "runtime", fetch=fetch)
 
 
-@lie("TestRuntime.test_every_dtype_travels", says="it came back as tensor", name="int64", way="to")
+@lie("TestRuntime.test_every_dtype_travels", says="as other numbers", name="int64", way="to")
 def fetch_by_way_of_fp32(backend):
     def fetch(honest, tensor):
         ready = honest.fetch(tensor.float())
         return lambda: ready().to(tensor.dtype)
+
+    return replaced(backend, "runtime", fetch=fetch)
+
+
+@lie("TestRuntime.test_every_dtype_travels", says="came back by fetch as other numbers", name="bfloat16", way="to")
+def fetch_of_many_in_order_of_memory(backend):
+    def fetch(honest, tensor):
+        if tensor.numel() < 2**16 or tensor.is_contiguous() or 0 in tensor.stride():
+            return honest.fetch(tensor)
+        return honest.fetch(tensor.as_strided((tensor.numel(),), (1,)).view(tensor.shape))
 
     return replaced(backend, "runtime", fetch=fetch)
 
