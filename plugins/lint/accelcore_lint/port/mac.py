@@ -16,6 +16,7 @@ _LACKS = {
         r"(?![^\n]*(?:float|int|long|bool))"
     ),
     "properties of devices": re.compile(r"\b(?:get_device_properties|memory_stats)\("),
+    "streams": re.compile(r"\b(?:cuda|get_device_module\(\))\.(?:Stream|stream|current_stream)\("),
     "numbers of generators": re.compile(r"\bfork_rng\([^\n]*current_device\("),
     "process groups": re.compile(r"\binit_process_group\("),
     "DataParallel": re.compile(r"(?<!\w)DataParallel\("),

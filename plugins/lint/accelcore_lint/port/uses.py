@@ -46,6 +46,9 @@ _USES = {
         r"\bcuda\.Event\b(?!\((?:enable_timing *= *\w+)?\))|\bfrom torch\.cuda import[^\n]*\bEvent\b"
         r"|\b(?:CUDAGraph|cuda_event|ipc_handle|cupy|numba|tensorrt)\b|\.cuda\.graph\b"
     ),
+    "stream": re.compile(
+        r"\b(?:cuda_stream|npu_stream|ExternalStream|default_stream|CUDAGraph|cupy|numba|pycuda|tensorrt)\b|\.cuda\.graph\b"
+    ),
     "get_device": re.compile(r"(?m)^[ \t]+def get_device\b"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
     "autocast": re.compile(

@@ -134,7 +134,7 @@ def test_a_function_of_one_line_takes_the_device_of_its_module(level):
 
 def test_a_condition_that_uses_what_a_condition_that_stays_sets_stays():
     source = (
-        "import torch\nif device.type == 'cuda':\n    start = torch.cuda.Stream()\nelse:\n    begun = time()\n"
+        "import torch\nif device.type == 'cuda':\n    start = torch.cuda.CUDAGraph()\nelse:\n    begun = time()\n"
         "if device.type == 'cuda':\n    start.query()\n    torch.cuda.synchronize()\n"
         "if device.type == 'cuda':\n    torch.cuda.synchronize()\n"
     )

@@ -152,3 +152,71 @@ def test_a_function_that_waits_for_a_device_knows_that_it_is_none_of_the_cpu(lev
     outcome = port_source(source.format("lambda: torch.cuda.synchronize(device=device)"), level)
     assert ("torch.cuda.synchronize(" in outcome.source) is kept
     assert len(outcome.left) == kept
+
+
+PREFETCHER = '''import torch
+
+
+class Prefetcher:
+    def __init__(self, loader):
+        self.loader, self.stream = iter(loader), torch.cuda.Stream()
+
+    def following(self):
+        with torch.cuda.stream(self.stream):
+            batch = next(self.loader)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return batch
+'''
+
+
+@LEVELS
+@pytest.mark.parametrize("vendor", ["cuda", "npu"])
+def test_streams_are_those_of_the_device_module(monkeypatch, level, vendor):
+    outcome = port_source(PREFETCHER.replace("cuda", vendor), level)
+    assert (outcome.after, outcome.left) == (0, [])
+    calls = []
+
+    class Stream:
+        def __enter__(self):
+            calls.append("enter")
+
+        def __exit__(self, *raised):
+            calls.append("exit")
+
+        def wait_stream(self, other):
+            calls.append(other)
+
+    module = types.SimpleNamespace(Stream=Stream, stream=lambda stream: stream, current_stream=Stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    exec(outcome.source, made := {"__name__": "prefetcher"})
+    prefetcher = made["Prefetcher"]([1])
+    assert prefetcher.following() == 1
+    assert calls == ["enter", "exit", prefetcher.stream]
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    "more",
+    [
+        "pointer = stream.cuda_stream",
+        "main = torch.cuda.default_stream()",
+        "graph = torch.cuda.CUDAGraph()",
+        "import cupy",
+    ],
+)
+def test_streams_stay_that_are_used_in_one_vendors_way(level, more):
+    line = "stream = torch.cuda.Stream()"
+    outcome = port_source(f"import torch\n{line}\n{more}\n", level)
+    assert line in outcome.source
+    assert outcome.left
+
+
+@LEVELS
+def test_a_stream_in_a_try_stays(level):
+    source = "import torch\ntry:\n    s = torch.cuda.Stream()\nexcept RuntimeError:\n    s = None\n"
+    assert "s = torch.cuda.Stream()" in port_source(source, level).source
+
+
+def test_a_question_above_streams_asks_for_any_device():
+    source = "import torch\nif torch.cuda.is_available():\n    s = torch.cuda.Stream()\n"
+    assert port_source(source, Level.ROLES).after == 0

@@ -62,13 +62,13 @@ def test_a_file_is_replaced_with_its_mark_and_permissions(script):
 
 
 def test_json_has_what_is_left_with_lines(script):
-    script.write_text(SCRIPT + "s = torch.cuda.Stream()\n")
+    script.write_text(SCRIPT + "s = torch.cuda.CUDAGraph()\n")
     result = run(script, "--json")
     report = json.loads(result.stdout)
     assert result.return_value == 1
     assert report["vendor_lines"] == {"before": 2, "after": 1}
     (left,) = report["files"][0]["left"]
-    assert (left["line"], "stream" in left["text"]) == (3, True)
+    assert (left["line"], "graph" in left["text"]) == (3, True)
 
 
 @pytest.mark.parametrize(

@@ -132,11 +132,11 @@ def test_a_comment_below_a_removed_line_stays():
 
 
 def test_a_line_that_an_earlier_run_left_stays_and_is_reported():
-    source = "import torch\nx = torch.ones(2).cuda()\nside = torch.cuda.Stream(1)\n"
+    source = "import torch\nx = torch.ones(2).cuda()\nside = torch.cuda.CUDAGraph(1)\n"
     once = port_source(source, Level.ROLES)
     again = port_source(once.source, Level.ROLES)
     assert [note.text for note in again.left] == [note.text for note in once.left] != []
-    kept = once.source.replace("torch.cuda.Stream(1)", "x.cuda()")
+    kept = once.source.replace("torch.cuda.CUDAGraph(1)", "x.cuda()")
     assert port_source(kept, Level.ROLES).source == kept
     looked_at = "\n".join(line for line in kept.split("\n") if "TODO" not in line)
     assert "side = x.to(accel.device)" in port_source(looked_at, Level.ROLES).source
@@ -181,7 +181,7 @@ def test_a_question_that_an_earlier_run_left_keeps_a_type_of_tensor_in_a_later_o
 @pytest.mark.parametrize("level", Level, ids=lambda level: level.value)
 @pytest.mark.parametrize("move", ["x = x.cuda(args.gpu)", "def f(a, d='cuda'):\n    return a.cuda(d)"])
 def test_a_move_to_a_number_that_may_be_none_decides_alike_in_a_second_run(move, level):
-    source = f"import torch\n{move}\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\ns = torch.cuda.Stream()\n"
+    source = f"import torch\n{move}\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\ns = torch.cuda.CUDAGraph()\n"
     once = port_source(source, level).source
     assert " is not None else " in once
     assert port_source(once, level).source == once

@@ -81,7 +81,7 @@ def test_what_a_script_asks_of_bfloat16_is_still_about_accelerators(condition):
 
 LEFT = [
     "torch.cuda.get_device_capability()",
-    "where = torch.cuda.Stream(number)",
+    "where = torch.cuda.CUDAGraph(number)",
     "where = torch.device('cuda:' + number[0])",
     "state = torch.load(path)",
 ]
@@ -314,7 +314,7 @@ def test_a_method_is_cuda_is_called_as_before():
 
 
 def test_a_line_of_several_statements_that_stays_is_not_touched():
-    source = "import torch\nx = 1; y = torch.cuda.Stream()\n"
+    source = "import torch\nx = 1; y = torch.cuda.CUDAGraph()\n"
     assert source.splitlines()[1] in port_source(source, Level.ROLES).source
 
 

@@ -52,7 +52,7 @@ def test_a_test_for_one_vendor_is_still_skipped_elsewhere(made, mark, asserted, 
 @pytest.mark.parametrize(("name", "kept"), [("found", True), ("n", False)])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_question_stays_that_a_function_gets_by_another_name_above_what_is_left(name, kept, is_first):
-    run = "def run(x, fast):\n    if fast:\n        torch.cuda.Stream()\n"
+    run = "def run(x, fast):\n    if fast:\n        torch.cuda.CUDAGraph()\n"
     main = f"def main(x, n):\n    found = torch.cuda.is_available()\n    run(x, fast={name})\n    if found:\n"
     parts = [run, f"{main}        x.cuda()\n"]
     source = "import torch\n\n\n" + "\n\n".join(parts if is_first else reversed(parts))

@@ -131,7 +131,7 @@ TWICE = (
 
 
 def test_only_a_condition_above_lines_that_are_left_is_said_to_guard_them(tmp_path):
-    reasons = _reasons(TWICE.format("s = torch.cuda.Stream()\n        x = x.cuda(stream=s)"))
+    reasons = _reasons(TWICE.format("s = torch.cuda.CUDAGraph()\n        x = x.cuda(stream=s)"))
     assert "what it guards is left" in reasons[5]
     files = {"one.py": TWICE.format("x.sum()"), "two.py": "import one\nimport pytorch_lightning as pl\npl.Trainer()\n"}
     paths = written(tmp_path, files)
@@ -143,7 +143,7 @@ def test_only_a_condition_above_lines_that_are_left_is_said_to_guard_them(tmp_pa
 def test_a_condition_that_uses_what_another_one_sets_is_not_said_to_guard_what_is_left():
     source = (
         "import torch\n\n\ndef f(net):\n    s = None\n"
-        "    if torch.cuda.is_available():\n        s = torch.cuda.Stream()\n"
+        "    if torch.cuda.is_available():\n        s = torch.cuda.CUDAGraph()\n"
         "    if torch.cuda.is_available():\n        net.cuda()\n        net(s)\n"
     )
     reasons = _reasons(source)

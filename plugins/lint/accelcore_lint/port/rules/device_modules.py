@@ -1,4 +1,4 @@
-"""Events, properties of devices, and forks of random numbers, which torch has for accelerators of all vendors."""
+"""Events, streams, properties of devices, and forks of random numbers, which all accelerators have."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from accelcore_lint.port.syntax import argument, text_of
 _SHARED = r"\.(?:name|total_memory)\b"
 """Properties that a device of each vendor has."""
 
+_STREAMS = ("Stream", "stream", "current_stream")
+"""Functions for streams that the module of each accelerator has, and that of the CPU, which has one stream."""
+
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     name = facts.name(node.func)
@@ -23,6 +26,9 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
         func = f"{facts.torch}.Event"
     elif name == "torch.cuda.get_device_properties" and _asks_shared(node, facts):
         func = f"{facts.torch}.get_device_module().get_device_properties"
+    elif name in {f"torch.cuda.{each}" for each in _STREAMS} and "stream" not in facts.uses_of:
+        facts.place.check_question(node)
+        func = f"{facts.torch}.get_device_module().{(name or '').rpartition('.')[2]}"
     else:
         return None
     if any(isinstance(outer, cst.Try) for outer in facts.parents(node)):
@@ -70,7 +76,7 @@ def _decide_fork(node: cst.Call, facts: Facts) -> Rewrite | None:
 
 MODULES = Rule(
     "device's module",
-    "events, the names and the memory of devices, and forks of their random numbers",
+    "events, streams, the names and the memory of devices, and forks of their random numbers",
     (cst.Call,),
     _decide,
     (
@@ -78,6 +84,12 @@ MODULES = Rule(
             Level.ROLES,
             "start = torch.cuda.Event(enable_timing=True)",
             "start = torch.Event(enable_timing=True)",
+        ),
+        Example(
+            Level.ROLES,
+            "with torch.cuda.stream(side):\n    side.wait_stream(torch.cuda.current_stream())",
+            "with torch.get_device_module().stream(side):\n"
+            "    side.wait_stream(torch.get_device_module().current_stream())",
         ),
         Example(
             Level.TORCH,

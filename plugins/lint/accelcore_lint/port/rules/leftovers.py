@@ -224,8 +224,8 @@ LEFTOVERS = (
         (
             Example(
                 Level.ROLES,
-                "stream = torch.cuda.Stream()",
-                f"# TODO(accelcore): {_REASONS['Stream']}\nstream = torch.cuda.Stream()",
+                "graph = torch.cuda.CUDAGraph()",
+                f"# TODO(accelcore): {_REASONS['CUDAGraph']}\ngraph = torch.cuda.CUDAGraph()",
             ),
         ),
     ),

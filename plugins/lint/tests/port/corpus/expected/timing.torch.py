@@ -25,5 +25,4 @@ peak = getattr(torch.get_device_module(), "max_memory_allocated", lambda: 0)() /
 print("peak", peak >= 0)
 if peak > 1e9:
     start_event = torch.Event(enable_timing=True)
-    # TODO(accelcore): streams are each device's own; torch.Stream(device) where the device has them
-    stream = torch.cuda.Stream()
+    stream = torch.get_device_module().Stream()
