@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
@@ -14,7 +15,8 @@ _TAKES = re.compile(rf"\bdef ({'|'.join(DEVICES)})\((?!\s*\w+\s*\))")
 _ALIAS = re.compile(
     rf"(?m)^([ \t]+)def ({'|'.join(DEVICES)})\(self(?:, *(\w+)[^(),]*)?\)[^:\n]*:[ \t]*\n"
     r"(?:\1[ \t]+r?(\"\"\"|\'\'\')(?:(?!\4)[\s\S])*\4[ \t]*\n)?"
-    r"\1[ \t]+return self\.to\((?!\))(?:device *= *)?(?:\w+\.device\()?(?:\3(?: if \3 is not None else| or)? *)?"
+    r"\1[ \t]+(?P<returns>return )?self\.to\((?!\))(?:device *= *)?(?:\w+\.device\()?"
+    r"(?:\3(?: if \3 is not None else| or)? *)?"
     r"(?:f?[\"']\2(?::0|:\{\3\})?[\"'](?:, *\3)?)?\)?\)[ \t]*(?:\n|\Z)(?!\1[ \t])"
 )
 """A method `cuda` with one parameter that only gives a device to the object's own `to`, which may as well be called."""
@@ -50,8 +52,17 @@ def has_silent_to(text: str) -> bool:
 
 
 def without_aliases(text: str) -> str:
-    """Return a file without the methods `cuda` that only call the object's own `to`."""
-    return _ALIAS.sub("", text) if "return self.to(" in text else text
+    """Return a file without the methods `cuda` that only call the object's own `to`, and return what that does."""
+    if "self.to(" not in text:
+        return text
+    ends = [0, *(each.start() for each in _CLASS.finditer(text)), len(text)]
+    return "".join(_without_alias(text[start:end]) for start, end in itertools.pairwise(ends))
+
+
+def _without_alias(text: str) -> str:
+    """Return a class without such methods. One without `return` is an alias if `to` returns nothing, too."""
+    is_silent = has_silent_to(text)
+    return _ALIAS.sub(lambda found: "" if found["returns"] or is_silent else found[0], text)
 
 
 def movers(text: str) -> list[str]:

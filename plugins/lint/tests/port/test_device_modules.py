@@ -154,7 +154,7 @@ def test_a_function_that_waits_for_a_device_knows_that_it_is_none_of_the_cpu(lev
     assert len(outcome.left) == kept
 
 
-PREFETCHER = '''import torch
+PREFETCHER = """import torch
 
 
 class Prefetcher:
@@ -166,7 +166,7 @@ class Prefetcher:
             batch = next(self.loader)
         torch.cuda.current_stream().wait_stream(self.stream)
         return batch
-'''
+"""
 
 
 @LEVELS
@@ -220,3 +220,13 @@ def test_a_stream_in_a_try_stays(level):
 def test_a_question_above_streams_asks_for_any_device():
     source = "import torch\nif torch.cuda.is_available():\n    s = torch.cuda.Stream()\n"
     assert port_source(source, Level.ROLES).after == 0
+
+
+@LEVELS
+@pytest.mark.parametrize(("shown", "stays"), [("x[i].total_memory", False), ("x[i].major", True), ("x", True)])
+def test_properties_in_a_list_are_those_of_the_device_module(level, shown, stays):
+    source = (
+        "import torch\n\n\ndef show(n):\n    x = [torch.cuda.get_device_properties(i) for i in range(n)]\n"
+        f"    for i in range(n):\n        print(x[i].name, {shown})\n"
+    )
+    assert ("torch.cuda" in port_source(source, level).source) is stays

@@ -171,6 +171,19 @@ def test_comments_among_the_devices_of_replicas_stay(lines):
     assert "# four" in _ported(commented).source
 
 
+@pytest.mark.parametrize("wraps", ["torch.nn.parallel.DistributedDataParallel", "DDP"])
+def test_a_comment_behind_the_output_device_of_replicas_stays(wraps):
+    source = (
+        f"import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\nnet = {wraps}(\n"
+        "    net, device_ids=[local_rank], output_device=local_rank,\n    # buffers are equal\n"
+        "    broadcast_buffers=False,\n)\n"
+    )
+    outcome = _ported(source)
+    assert (outcome.after, outcome.left) == (0, [])
+    assert "    # buffers are equal\n    broadcast_buffers=False,\n)" in outcome.source
+    assert "output_device" not in outcome.source
+
+
 def test_a_device_that_switches_mixed_precision_on_does_so_on_every_accelerator():
     source = 'import torch\nscaler = torch.cuda.amp.GradScaler(enabled=device_type == "cuda" and half)\n'
     outcome = _ported(source)

@@ -258,6 +258,17 @@ def test_a_method_cuda_that_only_calls_to_is_no_other_one(tmp_path, more, body, 
     assert ("return batch.cuda()" in ported) is kept
 
 
+@pytest.mark.parametrize(("returned", "kept"), [("", False), ("        return self\n", True)])
+def test_a_method_cuda_without_a_value_is_to_if_that_has_none_either(tmp_path, returned, kept):
+    bank = (
+        "import torch\n\n\nclass Other:\n    def to(self, device):\n        return self\n\n\n"
+        f"class Bank:\n    def to(self, device):\n        self.x = self.x.to(device)\n{returned}\n"
+        "    def cuda(self):\n        self.to('cuda:0')\n"
+    )
+    source = "import torch\nfrom banks import Bank\nbank = Bank()\nbank.cuda()\n"
+    assert ("bank.cuda()" in _ported(tmp_path, source, banks=bank)) is kept
+
+
 @pytest.mark.parametrize(
     ("method", "used", "is_left"),
     [

@@ -81,7 +81,7 @@ def test_what_a_script_asks_of_bfloat16_is_still_about_accelerators(condition):
 
 LEFT = [
     "torch.cuda.get_device_capability()",
-    "where = torch.cuda.CUDAGraph(number)",
+    "where = torch.cuda.default_stream(number)",
     "where = torch.device('cuda:' + number[0])",
     "state = torch.load(path)",
 ]

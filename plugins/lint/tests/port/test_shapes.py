@@ -144,7 +144,10 @@ def test_a_line_under_a_condition_that_no_cpu_meets_does_not_ask_again(test, ask
         ("from torch_npu.npu import amp\nscaler = amp.GradScaler()", "accel.scaler.create()"),
         ("labels = [1]\nlabels = torch.cuda.LongTensor(labels)", "torch.LongTensor(labels).to(accel.device)"),
         ("def step(scaler: torch.cuda.amp.GradScaler): ...", "def step(scaler: torch.amp.GradScaler): ..."),
-        ("stream = torch.cuda.current_stream()\nstream.synchronize()", "stream = torch.get_device_module().current_stream()"),
+        (
+            "stream = torch.cuda.current_stream()\nstream.synchronize()",
+            "stream = torch.get_device_module().current_stream()",
+        ),
     ],
 )
 def test_a_form_decides_what_a_line_becomes(line, new):

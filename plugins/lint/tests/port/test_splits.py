@@ -316,20 +316,20 @@ def test_the_device_of_a_module_stays_beside_a_flag_under_which_another_file_hid
     assert (choice in program(tmp_path, files)["nets.py"].source) is kept
 
 
-GRAPH = "graph = torch.cuda.CUDAGraph()"
+STREAM = "stream = torch.cuda.default_stream()"
 
 
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
 @pytest.mark.parametrize(
     ("asked", "line", "kept"),
     [
-        ("args.use_gpu = args.use_gpu and torch.cuda.is_available()", f"if args.use_gpu:\n        {GRAPH}", True),
+        ("args.use_gpu = args.use_gpu and torch.cuda.is_available()", f"if args.use_gpu:\n        {STREAM}", True),
         ("args.use_gpu = torch.cuda.is_available()", "d = torch.device('cuda:' + n[0]) if args.use_gpu else 0", True),
-        ("args['gpu'] = torch.cuda.is_available()", f"if args['gpu']:\n        {GRAPH}", True),
-        ("args['gpu'] = torch.cuda.is_available()", f"if args['cpu']:\n        {GRAPH}", False),
-        ("args = dict(gpu=torch.cuda.is_available())", f"if args.get('gpu'):\n        {GRAPH}", True),
-        ("args.use_gpu = torch.cuda.is_available()", f"if args.use_gpu:\n        x.cuda()\n        {GRAPH}", False),
-        ("args.use_gpu = torch.cuda.is_available()", f"if args.debug:\n        {GRAPH}", False),
+        ("args['gpu'] = torch.cuda.is_available()", f"if args['gpu']:\n        {STREAM}", True),
+        ("args['gpu'] = torch.cuda.is_available()", f"if args['cpu']:\n        {STREAM}", False),
+        ("args = dict(gpu=torch.cuda.is_available())", f"if args.get('gpu'):\n        {STREAM}", True),
+        ("args.use_gpu = torch.cuda.is_available()", f"if args.use_gpu:\n        x.cuda()\n        {STREAM}", False),
+        ("args.use_gpu = torch.cuda.is_available()", f"if args.debug:\n        {STREAM}", False),
     ],
 )
 def test_a_flag_stays_if_a_file_of_the_program_asks_it_above_lines_that_are_left(tmp_path, level, asked, line, kept):
@@ -345,7 +345,7 @@ def test_a_flag_stays_if_a_file_of_the_program_asks_it_above_lines_that_are_left
 
 def test_a_flag_of_another_program_with_the_same_helpers_decides_nothing(tmp_path):
     one = "import torch\nimport helpers\nargs.gpu = torch.cuda.is_available()\nif args.gpu:\n    x = x.cuda()\n"
-    other = f"import torch\nimport helpers\nif args.gpu:\n    {GRAPH}\n"
+    other = f"import torch\nimport helpers\nif args.gpu:\n    {STREAM}\n"
     made = program(tmp_path, {"one.py": one, "other.py": other, "helpers.py": "import torch\n"})
     assert "torch.cuda" not in made["one.py"].source
 
@@ -353,7 +353,7 @@ def test_a_flag_of_another_program_with_the_same_helpers_decides_nothing(tmp_pat
 def test_the_reason_for_a_flag_that_stays_names_the_file_whose_lines_are_left(tmp_path):
     files = {
         "options.py": "import torch\n\n\ndef read(args):\n    args.gpu = torch.cuda.is_available()\n",
-        "model.py": f"import torch\n\n\ndef build(args):\n    if args.gpu:\n        {GRAPH}\n",
+        "model.py": f"import torch\n\n\ndef build(args):\n    if args.gpu:\n        {STREAM}\n",
         "train.py": "import torch\nfrom model import build\nfrom options import read\nread(args)\nbuild(args)\n",
     }
     (note,) = program(tmp_path, files)["options.py"].left

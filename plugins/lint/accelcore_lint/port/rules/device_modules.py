@@ -50,17 +50,22 @@ def _may_be_plain(facts: Facts) -> bool:
 
 
 def _asks_shared(node: cst.Call, facts: Facts) -> bool:
-    """Return whether the properties of a device are only asked for what devices of all vendors have."""
+    """Return whether the properties of a device are only asked for what devices of all vendors have.
+
+    They may also be those of several devices in a list, as in `devices[i].name`.
+    """
     holder = facts.parent(node)
     if isinstance(holder, cst.Attribute):
         return re.fullmatch(_SHARED, f".{holder.attr.value}") is not None
+    is_list = isinstance(holder, cst.ListComp) and holder.elt is node
+    holder, shared = (facts.parent(holder), rf"\[\w+\]{_SHARED}") if is_list and holder else (holder, _SHARED)
     target = holder.targets[0].target if isinstance(holder, cst.Assign) and len(holder.targets) == 1 else None
     function = facts.function_of(node)
     if not isinstance(target, cst.Name) or function is None:
         return False
     uses = rf"(?<![\w.]){target.value}\b(?!=[^=])"
     found = len(re.findall(uses, text_of(function)))
-    return found > 1 and found == len(re.findall(f"{uses}{_SHARED}", text_of(function))) + 1
+    return found > 1 and found == len(re.findall(f"{uses}{shared}", text_of(function))) + 1
 
 
 def _decide_fork(node: cst.Call, facts: Facts) -> Rewrite | None:

@@ -35,9 +35,6 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | Left | None:
         if text_of(node.func).split(".")[-1] == "DataParallel":
             return Left(_ONE_EACH, inner=True)
         return Left("device_ids of a wrapper that is not known: None where there is no accelerator", inner=True)
-    dropped = [arg for arg in given if arg.keyword is not None and arg.keyword.value == "output_device"]
-    if any(map(_has_comment, dropped)):
-        return Left("a comment among the arguments of DistributedDataParallel would be lost: move it above the line")
     ids = argument(node, "device_ids")
     models = [arg for arg in node.args if arg.keyword is None or arg.keyword.value == "module"]
     if facts.name(node.func) not in _DDP:
@@ -128,7 +125,13 @@ def _has_comment(arg: cst.Arg) -> bool:
 
 
 def _without(args: Sequence[cst.Arg], gone: list[int]) -> list[cst.Arg]:
-    kept = [arg for position, arg in enumerate(args) if position not in gone]
+    """Return arguments without some. A comment behind one of these goes behind the argument before it."""
+    kept: list[cst.Arg] = []
+    for position, arg in enumerate(args):
+        if position not in gone:
+            kept.append(arg)
+        elif _has_comment(arg) and kept and not _has_comment(kept[-1]):
+            kept[-1] = kept[-1].with_changes(comma=arg.comma)
     last = args[-1]
     if _has_comment(kept[-1]):
         return kept
