@@ -46,9 +46,7 @@ _USES = {
         r"\bcuda\.Event\b(?!\((?:enable_timing *= *\w+)?\))|\bfrom torch\.cuda import[^\n]*\bEvent\b"
         r"|\b(?:CUDAGraph|cuda_event|ipc_handle|cupy|numba|tensorrt)\b|\.cuda\.graph\b"
     ),
-    "stream": re.compile(
-        r"\b(?:cuda_stream|npu_stream|ExternalStream|default_stream|CUDAGraph|cupy|numba|pycuda|tensorrt)\b|\.cuda\.graph\b"
-    ),
+    "stream": re.compile(rf"\.({_DEVICES})_stream\b"),
     "get_device": re.compile(r"(?m)^[ \t]+def get_device\b"),
     "apex": re.compile(r"\b_amp_state\b|\b_amp_stash\b|\bamp\._\w|\bamp\.init\("),
     "autocast": re.compile(
@@ -79,6 +77,7 @@ _USES = {
 - text_to: a method `to` of the project's own that takes a device by its name only.
 - numbered: lines that read the index in a device's name.
 - is_cuda: a truth value or a property of the project's own.
+- stream: the address of a stream, which libraries of one vendor take.
 - get_device: a method of the project's own by the name of a tensor's.
 - apex: the private state of apex's mixed precision, which is one for the whole program, or its old `amp.init()`; or an
   import of apex without which the program goes on.

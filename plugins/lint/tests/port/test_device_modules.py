@@ -212,6 +212,14 @@ def test_streams_stay_that_are_used_in_one_vendors_way(level, more):
 
 
 @LEVELS
+@pytest.mark.parametrize(("other", "stays"), [("pointer = x.cuda_stream", True), ("import cupy", False)])
+def test_streams_stay_if_another_file_reads_the_address_of_one(tmp_path, level, other, stays):
+    paths = written(tmp_path, {"a.py": PREFETCHER, "b.py": f"import torch\nimport a\n{other}\nx.cuda()\n"})
+    outcome = port_source(PREFETCHER, level, read_project(paths).known(paths[0]))
+    assert bool(outcome.left) is stays
+
+
+@LEVELS
 def test_a_stream_in_a_try_stays(level):
     source = "import torch\ntry:\n    s = torch.cuda.Stream()\nexcept RuntimeError:\n    s = None\n"
     assert "s = torch.cuda.Stream()" in port_source(source, level).source

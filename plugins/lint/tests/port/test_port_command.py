@@ -224,6 +224,7 @@ def test_a_script_that_another_library_trains_does_not_read_as_done(script):
         ("torch.set_default_dtype(torch.float64)", "no float64 (other.py:2)"),
         ("dist.init_process_group()", "no process groups (other.py:2)"),
         ("name = torch.cuda.get_device_properties(0).name", "no properties of devices (other.py:2)"),
+        ("side = torch.cuda.Stream()", "no streams (other.py:2)"),
         ("used = torch.cuda.memory_stats()", "no properties of devices (other.py:2)"),
         ("fork_rng(devices=[torch.cuda.current_device()])", "no numbers of generators (other.py:2)"),
         ("net = nn.DataParallel(net)", "no DataParallel (other.py:2)"),

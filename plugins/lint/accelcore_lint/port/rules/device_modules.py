@@ -17,6 +17,11 @@ _SHARED = r"\.(?:name|total_memory)\b"
 _STREAMS = ("Stream", "stream", "current_stream")
 """Functions for streams that the module of each accelerator has, and that of the CPU, which has one stream."""
 
+_VENDORS_STREAMS = re.compile(
+    r"\b(?:ExternalStream|default_stream|CUDAGraph|cupy|numba|pycuda|tensorrt)\b|\.cuda\.graph\b"
+)
+"""What a file does with streams that only one vendor's devices do."""
+
 
 def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
     name = facts.name(node.func)
@@ -26,7 +31,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
         func = f"{facts.torch}.Event"
     elif name == "torch.cuda.get_device_properties" and _asks_shared(node, facts):
         func = f"{facts.torch}.get_device_module().get_device_properties"
-    elif name in {f"torch.cuda.{each}" for each in _STREAMS} and "stream" not in facts.uses_of:
+    elif name in {f"torch.cuda.{each}" for each in _STREAMS} and not _has_vendors_streams(facts):
         facts.place.check_question(node)
         func = f"{facts.torch}.get_device_module().{(name or '').rpartition('.')[2]}"
     else:
@@ -47,6 +52,11 @@ def _may_be_plain(facts: Facts) -> bool:
     asks_early = facts.hidden_by or facts.forks or facts.known.forks or on_import
     in_try = any(isinstance(outer, cst.Try) for call in made for outer in facts.parents(call))
     return not (asks_early or in_try or "event" in facts.uses_of)
+
+
+def _has_vendors_streams(facts: Facts) -> bool:
+    """Return whether a file uses streams as only one vendor's can be, or the project reads the address of one."""
+    return "stream" in facts.uses_of or _VENDORS_STREAMS.search(facts.code) is not None
 
 
 def _asks_shared(node: cst.Call, facts: Facts) -> bool:
