@@ -34,6 +34,7 @@ COUNT = "torch.cuda.device_count()"
         (f"n = {COUNT}\nn += 0.5\nbatch_size = 8 / n", 16),
         (f"n = {COUNT}\nbatch_size = f'{{8}} on %d' % n", "8 on 0"),
         (f"text = 'on %d'\nbatch_size = text % {COUNT}", "on 0"),
+        (f"rank = int('2') if {COUNT} > 1 else 0\nbatch_size = rank * args.bs", 0),
     ],
 )
 def test_a_number_of_devices_is_at_least_one_where_zero_fails(level, lines, value):

@@ -68,6 +68,9 @@ def at_least_one(node: cst.Name | cst.Attribute, facts: Facts) -> Rewrite | None
 def _may_be_zero(value: cst.BaseExpression, facts: Facts) -> bool:
     """Return whether a value is the number of devices, which is 0 on the CPU."""
     if isinstance(value, cst.IfExp):
-        return text_of(value.orelse) == "0" or any(_may_be_zero(each, facts) for each in (value.body, value.orelse))
+        is_count = "device_count(" in text_of(value.body)  # and no rank
+        return (is_count and text_of(value.orelse) == "0") or any(
+            _may_be_zero(each, facts) for each in (value.body, value.orelse)
+        )
     is_count = isinstance(value, cst.Call) and facts.name(value.func) == "torch.cuda.device_count"
     return is_count and not facts.guards(value)
