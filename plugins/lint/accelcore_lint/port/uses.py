@@ -195,7 +195,7 @@ BY_PLACE = re.compile(r"\bint\((?:\w+\.)*\w*device\w*\[[1-9]\d*:?\]\)")
 """A number in a device's name, found by its place behind `cuda:`."""
 
 _GROUPS = re.compile(
-    r"(?m)^([ \t]*)elif [^\n]*\b(?:mps|xpu)\b[^\n]*:\n(?:\1[ \t]+[^\n]*\n)*?\1[ \t]+[^\n]*\binit_process_group\("
+    r"(?m)^([ \t]*)elif [^\n]*\b(?:mps|xpu)\b[^\n]*:\n(?:\1[ \t][^\n]*\n)*?\1[ \t][^\n]*\binit_process_group\("
 )
 
 

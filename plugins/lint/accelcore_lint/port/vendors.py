@@ -54,7 +54,9 @@ _TOOL_STRINGS = {
     "(CUDA|ASCEND_RT)_VISIBLE_DEVICES": (
         "a variable that other devices do not read: set theirs where the script is started"
     ),
-    f"(?i:{'|'.join(GROUPS)})": "the process group of one vendor's devices: choose the backend by the device",
+    rf"(?i:(?:[\w:]+,)*(?:(?:{'|'.join(DEVICES)}):)?(?:{'|'.join(GROUPS)})(?:,[\w:]+)*)": (
+        "the process group of one vendor's devices: choose the backend by the device"
+    ),
 }
 """Names and strings of one vendor's tools, and what to do about a line that has one."""
 

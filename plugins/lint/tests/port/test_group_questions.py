@@ -1,5 +1,8 @@
 """Questions for a vendor's process group: they choose the one in use, and a report keeps its own."""
 
+import subprocess
+import sys
+
 import pytest
 from accelcore_lint.port import Level, port_source
 
@@ -43,3 +46,19 @@ def test_a_choice_of_the_process_group_asks_for_the_one_in_use(level, line):
     assert QUESTION not in outcome.source
     assert "torch.distributed.is_backend_available(torch.distributed.get_default_backend_for_device(" in outcome.source
     assert not outcome.left
+
+
+@LEVELS
+@pytest.mark.parametrize("backend", ["cuda:nccl,cpu:gloo", "cpu:gloo,cuda:nccl", "npu:hccl"])
+def test_a_group_of_several_devices_with_one_vendors_is_left(level, backend):
+    outcome = port_source(f'import torch.distributed as dist\ndist.init_process_group("{backend}")\n', level)
+    assert (outcome.before, outcome.after) == (1, 1)
+    (note,) = outcome.left
+    assert "process group" in note.text
+
+
+def test_a_long_block_for_another_accelerator_takes_no_long_time():
+    branch = "".join(f"            call_{number}(device=device)\n" for number in range(60))
+    source = f"import torch\nif device == 'cuda':\n    x = x.cuda()\nelif device == 'mps':\n{branch}"
+    program = f"from accelcore_lint.port.uses import kept_questions\nassert kept_questions({source!r}) == ''"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
