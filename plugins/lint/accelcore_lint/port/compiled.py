@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from accelcore_lint.port.syntax import text_of
-from accelcore_lint.port.torchscript import COMPILES, compiled_in
+from accelcore_lint.port.torchscript import compiled_in, compiles
 from accelcore_lint.port.tree import Tree
 
 _FUNCTION = re.compile(r"((torch\.)?autograd\.)?Function")
@@ -35,9 +35,9 @@ def is_scripted(site: cst.CSTNode, tree: Tree) -> bool:
     functions = [outer for outer in around if isinstance(outer, cst.FunctionDef)]
     if not functions:
         return False
-    if any(COMPILES.search(text_of(made)) for each in around for made in each.decorators):
-        return True
     marks = tree.known.uses | compiled_in([tree.code])
+    if any(compiles(text_of(made), marks) for each in around for made in each.decorators):
+        return True
     holder = next((outer for outer in reversed(around) if isinstance(outer, cst.ClassDef)), None)
     if holder is not None and is_function(holder):
         return False

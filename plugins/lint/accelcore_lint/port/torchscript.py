@@ -7,7 +7,9 @@ import re
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 
-COMPILES = re.compile(r"\bjit\.(script|script_method|export)\b|\bscript_method\b")
+_SCRIPTS = r"script|script_method|script_if_tracing"
+_COMPILES = re.compile(rf"\bjit\.({_SCRIPTS}|export)\b")
+_COMPILER = "compiler "
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -16,23 +18,57 @@ def compiled_in(texts: Collection[str]) -> frozenset[str]:
 
     The names are those of functions and classes that are compiled, and of those that they call. If modules are, they
     are also those that modules call outside of their constructors. Comments and strings compile nothing.
+    `"compiler NAME"` is another name by which a file calls `torch.jit.script` or what is like it.
     """
-    found = frozenset(mark for text in texts for mark in _scripted_in(text))
+    compilers = frozenset(name for text in texts for name in _compilers_in(text))
+    found = frozenset(mark for text in texts for mark in _scripted_in(text, compilers))
+    found |= {f"{_COMPILER}{name}" for name in compilers}
     return found | {mark for text in texts for mark in _called_by_modules(text)} if "scripted" in found else found
 
 
+def compiles(decorator: str, marks: Collection[str]) -> bool:
+    """Return whether a decorator makes TorchScript compile what it decorates, given the marks of its program."""
+    words = {f"{_COMPILER}{word}" for word in re.findall(r"\w+", decorator)}
+    return _COMPILES.search(decorator) is not None or not words.isdisjoint(marks)
+
+
 @lru_cache(maxsize=64)
-def _scripted_in(text: str) -> frozenset[str]:
-    if not COMPILES.search(text) or (tree := _tree(text)) is None:
+def _compilers_in(text: str) -> frozenset[str]:
+    """Return the names that a file gives to `torch.jit.script`: imports, variables, and functions that call it."""
+    if not re.search(rf"\bjit\b[^\n]*\b({_SCRIPTS})\b", text) or (tree := _tree(text)) is None:
         return frozenset()
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch.jit":
+            found |= {each.asname or each.name for each in node.names if re.fullmatch(_SCRIPTS, each.name)}
+        elif isinstance(node, ast.Assign):
+            called = {id(each.func) for each in ast.walk(node.value) if isinstance(each, ast.Call)}
+            named = (each for each in ast.walk(node.value) if isinstance(each, ast.Attribute))
+            if any(id(each) not in called and _COMPILES.search(ast.unparse(each)) for each in named):
+                targets = (re.fullmatch(r"(?:\w+\.)*(\w+)", ast.unparse(target)) for target in node.targets)
+                found |= {target[1] for target in targets if target is not None}
+        elif isinstance(node, _FUNCTION) and node.args.args:
+            passed = rf"\bjit\.script\({node.args.args[0].arg}\b"
+            found |= {node.name} if re.search(passed, ast.unparse(node)) else set()
+    return frozenset(found)
+
+
+@lru_cache(maxsize=64)
+def _scripted_in(text: str, compilers: frozenset[str]) -> frozenset[str]:
+    called = re.compile("|".join([r"(?:\w+\.)*jit\.script", *(rf"(?!self\.)(?:\w+\.)?{name}" for name in compilers)]))
+    if not (_COMPILES.search(text) or called.search(text)) or (tree := _tree(text)) is None:
+        return frozenset()
+    marks = [f"{_COMPILER}{name}" for name in compilers]
     own = {node.name for node in tree.body if isinstance(node, _FUNCTION)}
     found = set[str]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("jit.script"):
+        if isinstance(node, ast.Call) and node.args and called.fullmatch(ast.unparse(node.func)):
             given = ast.unparse(node.args[0])
             found |= {given.rpartition(".")[2]} if re.fullmatch(r"[\w.]+", given) else set()
             found |= set() if given in own else {""}
-        elif isinstance(node, (*_FUNCTION, ast.ClassDef)) and any(map(_is_mark, node.decorator_list)):
+        elif isinstance(node, (*_FUNCTION, ast.ClassDef)) and any(
+            compiles(ast.unparse(each), marks) for each in node.decorator_list
+        ):
             found |= {node.name, *_called(node)}
     return frozenset(f"scripted {name}".strip() for name in found)
 
@@ -50,10 +86,6 @@ def _tree(text: str) -> ast.Module | None:
         return ast.parse(text)
     except (SyntaxError, ValueError):
         return None
-
-
-def _is_mark(decorator: ast.expr) -> bool:
-    return COMPILES.search(ast.unparse(decorator)) is not None
 
 
 def _called(node: ast.AST) -> Iterator[str]:

@@ -78,6 +78,12 @@ def f(x: torch.Tensor):
         (COMPILED.replace("def f", "@torch.jit.script\ndef f"), 1),
         (COMPILED.replace("class", "@torch.jit.script\nclass"), 2),
         (COMPILED + "\n\nFilter = torch.jit.script(Filter)\n", 2),
+        (COMPILED.replace("def f", "@torch.jit.script_if_tracing\ndef f"), 1),
+        ("from torch.jit import script\n" + COMPILED.replace("def f", "@script\ndef f"), 1),
+        ("from torch.jit import script as fast\n" + COMPILED + "\nf = fast(f)\n", 1),
+        ("from torch.jit import trace, script as fast\n" + COMPILED + "\nf = trace(f, x)\n", 0),
+        (COMPILED.replace("def f", "fuse = torch.jit.script if old else torch.compile\n\n\n@fuse\ndef f"), 1),
+        (COMPILED.replace("def f", "def fuse(g):\n    return torch.jit.script(g)\n\n\n@fuse\ndef f"), 1),
     ],
 )
 def test_what_a_compiled_function_or_class_calls_asks_for_no_device(level, source, left):
@@ -102,6 +108,19 @@ def test_what_another_file_compiles_or_calls_in_compiled_code_asks_for_no_device
         project = read_project([tmp_path / "parts.py", tmp_path / "run.py", tmp_path / "net.py"])
         notes = port_source(COMPILED, Level.ROLES, project.known(tmp_path / "parts.py")).left
         assert (run, len(notes)) == (run, left)
+
+
+def test_what_another_file_calls_torchscript_compiles_methods(tmp_path):
+    fuser = "import torch\n\nfuse = torch.jit.script_method\nBase = torch.jit.ScriptModule\n"
+    (tmp_path / "fuser.py").write_text(fuser)
+    net = (
+        "import torch\nfrom fuser import fuse, Base\n\n\nclass Net(Base):\n    @fuse\n    def forward(self, x):\n"
+        "        return x.cuda()\n\n    def other(self, x):\n        return x.cuda()\n"
+    )
+    (tmp_path / "net.py").write_text(net)
+    project = read_project([tmp_path / "fuser.py", tmp_path / "net.py"])
+    (note,) = port_source(net, Level.ROLES, project.known(tmp_path / "net.py")).left
+    assert "jit" in note.text
 
 
 def test_a_module_stays_if_another_file_compiles_it(tmp_path):
