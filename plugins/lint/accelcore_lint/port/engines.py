@@ -19,7 +19,15 @@ _IMPORTED = re.compile(
     rf"|(transformers|trl)[ \t]*(?:$|#|,|as\b)(?=[\s\S]*\b\3\.{_TRAINERS}\())"
 )
 _STARTED = re.compile(rf"\b(?:Accelerator|Fabric|{_TRAINERS}|Runner|Booster|\w*[lL]earner|\w*_trainer|initialize)\(")
-_OF_IGNITE = re.compile(r"\bauto_(?:model|optim|dataloader)\(")
+_OF_LIGHTNING = re.compile(r"\b(?:\w*[tT]rainer|Lightning\w*Module|Fabric|Callback)\b")
+_WRAPS = {
+    "ignite": re.compile(r"\bauto_(?:model|optim|dataloader)\("),
+    "accelerate": re.compile(r"(?<!torch\.)\b[Aa]ccelerator\b"),
+    "lightning": _OF_LIGHTNING,
+    "pytorch_lightning": _OF_LIGHTNING,
+}
+"""What wraps the model or the optimizer, of libraries that also have functions which do not."""
+
 _LIGHTNING, _TRANSFORMERS = "moving.md#from-lightnings-trainer", "moving.md#from-hugging-faces-trainer"
 _PAGES = {
     "accelerate": "moving/accelerate.md",
@@ -38,7 +46,7 @@ _TEXT = (
 
 def wraps(name: str, source: str) -> bool:
     """Return whether a library wraps the model or the optimizer of a source; ignite's loops alone do not."""
-    return name != "ignite" or _OF_IGNITE.search(source) is not None
+    return name not in _WRAPS or _WRAPS[name].search(source) is not None
 
 
 def engine_in(source: str) -> tuple[str, int] | None:

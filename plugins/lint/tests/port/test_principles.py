@@ -335,6 +335,10 @@ def test_a_library_that_only_helps_is_not_named():
     assert port_source(helped, Level.ROLES).harmless == []
     own = "from transformers import AutoModel\nfrom own import Trainer\nTrainer(AutoModel).train()\n"
     assert port_source(own, Level.ROLES).harmless == []
+    spread = "import torch\nfrom accelerate import dispatch_model\nmodel = dispatch_model(model.cuda(), {})\n"
+    assert port_source(spread, Level.ROLES).harmless == []
+    timed = "import torch\nfrom pytorch_lightning.utilities import rank_zero_only\ntorch.cuda.synchronize()\n"
+    assert port_source(timed, Level.ROLES).harmless == []
 
 
 BUILDS = [
