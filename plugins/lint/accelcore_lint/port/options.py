@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import libcst as cst
 
 from accelcore_lint.port.script_or_library import ScriptOrLibrary
-from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.syntax import argument, is_guard, text_of
 
 _READS = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
 
@@ -30,7 +30,8 @@ def are_read_in(tree: ScriptOrLibrary, declared: cst.CSTNode) -> bool:
     Others may call a function that only declares options, such as a script that hands a job to a cluster.
     """
     function = tree.function_of(declared)
-    if (tree.is_library and function is None) or tree.submits:
+    is_for_others = tree.is_library and function is None and not any(map(is_guard, tree.parents(declared)))
+    if is_for_others or tree.submits:
         return False
     reads = [call for call in tree.calls if _method(call) in _READS]
     if function is not None and function.name.value in tree.known.taken:

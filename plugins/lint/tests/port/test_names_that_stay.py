@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from accelcore_lint.port import Level, port_source
+from accelcore_lint.port.project import Known
 from port_sources import imported
 
 
@@ -80,3 +81,14 @@ def test_the_question_stays_by_which_a_test_is_skipped_for_a_name_that_stays(pla
     case = f"pytest.param({name}, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason=''))"
     ported = port_source(f"import pytest\nimport torch\n\n{place.format(case)}", Level.TORCH).source
     assert ("skipif(not torch.cuda.is_available()" in ported) is kept
+
+
+@pytest.mark.parametrize(("indent", "left"), [("    ", 0), ("", 1)])
+def test_an_option_below_the_guard_of_a_file_that_others_import_is_the_programs_own(indent, left):
+    source = (
+        "import argparse\nimport torch\n\n\ndef sample(x):\n    return x + 1\n\n\n"
+        "if __name__ == '__main__':\n    pass\n"
+        f'{indent}parser = argparse.ArgumentParser()\n{indent}parser.add_argument("--device", default="cuda:0")\n'
+        f"{indent}args = parser.parse_args()\n{indent}x = sample(torch.ones(2, device=args.device))\n"
+    )
+    assert len(port_source(source, Level.ROLES, Known(imported=True)).left) == left
