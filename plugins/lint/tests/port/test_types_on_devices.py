@@ -46,3 +46,13 @@ def test_a_type_stays_in_a_module_of_such_a_program(tmp_path, level, script, sta
     outcome = port_source(LOSSES, level, read_project(paths).known(paths[0]))
     assert ("type(torch.cuda.FloatTensor)" in outcome.source) is stays
     assert bool(outcome.left) is stays
+
+
+@pytest.mark.parametrize(
+    ("given", "is_left"), [("2, n", False), ("len(n), device=x.device", True), ("[n], device=x.device", True)]
+)
+def test_a_type_that_gets_a_device_stays(given, is_left):
+    line = f"return torch.cuda.FloatTensor({given})"
+    outcome = port_source(f"import torch\n\n\ndef made(x, n):\n    {line}\n", Level.ROLES)
+    assert (line in outcome.source) is (len(outcome.left) == 1) is is_left
+    compile(outcome.source, "module", "exec")

@@ -30,7 +30,8 @@ def _decide(node: cst.Call | cst.IfExp, facts: Facts) -> Rewrite | None:
     if _converts(node):
         return _decide_type(node, facts)
     kind = OF_DEVICE.get(facts.name(node.func) or "")
-    if kind is not None and not (_makes(node, facts) or _is_sized(node, facts)):
+    has_device = any(arg.keyword is not None for arg in node.args)  # as in `torch.cuda.FloatTensor(n, device=x.device)`
+    if kind is not None and (has_device or not (_makes(node, facts) or _is_sized(node, facts))):
         return None
     if kind is None and _of_name(node.func, facts) is None:
         return None
