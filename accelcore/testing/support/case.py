@@ -22,6 +22,7 @@ from accelcore.testing.support.found import (
     EQUAL,
     INFINITE,
     LARGE,
+    MANY,
     OF_GRADIENT,
     Found,
     is_refusal,
@@ -40,6 +41,7 @@ from accelcore.testing.support.layouts import (
     memory_differs,
     memory_of,
     placed,
+    same_but_for_rounding,
     tensors,
     wide,
 )
@@ -51,6 +53,7 @@ from accelcore.testing.support.samples import (
     HOST_ARGUMENTS,
     IGNORES_OUT,
     NOT_UNIQUE,
+    OF_ELEMENTS,
     READS_MEMORY,
     ROUNDED_OUT,
     SAMPLED,
@@ -63,7 +66,6 @@ from accelcore.testing.support.usable import check_usable
 from accelcore.testing.support.whole import independent
 
 _UNCOUNTED = "it does not count as a change, of which autograd has to know"
-_SAME = 8  # units in which an argument may differ that is written to as it was
 
 
 @dataclass
@@ -105,14 +107,14 @@ class Case:
             given = placed(exact, torch.device("cpu"), "", graph=True)
             right = self._results(given)
             if self.what != "of expanded memory":
-                self._written = [n for n, pair in enumerate(_pairs(given, exact)) if not _same(*pair)]
+                self._written = [n for n, pair in enumerate(_pairs(given, exact)) if not same_but_for_rounding(*pair)]
             right = self._independent(exact, right) + self._arguments_after(given)
             memory = self._memory
         except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
             return
         if self.layout == MARKED and self._written:
             return  # torch resolves the mark into a copy, and the operator writes there
-        once = not self.dtype.is_floating_point or self.what in ("of no elements", "of many elements")
+        once = not self.dtype.is_floating_point or self.what in ("of no elements", MANY)
         rounded = cache(partial(self._all_rounded, exact, range(1 if once else 3), len(right)))
         further = cache(partial(self._all_rounded, exact, range(3, 3 if once else 11), len(right)))
         overflowed = cache(partial(self._overflowed, exact))
@@ -128,7 +130,7 @@ class Case:
                 part,
                 tensor,
                 self.dtype,
-                tolerance(self.name, many=self.what in ("of many elements", OF_GRADIENT)),
+                tolerance(self.name, many=self._adds_up(part)),
                 partial(one_of, number, overflowed),
                 self.what != LARGE and (self.what not in INFINITE or not part.startswith("the gradient")),
                 () if self.what in (EQUAL, BOUNDS) else (partial(of, number, rounded), partial(of, number, further)),
@@ -145,7 +147,7 @@ class Case:
         values = [each for each in expected if each.part.startswith("result")]
         if values and any(leaf.requires_grad for leaf in tensors(self.arguments)):
             self._check(", ".join(filter(None, ("under no_grad", self.layout))), values, self._without_graph)
-        if self.what in ("of one element", "of many elements", "of expanded memory", *ALONE) and not self.writes:
+        if self.what in ("of one element", MANY, "of expanded memory", *ALONE) and not self.writes:
             return
         if self.what != "broadcast" and in_place(self.info) is not None:
             kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
@@ -186,6 +188,11 @@ class Case:
         others = independent(self.name, self.info, self.dtype, exact, list(results), usual=usual)
         return [*zip(parts, others, strict=True)]
 
+    def _adds_up(self, part: str) -> bool:
+        """Return whether a number may be a sum of thousands."""
+        alone = type(self.info).__name__ in OF_ELEMENTS and part.startswith("result")
+        return self.what == OF_GRADIENT or (self.what == MANY and not alone)
+
     def _fits_its_input(self, exact: Any, values: list[Expected]) -> bool:
         """Return whether torch lets the operator write its result onto its first argument."""
         if not self.elementwise or len(values) != 1:
@@ -215,7 +222,9 @@ class Case:
         given = self._placed(layout, graph=True)
         found = self._results(given, layout)
         for number, (one, other) in enumerate(_pairs(given, self.arguments)):
-            kept = number in self._written or self.what == "of expanded memory" or _same(one.cpu(), other)
+            kept = (
+                number in self._written or self.what == "of expanded memory" or same_but_for_rounding(one.cpu(), other)
+            )
             assert kept, f"it changes its argument {number}"
         return found
 
@@ -272,7 +281,9 @@ class Case:
                 before = tensors(passes([-each for each in weights], retain_graph=True))
             kept = [each.clone() for each in before]
             grads = passes(weights)
-            assert all(map(_same, before, kept)), "a second backward pass changes the gradients of the first"
+            assert all(map(same_but_for_rounding, before, kept)), (
+                "a second backward pass changes the gradients of the first"
+            )
             found += [(f"{two} {n}", grad) for n, grad in enumerate(grads) if grad is not None]
         return found + self._arguments_after(arguments)
 
@@ -374,7 +385,7 @@ class Case:
 
     def _is_tied(self, part: str) -> bool:
         """Return whether a result is an index of numbers of which several are equal, or a gradient at that index."""
-        alike = not self.dtype.is_floating_point or self.what in ("of many elements", "of expanded memory")
+        alike = not self.dtype.is_floating_point or self.what in (MANY, "of expanded memory")
         if self.what == "of expanded memory" and self.name in CHOOSES and part.startswith("the gradient"):
             return True
         return alike and part == TIED.get(self.name) and not self.arguments[1].get("stable")
@@ -387,13 +398,3 @@ class Case:
 
 def _pairs(arguments: Any, others: Any) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(tensors(arguments), tensors(others), strict=True)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same values, but for rounding."""
-    if one.shape != other.shape:
-        return False
-    if one.layout != torch.strided or one.is_complex() or torch.equal(one, other):
-        return True
-    close = _SAME * torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
-    return torch.allclose(one.detach().double(), other.detach().double(), rtol=close, atol=0.0, equal_nan=True)

@@ -31,6 +31,8 @@ LARGE, SMALL = "with large numbers", "with small numbers"
 """Says of a sample that its first argument was multiplied by a large factor, or a small one."""
 OTHERWISE = "of other options"
 """Says of a sample in low precision that it has options that the usual samples do not have."""
+MANY = "of many elements"
+"""Says of a sample that it has more elements than a vector, a block or the part of a thread."""
 FROZEN = "of frozen inputs"
 """Says of a sample that some of its arguments need no gradient."""
 

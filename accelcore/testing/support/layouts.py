@@ -27,11 +27,7 @@ EMPTY = "of no elements"
 TO_RESIZE = (EMPTY, "of another shape")
 """Shapes of memory that an operator resizes if it is given as `out=`."""
 
-_MANY, _MOST = (70_001, 4099, 2051, 300), 2**17
-"""Sizes of an enlarged dimension, and the most elements of a tensor then."""
-
-_LONG = 2**16 + 2**10 + 3
-"""Elements of a lengthened tensor: no multiple of what processors take at once."""
+_UNITS = 8  # in which an argument may differ that is written to as it was
 
 WHOLE = (torch.int64, torch.int32)
 _COMPLEX = (torch.complex32, torch.complex64)
@@ -260,67 +256,6 @@ def of_points(arguments: Any) -> Any:
     return (first, weight[point], *others), options
 
 
-def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool, by_index: bool = False) -> Any:
-    """Return the arguments with thousands of rows or columns; None if there are none, or would be too many elements.
-
-    Elements come again, a little larger each time, so that the largest is among the last.
-
-    Args:
-        arguments: of which the first tensor has rows.
-        dimension: 0 for rows, -1 for columns. In other tensors it is enlarged if it is of the same size.
-        everywhere: whether every other dimension of that size is enlarged, too.
-        indices: whether whole numbers are indices into it.
-        by_index: whether the first tensor of indices counts instead of the first tensor: there are more indices then.
-    """
-    given = tensors(arguments)
-    firsts = [leaf for leaf in given if leaf.dtype in WHOLE] if by_index else arguments[0][:1]
-    first = next(iter(firsts), None)
-    if not isinstance(first, Tensor) or not first.dim() or first.shape[dimension] < 2 or not first.numel():
-        return None
-    size = first.shape[dimension]
-
-    def which(value: Tensor) -> list[int]:
-        of_size = [number for number, count in enumerate(value.shape) if count == size]
-        return of_size if everywhere else [number for number in of_size if number == dimension % value.dim()]
-
-    fits = (each for each in _MANY if all(t.numel() * (each / size) ** len(which(t)) <= _MOST for t in given))
-    many = next(fits, None)
-    if many is None:
-        return None
-
-    def grow(value: Tensor, _: int) -> Tensor:
-        numbers = which(value)
-        if indices and not by_index and value.dtype in WHOLE:
-            value = value * (many // size)
-        for number in numbers:
-            value = value.index_select(number, torch.arange(many) % size)
-            if value.is_floating_point():
-                shape = [many if each == number else 1 for each in range(value.dim())]
-                value = value * torch.linspace(0.5, 1, many).to(value.dtype).reshape(shape)
-        return value
-
-    return changed_tensors(arguments, grow)
-
-
-def lengthened(arguments: Any) -> Any:
-    """Return the arguments as tensors of one dimension, with more elements than a grid has blocks.
-
-    Elements come again, a little larger each time. None if tensors differ in shape.
-    """
-    given = [leaf for leaf in tensors(arguments) if leaf.dim()]
-    if len({leaf.shape for leaf in given}) != 1 or not given[0].numel():
-        return None
-    where = torch.arange(_LONG) % given[0].numel()
-
-    def lengthen(value: Tensor, _: int) -> Tensor:
-        if not value.dim():
-            return value
-        long = value.reshape(-1)[where]
-        return long * torch.linspace(0.5, 1, _LONG).to(value.dtype) if value.is_floating_point() else long
-
-    return changed_tensors(arguments, lengthen)
-
-
 def expanded(arguments: Any, dimension: int, *, fractions: bool = True) -> Any:
     """Return the arguments with the first row, or the first column, in place of all: memory that is read repeatedly.
 
@@ -389,3 +324,13 @@ def drawn_weights(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return weights of a result on the host, the same for every device, in values that every dtype has."""
     generator = torch.Generator().manual_seed(shape.numel())
     return (torch.randint(1, 9, shape, generator=generator) / 4 - 1.125).to(dtype)
+
+
+def same_but_for_rounding(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same values, but for rounding."""
+    if one.shape != other.shape:
+        return False
+    if one.layout != torch.strided or one.is_complex() or torch.equal(one, other):
+        return True
+    close = _UNITS * torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
+    return torch.allclose(one.detach().double(), other.detach().double(), rtol=close, atol=0.0, equal_nan=True)

@@ -49,6 +49,7 @@ from accelcore.testing.support.samples import (
     CONVERTS,
     DECIDED,
     NOT_UNIQUE,
+    OF_ELEMENTS,
     READS_MEMORY,
     ROUGH,
     SAMPLED,
@@ -81,7 +82,6 @@ _MOST_EMPTIED = _MOST_BOUNDED = 3
 _MOST_WIDER = 3
 _MOST_WRITTEN = 2  # samples of an operator that are also run in place and with `out=`
 _MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
-_OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")  # torch's kinds of operators
 _WRITES = ("scatter", "index_reduce", "index_put", "put")  # by index, also several numbers to one place
 _REDUCTIONS = ("add", "multiply", "sum", "prod", "mean", "amax", "amin")  # of numbers that are written to one place
 _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
@@ -186,7 +186,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         complex_ones = of_other_options(info, torch.complex64, samples(info, torch.complex64), [])
         for number, arguments in enumerate(islice(complex_ones, 2)):
             yield Rare(info, torch.float32, arguments, COMPLEX)
-            if not number and type(info).__name__ in _OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
+            if not number and type(info).__name__ in OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
                 yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
         zeros = filter(None, (with_complex_zeros(arguments_of(each)) for each in samples(info, torch.complex64)))
@@ -243,7 +243,7 @@ def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:
 
 def _widened(info: Any, options: list[Any]) -> Iterator[Any]:
     """Yield arguments with two images, channels, rows and columns where there is one, which hides wrong strides."""
-    if type(info).__name__ in _OF_ELEMENTS:
+    if type(info).__name__ in OF_ELEMENTS:
         return
     for given in options:
         first, changed = next(iter(tensors(given)), torch.empty(0)), given
@@ -282,7 +282,7 @@ def _broadcast(info: Any, pool: list[Any]) -> Iterator[Any]:
 
 def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:
     """Yield operands beyond whole numbers of 32 bits, and infinities among the operands but the first."""
-    if type(info).__name__ not in _OF_ELEMENTS:
+    if type(info).__name__ not in OF_ELEMENTS:
         return
     given = arguments_of(max(every, key=_elements))
     if type(info).__name__ == "BinaryUfuncInfo":

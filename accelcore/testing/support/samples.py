@@ -83,6 +83,9 @@ CHOOSES = (*TIED, "msort")
 DECIDED = ("searchsorted", "bucketize", "cummax", "cummin", "isin", "heaviside", "unique", "unique_consecutive")
 """Operators whose result is defined, and an index or a step, if numbers are equal."""
 
+OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")
+"""torch's kinds of operators that take each element alone."""
+
 READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "stft", "istft")
 """Operators whose result depends on the strides of their input."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accelcore.known_faults import KnownFault
+from accelcore.testing.support.bulk import of_many
 from accelcore.testing.support.case import Case
 from accelcore.testing.support.coverage import (
     arguments_of,
@@ -24,9 +25,7 @@ from accelcore.testing.support.layouts import (
     BEHIND,
     MARKED,
     emptied,
-    enlarged,
     expanded,
-    lengthened,
     mapped,
     of_images,
     of_points,
@@ -41,6 +40,7 @@ from accelcore.testing.support.samples import (
     DECIDED,
     MEDIANS,
     NOT_UNIQUE,
+    OF_ELEMENTS,
     OF_ITS_INPUT,
     ORDERED,
     READS_MEMORY,
@@ -67,18 +67,15 @@ from accelcore.testing.support.values import (
 from accelcore.testing.support.wrapped import Between, Gradient, Twice
 
 _MOST_WRONG, _MOST_INDICES = 4, 8
-_MOST_RESULTS = 10  # of an enlarged sample
 _WRITES = ("scatter", "index_copy", "index_put", "index_reduce", "put")  # of equal indices, any number may be last
-_OF_MANY_RESULTS = ("unbind_copy",)
+_OF_MANY_RESULTS = ("unbind", "split", "unbind_copy")  # of which larger ones take long
 _MOST_ENLARGED = 8  # samples, of an operator that scripts use less
-_OF_ELEMENTS = ("UnaryUfuncInfo", "BinaryUfuncInfo")
-_ANY_NUMBERS = (*_OF_ELEMENTS, "ReductionOpInfo")
+_ANY_NUMBERS = (*OF_ELEMENTS, "ReductionOpInfo")
 """torch's kinds of operators that take infinities and NaN: a decomposition of a matrix may not end."""
 
 _OPEN_IN_LOW = ("conv", "attention")
 """Operators that multiply infinities in low precision by zeros of a padding or a mask, or do not: kernels differ."""
 
-_MOST_ELEMENTS = 2**17  # of its results
 _SWITCH = (False, True)
 
 
@@ -102,7 +99,7 @@ def compare(
     found, known = Found(faults), info.supported_dtypes("cpu")
     kind = type(info).__name__
     binary = kind == "BinaryUfuncInfo"
-    elementwise = kind in _OF_ELEMENTS
+    elementwise = kind in OF_ELEMENTS
     asked, dtypes = dtypes, [dtype for dtype in dtypes if dtype != torch.float64]
     if name in ROUGH:
         dtypes = [dtype for dtype in dtypes if dtype == torch.float32]
@@ -155,8 +152,9 @@ def compare(
             _compare_rare(found, device, name, rare(name, info, dtype, every, chosen))
             if name in SAMPLED and name not in ROUGH:
                 given = [*map(arguments_of, every), *of_other_options(info, dtype, every, [])]
-                for arguments in _of_many(name, info, given, elementwise) if name not in UNIQUE_INDICES else ():
-                    Case(found, device, name, info, dtype, arguments, "of many elements", elementwise).run()
+                if name not in UNIQUE_INDICES:
+                    many = of_many(name, info, dtype, given, elementwise, writes=True)
+                    _compare_rare(found, device, name, many)
                 for arguments in _expanded(name, every):
                     Case(found, device, name, info, dtype, arguments, "of expanded memory", elementwise).run()
                 given = arguments_of(max(every, key=_weight))  # the first of the best
@@ -172,6 +170,9 @@ def compare(
                         Case(found, device, name, Gradient(info), dtype, given, OF_GRADIENT, elementwise).run()
             if binary and (alone := _alone(every)) is not None:
                 Case(found, device, name, Twice(info), dtype, alone, "of one tensor twice", elementwise).run()
+        elif name in SAMPLED and name not in (*ROUGH, *UNIQUE_INDICES, *_OF_MANY_RESULTS):
+            many = of_many(name, info, dtype, map(arguments_of, every[:_MOST_ENLARGED]), elementwise)
+            _compare_rare(found, device, name, islice(many, 2))
         in_fp32 = dtype == torch.float32 and (name.startswith("nn.functional.") or kind in _ANY_NUMBERS)
         if dtype.is_floating_point and (name in SAMPLED or in_fp32) and name not in ROUGH:
             for what, given in _not_finite(name, info, dtype, every):
@@ -213,10 +214,9 @@ def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iter
     if not every or name in ROUGH:
         return
     if not needs_lapack(info) and name not in (*UNWRITTEN, *_OF_MANY_RESULTS):
-        elementwise = type(info).__name__ in _OF_ELEMENTS
+        elementwise = type(info).__name__ in OF_ELEMENTS
         given = map(arguments_of, every[:_MOST_ENLARGED])
-        for arguments in islice(_of_many(name, info, list(given), elementwise), 3):
-            yield Rare(info, dtype, arguments, "of many elements")
+        yield from islice(of_many(name, info, dtype, given, elementwise), 2 if elementwise else 3)
         for arguments in _expanded(name, every, (0,)):
             yield Rare(info, dtype, arguments, "of expanded memory")
     yield Rare(Between(info), dtype, arguments_of(max(every, key=_weight)), "between other calls")
@@ -241,7 +241,7 @@ def _not_finite(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> I
 def _compare_rare(found: Found, device: torch.device, name: str, cases: Iterable[Rare]) -> None:
     for case in cases:
         given = case.dtype, case.arguments, case.what
-        elementwise = case.writes and type(case.info).__name__ in _OF_ELEMENTS
+        elementwise = case.writes and type(case.info).__name__ in OF_ELEMENTS
         Case(found, device, name, case.info, *given, elementwise, layout=case.layout, writes=case.writes).run()
         if len(found.wrong) > _MOST_WRONG:
             return
@@ -341,52 +341,6 @@ def _expanded(name: str, every: list[Any], dimensions: tuple[int, ...] = (0, -1)
     for fractions, dimension in product(ways, dimensions):
         found = (expanded(arguments_of(sample), dimension, fractions=fractions) for sample in every)
         yield from islice((arguments for arguments in found if arguments is not None), 1)
-
-
-def _of_many(name: str, info: Any, pool: list[Any], elementwise: bool) -> Iterator[Any]:
-    """Yield a long vector, and for rows and columns the first enlarged arguments of each signature, if they fit."""
-    done = set()
-    long = (each for each in map(lengthened, pool) if each is not None)
-    # torch does not list all functions that take each element alone as such.
-    yield from islice((each for each in long if elementwise or _keeps_shape(info, each)), 1)
-    if elementwise:
-        return
-    indexed = name in REPEATABLE
-    ways = (False, True) if indexed else (False,)
-    for by_index, dimension, given, everywhere in product(ways, (0, -1), pool, (False, True)):
-        of_values = not dimension  # for rows each value of an option, for columns each option
-        named = (
-            f"{key}={value}" if of_values and isinstance(value, bool | str) else key for key, value in given[1].items()
-        )
-        signature = by_index, dimension, len(given[0]), *sorted(named)
-        if signature not in done:
-            arguments = enlarged(given, dimension, everywhere=everywhere, indices=indexed, by_index=by_index)
-            if arguments is not None and _fits(info, arguments):
-                done.add(signature)
-                yield arguments
-
-
-def _keeps_shape(info: Any, arguments: Any) -> bool:
-    """Return whether the operator has one result, of the shape of its first argument; False if torch cannot say it."""
-    given, options = placed(arguments, torch.device("meta"), "")  # a result may be too large to compute
-    try:
-        return [each.shape for each in tensors(info.op(*given, **options))] == [given[0].shape]
-    except Exception:  # noqa: BLE001  arguments that no longer fit together
-        return False
-
-
-def _fits(info: Any, arguments: Any) -> bool:
-    """Return whether the operator takes the arguments, and its results are few, not empty and not too large."""
-    for place in ("meta", "cpu"):  # a result whose shape depends on values has no kernel without them
-        given, options = placed(arguments, torch.device(place), "")
-        try:
-            results = tensors(info.op(*given, **options))
-            return len(results) <= _MOST_RESULTS and 0 < sum(each.numel() for each in results) <= _MOST_ELEMENTS
-        except NotImplementedError:
-            continue
-        except Exception:  # noqa: BLE001  arguments that no longer fit together
-            return False
-    return False
 
 
 def _alone(every: list[Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lies.lie import LIES, Lie
-from lies.operators import WrongFunction, _note, drawn, known, listed, swept
+from lies.operators import WrongFunction, _note, as_if_contiguous, drawn, known, listed, swept
 from lies.optimizers import making
 
 LONGEST = 2  # of the targets
@@ -204,3 +204,31 @@ drawn("exponential_without_its_tail", "test_distributions", "upper", {"exponenti
       draw="exponential_")  # fmt: skip
 drawn("cauchy_of_another_scale", "test_distributions", "a share of the numbers is off", {
       "cauchy_": lambda function, x, median, scale: function(x, median, scale * 1.1)}, draw="cauchy_")  # fmt: skip
+
+
+# Beyond 65,536 elements.
+
+
+def _many_by_memory(func, x, *args, **options):
+    return (as_if_contiguous if x.numel() > 2**16 else type(func).__call__)(func, x, *args, **options)
+
+
+def _of_the_first_block(func, x, *args, **options):
+    if x.numel() <= 2**16 or x.dim() > 1 or x.dtype != torch.bfloat16:
+        return func(x, *args, **options)
+    return torch.cat([func(x[: 2**16], *args, **options), x[2**16 :]])
+
+
+def _written_to_the_first_block(func, x, *args):
+    if x.numel() <= 2**16 or x.dim() != 2:
+        return func(x, *args)
+    func(x[:-1], *(each[:-1] if torch.is_tensor(each) and each.shape == x.shape else each for each in args))
+    return x
+
+
+swept("product_of_many_by_memory", "mul", "of many elements", {"mul": _many_by_memory})
+swept("addition_of_many_without_its_factor", "add", "of many elements", {
+      "add": lambda func, x, y, **options: func(x, y, **(options if x.numel() <= 2**16 else {}))})  # fmt: skip
+swept("activation_of_a_block_in_bf16", "nn.functional.relu", "bfloat16, as it is, of many elements", {
+      "relu": _of_the_first_block})  # fmt: skip
+swept("product_in_place_of_a_block", "mul", "in place", {"mul_": _written_to_the_first_block})
