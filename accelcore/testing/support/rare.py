@@ -53,6 +53,7 @@ from accelcore.testing.support.samples import (
     READS_MEMORY,
     ROUGH,
     SAMPLED,
+    TIED,
     defines_infinities,
     defines_nan,
     needs_lapack,
@@ -74,7 +75,9 @@ from accelcore.testing.support.values import (
     with_negative_indices,
     with_zeros,
 )
+from accelcore.testing.support.wrapped import OneResult
 
+_MOST_RESULTS = 4  # of an operator, of which each has gradients alone
 _MOST_LEAVES = 3  # of which each set is frozen
 _BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
@@ -164,6 +167,11 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         bounded = islice(filter(None, (with_bounds(each, *bounds) for each in options)), _MOST_BOUNDED)
         yield from (Rare(info, dtype, arguments, BOUNDS) for arguments in bounded)
     yield from _with_frozen_inputs(info, dtype, every)
+    if info.supports_autograd and name not in (*TIED, *NOT_UNIQUE):
+        given = max(pool, key=_matrices)
+        count = len(results_of(info, given))
+        for number in range(count) if 1 < count <= _MOST_RESULTS else ():
+            yield Rare(OneResult(info, number), dtype, given, OTHERWISE)
     if dtype == torch.float32 and defines_infinities(name) and not any(each in name for each in _COUNTS_UP):
         yield from _of_numbers(info, every)
     if dtype == torch.float32 and defines_nan(name) and not (chosen or needs_lapack(info)):

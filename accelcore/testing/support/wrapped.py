@@ -1,4 +1,4 @@
-"""Operators that are computed in another way: their gradients, between other calls, of one tensor twice."""
+"""Operators that are computed in another way: their gradients, one result, between other calls, one tensor twice."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ class Gradient:
         if any(type(each.grad_fn).__name__ in _REPORTED for each in gradients):
             raise NotImplementedError("torch reports that its backward pass has no derivative")
         return gradients
+
+
+class OneResult:
+    """One of an operator's results: its backward pass is given no gradient of the others."""
+
+    inplace_variant, supports_out = None, False
+
+    def __init__(self, info: Any, number: int) -> None:
+        self._info, self._number = info, number
+
+    def op(self, *given: Any, **options: Any) -> Tensor:
+        """Return the result."""
+        return tensors(self._info.op(*given, **options))[self._number]
 
 
 class Between:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lies.lie import LIES, Lie
-from lies.operators import WrongFunction, _note, as_if_contiguous, drawn, known, listed, swept
+from lies.operators import WrongFunction, _note, as_if_contiguous, differentiated, drawn, known, listed, swept
 from lies.optimizers import making
 
 LONGEST = 2  # of the targets
@@ -232,3 +232,29 @@ swept("addition_of_many_without_its_factor", "add", "of many elements", {
 swept("activation_of_a_block_in_bf16", "nn.functional.relu", "bfloat16, as it is, of many elements", {
       "relu": _of_the_first_block})  # fmt: skip
 swept("product_in_place_of_a_block", "mul", "in place", {"mul_": _written_to_the_first_block})
+
+
+class _OfBoth(torch.autograd.Function):
+    """Variance and mean, with a backward pass that gives nothing if the variance is not used."""
+
+    @staticmethod
+    def forward(ctx, x, function, args, options):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        ctx.call = function, args, options
+        return function(x, *args, **options)
+
+    @staticmethod
+    def backward(ctx, variance, mean):
+        if variance is None:
+            return None, None, None, None
+        (x,), (function, args, options) = ctx.saved_tensors, ctx.call
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            found = function(leaf, *args, **options)
+        given = variance, torch.zeros_like(found[1]) if mean is None else mean
+        return *torch.autograd.grad(found, leaf, given), None, None, None
+
+
+differentiated("gradient_of_a_mean_alone_that_is_lost", "var_mean", "of other options",
+               lambda function, x, *args, **options: _OfBoth.apply(x, function, args, options))  # fmt: skip
