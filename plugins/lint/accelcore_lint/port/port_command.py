@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -166,7 +167,20 @@ def _ported(path: Path, level: Level, known: Known, *, named: bool) -> Ported:
         return Ported(path, error=_unparsed(error, script.source))
     except (FileError, UnfaithfulError) as error:
         return Ported(path, error=str(error))
+    if (why := _refusal(outcome.source)) and not _refusal(script.source):
+        return Ported(path, error=f"its port is no valid Python ({why}): a fault of accelcore port, please report it")
     return Ported(path, script, outcome)
+
+
+def _refusal(source: str) -> str:
+    """Return why this Python does not compile a source; "" if it does. The parser lets pass what is given twice."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the user's own strings
+        try:
+            compile(source, "<port>", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            return str(error)
+    return ""
 
 
 def _written(ported: Ported, within: tuple[Path, ...]) -> Ported:

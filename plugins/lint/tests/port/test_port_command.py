@@ -255,3 +255,21 @@ def test_a_line_that_python_reads_and_the_parser_does_not_is_named(script, line)
     result = run(script)
     assert result.return_value == 2
     assert "line 3 cannot be read: write a space after " in result.output
+
+
+@pytest.mark.parametrize(("before", "is_refused"), [(SCRIPT, True), (SCRIPT + "return\n", False)])
+def test_a_port_that_no_longer_compiles_is_refused(monkeypatch, script, before, is_refused):
+    module = import_module("accelcore_lint.port.port_command")
+    rewrite = module.port_source
+
+    def twice(*arguments):
+        outcome = rewrite(*arguments)
+        outcome.source += "print(end='', end='')\n"
+        return outcome
+
+    monkeypatch.setattr(module, "port_source", twice)
+    script.write_text(before)
+    result = run(script, "--write")
+    assert result.return_value == (2 if is_refused else 0)
+    assert ("keyword argument repeated: end" in result.output) == is_refused
+    assert (script.read_text() == before) == is_refused
