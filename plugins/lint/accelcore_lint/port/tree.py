@@ -44,9 +44,10 @@ class Tree(Survey):
         self.known = known
         self.module = wrapper.module
         self.code = without_comments(wrapper.module.code, TODO)
-        # libcst's providers of names and parents walk the whole file three times more.
-        self._scopes: Mapping[cst.CSTNode, metadata.Scope | None] = wrapper.resolve(metadata.ScopeProvider)
-        self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(metadata.PositionProvider)
+        # Both at once: each resolution walks the whole file once more. Its providers of names and parents, three times.
+        resolved = wrapper.resolve_many([metadata.ScopeProvider, metadata.PositionProvider])
+        self._scopes = cast("Mapping[cst.CSTNode, metadata.Scope | None]", resolved[metadata.ScopeProvider])
+        self._positions = cast("Mapping[cst.CSTNode, Any]", resolved[metadata.PositionProvider])
         self._names: dict[cst.CSTNode, str | None] = {}
         self._has_star = STAR_IMPORT.search(self.code) is not None
         walk(self.module, self)
