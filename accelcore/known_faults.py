@@ -110,6 +110,15 @@ AUTOCAST_IN_CACHE = _bug(
     reference="https://github.com/pytorch/pytorch/pull/181564",
     seen="torch 2.11.0, CPU and NVIDIA H200",
 )
+GUARDS_BY_DICT = _bug(
+    kernel="torch.compile, parameters whose requires_grad changes between calls",
+    versions=">=2.9,<2.12",
+    what="code that was compiled for a frozen parameter serves after its release: the parameter gets no gradient and "
+    "is never trained",
+    instead="compiled models are called with the setting skip_tensor_guards_with_matching_dict_tags=False",
+    reference="https://github.com/pytorch/pytorch/issues/139476",
+    seen="torch 2.11.0, CPU",
+)
 CAST_WITHOUT_GRADIENT = _bug(
     kernel="torch.autocast, weights that were first used under no_grad",
     versions="<2.11",
@@ -172,7 +181,8 @@ ELU_OF_SMALL = _bug(
     findings=r"nn\.functional\.(elu|selu|celu), float32, .*with small numbers: result 0 is wrong in .*",
 )
 TORCH_FAULTS = (
-    FP16_EPSILON, SKIPPED_FIRST_STEP, BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, CAST_WITHOUT_GRADIENT, HERMITIAN_OUT,
-    UNSEEN_UPDATE, GELU_OF_INFINITY, ATTENTION_OF_NAN, SUMS_OF_ROWS, SUMS_AT_PLACES, ELU_OF_SMALL,
+    FP16_EPSILON, SKIPPED_FIRST_STEP, BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, GUARDS_BY_DICT,
+    CAST_WITHOUT_GRADIENT, HERMITIAN_OUT, UNSEEN_UPDATE, GELU_OF_INFINITY, ATTENTION_OF_NAN, SUMS_OF_ROWS,
+    SUMS_AT_PLACES, ELU_OF_SMALL,
 )  # fmt: skip
 """Bugs of torch on every device, and of its kernels on the host, by which other backends than the CPU's may compute."""

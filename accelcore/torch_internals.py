@@ -58,6 +58,19 @@ without_graph_cache: Any = torch._functorch.config.patch({"enable_autograd_cache
 Without it, a torch whose cache does not know the dtype of autocast computes in the dtype of an earlier compilation.
 """
 
+
+@cache
+def guards_on_tensors() -> Any:
+    """Return the context for calls of compiled modules in which torch checks each parameter for what it compiled.
+
+    Without it, a torch that takes a parameter for unchanged while its module holds the same one runs code that was
+    compiled for another `requires_grad`.
+    """
+    import torch._dynamo.config  # slow, and not needed before a call
+
+    return torch._dynamo.config.patch({"skip_tensor_guards_with_matching_dict_tags": False})
+
+
 flatten, unflatten = torch._C._nn.flatten_dense_tensors, torch._C._nn.unflatten_dense_tensors
 """Concatenate many tensors of one dtype, and split the result by the shapes of these tensors, in one call each.
 

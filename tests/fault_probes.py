@@ -102,6 +102,16 @@ def autocast_in_cache() -> bool:
     return found != [torch.bfloat16, torch.float16]
 
 
+def guards_by_dict() -> bool:
+    """Check if a parameter that was frozen in the first call of a compiled model has no gradient after its release."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="aot_eager")
+    for is_trained in (False, True):
+        model[0].weight.requires_grad_(is_trained)
+        compiled(torch.ones(1, 4)).sum().backward()
+    return model[0].weight.grad is None
+
+
 def cast_without_gradient() -> bool:
     """Check if a weight that autocast first cast under no_grad has no gradient later in the same region."""
     weight, rows = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4)

@@ -16,6 +16,7 @@ from accelcore.known_faults import (
     AUTOCAST_IN_CACHE,
     BACKWARD_UNDER_AUTOCAST,
     FP16_EPSILON,
+    GUARDS_BY_DICT,
     TORCH_FAULTS,
     KnownFault,
 )
@@ -41,7 +42,8 @@ PROBES = dict(
         (*TORCH_FAULTS, *TABLES["cpu"]),
         (
             fault_probes.fp16_epsilon, fault_probes.skipped_first_step, fault_probes.backward_under_autocast,
-            fault_probes.autocast_in_cache, fault_probes.cast_without_gradient, fault_probes.hermitian_out,
+            fault_probes.autocast_in_cache, fault_probes.guards_by_dict, fault_probes.cast_without_gradient,
+            fault_probes.hermitian_out,
             fault_probes.unseen_update, fault_probes.gelu_of_infinity, fault_probes.attention_of_nan,
             fault_probes.sums_of_rows, fault_probes.sums_at_places, fault_probes.elu_of_small,
             fault_probes.low_precision_sgd, fault_probes.memory_order, fault_probes.remainder,
@@ -211,7 +213,7 @@ def test_a_compiled_model_says_what_is_avoided():
     compiled = TorchCompiler(avoids=(FAULT, replace(FAULT, versions="<1"))).compile(
         torch.nn.Linear(2, 2), {"backend": "eager"}
     )
-    of_torch = [fault for fault in (BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE) if fault.applies]
+    of_torch = [fault for fault in (BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, GUARDS_BY_DICT) if fault.applies]
     assert [fault.kernel for fault in compiled.avoids] == [*(fault.kernel for fault in of_torch), "a kernel"]
 
 
@@ -231,6 +233,26 @@ def test_a_cache_that_does_not_know_the_dtype_of_autocast_is_not_used_under_it(m
             compiled.module(torch.ones(1, 2))
     usual = torch._functorch.config.enable_autograd_cache
     assert used == [usual and versions == "<1", usual]
+
+
+@pytest.mark.parametrize("versions", [">=2", "<1"])
+def test_a_parameter_that_is_released_is_trained_by_compiled_code(monkeypatch, versions):
+    monkeypatch.setattr(compiler, "GUARDS_BY_DICT", replace(GUARDS_BY_DICT, versions=versions))
+    model, settings, found = torch.nn.Linear(2, 2), [], []
+
+    def backend(graph, inputs):
+        settings.append(torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags)
+        return graph.forward
+
+    compiled = TorchCompiler().compile(model, {"backend": backend})
+    for is_trained in (False, True, True, False, True):
+        model.weight.requires_grad_(is_trained)
+        model.zero_grad()
+        compiled.module(torch.ones(1, 2)).sum().backward()
+        found.append(model.weight.grad is not None)
+    assert found == [False, True, True, False, True] or (versions == "<1" and GUARDS_BY_DICT.applies)
+    usual = torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
+    assert set(settings) == {usual and versions == "<1"}
 
 
 # The page.

@@ -169,7 +169,7 @@ def test_a_failing_compiler_has_an_error_of_its_own():
         raise ValueError("no compiler")
 
     with pytest.raises(internals.compiler_error()):
-        torch.compile(torch.sin, backend=fails)(torch.ones(2))
+        torch.compile(lambda rows: rows.sin(), backend=fails)(torch.ones(2))  # torch counts compilations by function
 
 
 @pytest.mark.skipif(not BACKWARD_PASS_AUTOCAST.present, reason=f"torch has no {BACKWARD_PASS_AUTOCAST}")
@@ -184,6 +184,13 @@ def test_graphs_are_compiled_without_the_cache():
     with internals.without_graph_cache:
         assert torch._functorch.config.enable_autograd_cache is False
     assert torch._functorch.config.enable_autograd_cache == usual
+
+
+def test_guards_on_tensors_are_kept():
+    usual = torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
+    with internals.guards_on_tensors():
+        assert torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags is False
+    assert torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags == usual
 
 
 def test_the_flight_recorder_is_read_if_torch_has_one(monkeypatch):

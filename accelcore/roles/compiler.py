@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from accelcore.errors import ConfigurationError, UnsupportedError, logger
-from accelcore.known_faults import AUTOCAST_IN_CACHE, BACKWARD_UNDER_AUTOCAST, KnownFault
+from accelcore.known_faults import AUTOCAST_IN_CACHE, BACKWARD_UNDER_AUTOCAST, GUARDS_BY_DICT, KnownFault
 from accelcore.randomness import draws_on_host
 from accelcore.torch_features import BACKWARD_PASS_AUTOCAST
 from accelcore.torch_internals import (
     backward_outside_autocast,
     compiler_error,
+    guards_on_tensors,
     is_autocast_enabled,
     without_graph_cache,
 )
@@ -89,7 +90,8 @@ class TorchCompiler(Compiler):
 
     def __init__(self, missing: Callable[[], str | None] = lambda: None, avoids: Sequence[KnownFault] = ()) -> None:
         self._missing = missing
-        self._avoids = tuple(fault for fault in (BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, *avoids) if fault.applies)
+        of_torch = (BACKWARD_UNDER_AUTOCAST, AUTOCAST_IN_CACHE, GUARDS_BY_DICT)
+        self._avoids = tuple(fault for fault in (*of_torch, *avoids) if fault.applies)
 
     def check(self, options: Mapping[str, Any]) -> None:
         if self._missing() is None:
@@ -145,8 +147,9 @@ class _Guarded:
                 "under autocast in low precision; torch 2.10 has it"
             )
         cache = without_graph_cache if is_autocast_enabled() and AUTOCAST_IN_CACHE in self._result.avoids else _USUAL
+        guards = guards_on_tensors() if GUARDS_BY_DICT in self._result.avoids else _USUAL
         try:
-            with backward_outside_autocast, cache:  # the workarounds of the two known faults
+            with backward_outside_autocast, cache, guards:  # the workarounds of the three known faults
                 return self._call(*args, **kwargs)
         except compiler_error() as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
