@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -20,6 +21,9 @@ _MANY, _MOST = (70_001, 4099, 2051, 300), 2**17
 _ROWS, _COLUMNS = 257, 259
 _LONG = _ROWS * _COLUMNS
 """Elements of a lengthened tensor: no multiple of what processors take at once."""
+
+_FEW = 12
+"""Elements, and times the size of an enlarged dimension, by which it is first tried whether arguments may fit."""
 
 _MOST_ELEMENTS = 2**17  # of its results
 _MOST_LONG = 2  # vectors of other options
@@ -62,11 +66,13 @@ def _lengthened(info: Any, pool: list[Any], elementwise: bool) -> Iterator[Any]:
     done = set()
     for given in pool:
         signature = _signature(given, of_values=True)
-        long = None if signature in done else lengthened(given)
+        few = None if signature in done else lengthened(given, _FEW)  # which takes less time
         # torch does not list all functions that take each element alone as such.
-        if long is not None and (elementwise or _keeps_shape(info, long)):
-            done.add(signature)
-            yield long
+        if few is not None and (elementwise or _keeps_shape(info, few)):
+            long = lengthened(given)
+            if elementwise or _keeps_shape(info, long):
+                done.add(signature)
+                yield long
 
 
 def _tensors_of_one_shape(arguments: Any) -> int:
@@ -94,8 +100,10 @@ def _of_rows_and_columns(name: str, info: Any, pool: list[Any]) -> Iterator[Any]
         # For rows each value of an option, for columns each option.
         signature = by_index, dimension, *_signature(given, of_values=not dimension)
         if signature not in done:
-            arguments = enlarged(given, dimension, everywhere=everywhere, indices=indexed, by_index=by_index)
-            if arguments is not None and _fits(info, arguments):
+            enlarge = partial(enlarged, given, dimension, everywhere=everywhere, indices=indexed, by_index=by_index)
+            if (few := enlarge(times=_FEW)) is not None and not _fits(info, few):
+                continue
+            if (arguments := enlarge()) is not None and _fits(info, arguments):
                 done.add(signature)
                 yield arguments
 
@@ -123,7 +131,9 @@ def _fits(info: Any, arguments: Any) -> bool:
     return False
 
 
-def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool, by_index: bool = False) -> Any:
+def enlarged(
+    arguments: Any, dimension: int, *, everywhere: bool, indices: bool, by_index: bool = False, times: int = 0
+) -> Any:
     """Return the arguments with thousands of rows or columns; None if there are none, or would be too many elements.
 
     Elements come again, a little larger each time, so that the largest is among the last.
@@ -134,6 +144,7 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
         everywhere: whether every other dimension of that size is enlarged, too.
         indices: whether whole numbers are indices into it.
         by_index: whether the first tensor of indices counts instead of the first tensor: there are more indices then.
+        times: how many times as many there are instead of thousands.
     """
     given = tensors(arguments)
     firsts = [leaf for leaf in given if leaf.dtype in WHOLE] if by_index else arguments[0][:1]
@@ -146,7 +157,8 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
         of_size = [number for number, count in enumerate(value.shape) if count == size]
         return of_size if everywhere else [number for number in of_size if number == dimension % value.dim()]
 
-    fits = (each for each in _MANY if all(t.numel() * (each / size) ** len(which(t)) <= _MOST for t in given))
+    sizes = [times * size] if times else _MANY
+    fits = (each for each in sizes if all(t.numel() * (each / size) ** len(which(t)) <= _MOST for t in given))
     many = next(fits, None)
     if many is None:
         return None
@@ -165,20 +177,20 @@ def enlarged(arguments: Any, dimension: int, *, everywhere: bool, indices: bool,
     return changed_tensors(arguments, grow)
 
 
-def lengthened(arguments: Any) -> Any:
-    """Return the arguments as tensors of one dimension, with more elements than a grid has blocks.
+def lengthened(arguments: Any, count: int = _LONG) -> Any:
+    """Return the arguments as tensors of one dimension, with more elements than a grid has blocks, or `count`.
 
     Elements come again, a little larger each time. None if tensors differ in shape.
     """
     given = [leaf for leaf in tensors(arguments) if leaf.dim()]
     if len({leaf.shape for leaf in given}) != 1 or not given[0].numel():
         return None
-    where = torch.arange(_LONG) % given[0].numel()
+    where = torch.arange(count) % given[0].numel()
 
     def lengthen(value: Tensor, _: int) -> Tensor:
         if not value.dim():
             return value
         long = value.reshape(-1)[where]
-        return long * torch.linspace(0.5, 1, _LONG).to(value.dtype) if value.is_floating_point() else long
+        return long * torch.linspace(0.5, 1, count).to(value.dtype) if value.is_floating_point() else long
 
     return changed_tensors(arguments, lengthen)

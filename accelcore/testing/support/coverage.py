@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import combinations, islice, permutations, product
 from operator import attrgetter
@@ -167,34 +167,32 @@ def _is_mask(value: Any) -> bool:
 
 def _pairs_of(pool: list[Any]) -> Iterator[Any]:
     """Yield arguments with two options of the same shapes that no other arguments have together."""
-    alike: dict[str, dict[str, Any]] = {}
+    alike: dict[str, dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]] = {}
+    done = set[Any]()
     for given, named in pool:
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else _kind(each) for each in given]
-        kinds = [(key, _kind(value), _shape(value)) for key, value in named.items()]
-        alike.setdefault(repr(shapes), {}).setdefault(repr(kinds), (given, named))
-    done = {pair for _, named in pool for pair in _pairs(named)}
+        kinds = {key: _kind(value) for key, value in named.items()}
+        options = [(key, kind, _shape(named[key])) for key, kind in kinds.items()]
+        alike.setdefault(repr(shapes), {}).setdefault(repr(options), (given, named, kinds))
+        done |= {frozenset(pair) for pair in combinations(kinds.items(), 2)}
     count = 0
     groups = [list(each.values()) for each in alike.values()]
-    for group in sorted(groups, key=lambda each: -len({key for _, named in each for key in named})):
-        for (given, one), (_, other) in permutations(group, 2):
+    for group in sorted(groups, key=lambda each: -len({key for _, named, _ in each for key in named})):
+        for (given, one, kinds), (_, other, others) in permutations(group, 2):
             if any(_shape(one[key]) != _shape(other[key]) for key in one.keys() & other.keys()):
                 continue  # each has a tensor that belongs to its other options
-            for key, value in other.items():
-                both = {**one, key: value}
-                if new := {*_pairs(both)} - done:
+            for key in (key for key, kind in others.items() if key not in kinds or kinds[key] != kind):
+                pairs = {frozenset([(key, others[key]), each]) for each in kinds.items() if each[0] != key}
+                if new := pairs - done:
                     done |= new
                     count += 1
-                    yield given, both
+                    yield given, {**one, key: other[key]}
                     if count == _MOST_PAIRS:
                         return
 
 
 def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor) else None
-
-
-def _pairs(named: dict[str, Any]) -> Iterable[Any]:
-    return combinations(sorted(((key, _kind(value)) for key, value in named.items()), key=repr), 2)
 
 
 def _of_defaults(info: Any, pool: list[Any]) -> Iterator[Any]:
