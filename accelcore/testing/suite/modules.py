@@ -47,6 +47,18 @@ def _columns(rows: Tensor) -> Tensor:
 
 
 _MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Tensor, ...]]] = {
+    "Linear of many units": (lambda: nn.Linear(264, 130), lambda m, rows: m(rows.flatten(1)), (_MANY_ROWS,)),
+    "Conv2d of many channels": (
+        lambda: nn.Conv2d(33, 32, 3, padding=1),
+        lambda m, rows: m(rows.transpose(0, 1).reshape(1, 33, 65, 8)),
+        (_MANY_ROWS,),
+    ),
+    "LSTM of many units": (lambda: nn.LSTM(8, 67), lambda m, rows: m(rows)[0], (_MANY_ROWS,)),
+    "Embedding of many rows": (
+        lambda: nn.Embedding(65, 33),
+        lambda m, rows: m((rows[:, 0].abs() * 64).long().clamp(max=64)).sum(0) * rows[:, 0, 0].mean(),
+        (_MANY_ROWS,),
+    ),
     "LSTMCell": (lambda: nn.LSTMCell(8, 4), lambda m, rows: m(rows[0]), (_ROWS,)),
     "MultiheadAttention": (
         lambda: nn.MultiheadAttention(8, 2, batch_first=True),
@@ -198,13 +210,29 @@ _DRAWN: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Tenso
 """Modules that draw random numbers in training, how to call them, and with what."""
 
 
+def _unchanged(parameter: Tensor) -> None:
+    pass
+
+
+_CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "": _unchanged,
+    " after a change in place": lambda parameter: parameter.mul_(0.5),
+    " after a change by .data": lambda parameter: parameter.data.mul_(1.5),
+    " after another .data": lambda parameter: setattr(parameter, "data", parameter.data * 0.5),
+}
+"""Changes of a module's parameters between two calls in evaluation."""
+
+
 class ModuleTests:
     """The part of `TestOperators` that is about modules."""
 
     @pytest.mark.parametrize("name", _MODULES)
     def test_module(self, accel: Backend, name: str) -> None:
-        """Outputs in training and in evaluation, and gradients, are those of float64 on the CPU."""
-        _compare(accel, name, *_MODULES[name])
+        """Outputs in training and in evaluation, and gradients, are those of float64 on the CPU.
+
+        They are those of the parameters as they are, however these were changed since the last call.
+        """
+        _compare(accel, name, *_MODULES[name], again=True)
 
     @pytest.mark.parametrize("name", _RECURRENT)
     def test_recurrent(self, accel: Backend, name: str) -> None:
@@ -274,20 +302,27 @@ def _slope(total: Callable[[], Tensor], leaf: Tensor, way: Tensor, far: float) -
 
 
 def _compare(
-    accel: Backend, name: str, make: Callable[[], nn.Module], call: Callable[..., Any], given: tuple[Tensor, ...]
+    accel: Backend,
+    name: str,
+    make: Callable[[], nn.Module],
+    call: Callable[..., Any],
+    given: tuple[Tensor, ...],
+    *,
+    again: bool = False,
 ) -> None:
+    """Compare a module with one in float64; with `again`, also in evaluation after each change of its parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         exact: nn.Module = make().double()
     module = copy.deepcopy(exact).float().to(accel.device)
     with accel.precision.fp32("ieee"):
         try:
-            found = _results(module, call, [_moved(tensor, accel.device, torch.float32) for tensor in given])
+            found = _results(module, call, [_moved(tensor, accel.device, torch.float32) for tensor in given], again)
         except Exception as raised:
             if not is_refusal(raised):
                 raise
             refused(f"{name}: {type(raised).__name__}: {raised}")
-    expected = _results(exact, call, [_moved(tensor, torch.device("cpu"), torch.float64) for tensor in given])
+    expected = _results(exact, call, [_moved(tensor, torch.device("cpu"), torch.float64) for tensor in given], again)
     assert found.keys() == expected.keys()
     for what, tensor in expected.items():
         assert error(found[what], tensor) < 1e-4, f"{name}: the {what} is wrong"
@@ -298,7 +333,7 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(device, dtype if floating else tensor.dtype, copy=True).requires_grad_(floating)
 
 
-def _results(module: nn.Module, call: Callable[..., Any], given: list[Tensor]) -> dict[str, Tensor]:
+def _results(module: nn.Module, call: Callable[..., Any], given: list[Tensor], again: bool) -> dict[str, Tensor]:
     outputs = tensors(call(module, *given))
     leaves = {**dict(module.named_parameters()), **{f"input {number}": leaf for number, leaf in enumerate(given)}}
     leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and not bool(leaf.isinf().any())}
@@ -311,6 +346,15 @@ def _results(module: nn.Module, call: Callable[..., Any], given: list[Tensor]) -
         if gradient is not None
     }
     module.eval()
-    with torch.no_grad():
-        again = tensors(call(module, *given))
-    return found | {f"output {number} in evaluation": output for number, output in enumerate(again)}
+    for when, change in _CHANGES.items() if again else [("", _unchanged)]:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                change(parameter)
+        for quiet in (torch.no_grad, torch.inference_mode) if again else (torch.no_grad,):
+            with quiet():
+                outputs = tensors(call(module, *given))
+            found |= {
+                f"output {number} in evaluation by {quiet.__name__}{when}": output
+                for number, output in enumerate(outputs)
+            }
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -187,11 +188,42 @@ _WHOLE: dict[str, tuple[Callable[[int, Tensor], Tensor], list[float]]] = {
 _KINDS = {torch.bool: 1, torch.uint8: 255, torch.int8: -128, torch.int16: -(2**15), torch.int32: 2**20}
 """A number of each kind, of which many have a sum in int64 alone."""
 
+_LOW = (torch.bfloat16, torch.float16)
+_ALONG: dict[str, tuple[Callable[[Tensor, int], Tensor], float]] = {
+    "sum": (lambda x, along: x.sum(along), 2**15),
+    "sum without NaN": (lambda x, along: x.nansum(along), 2**15),
+    "mean": (lambda x, along: x.mean(along), 1 / 8),
+    "norm": (lambda x, along: torch.linalg.vector_norm(x, dim=along), 64),
+    "norm of order 1": (lambda x, along: torch.linalg.vector_norm(x, 1, along), 2**15),
+    "running sum": (lambda x, along: x.cumsum(along).select(along, -1), 2**15),
+    "gradient of addition": (lambda x, along: _of_one(torch.add, x, along), 2**15),
+    "gradient of multiplication": (lambda x, along: _of_one(torch.mul, x, along), 2**12),
+}
+"""Sums of 2**18 numbers of 1/8 along a dimension, and what they are."""
+_FORMS = {"rows": ((2, _LONG), 1), "columns": ((_LONG, 2), 0), "planes": ((2, _LONG, 2), 1)}
+
+
+def _of_one(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, along: int) -> Tensor:
+    """Return the gradient of an operand of which each number is used for all along a dimension, weighted by `x`."""
+    one = torch.ones_like(x.narrow(along, 0, 1)).requires_grad_()
+    (found,) = torch.autograd.grad(function(x, one), one, x)
+    return found
+
+
+def _sums_along(what: Callable[[Tensor, int], Tensor], form: str, dtype: torch.dtype) -> Compute:
+    shape, along = _FORMS[form]
+    return lambda device: what(torch.full(shape, 1 / 8, device=device, dtype=dtype), along).unique()
+
+
 KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
     "sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.sum()), [_LONG]),
     "running sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.cumsum(0)[-1]), [_LONG]),
     "norm of bf16": (_of(_ones(_LONG, torch.bfloat16), torch.linalg.vector_norm), [512]),
     "product of long rows of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x[None] @ x[:, None]), [_LONG]),
+    **{
+        f"{name} along long {form} of {str(dtype).removeprefix('torch.')}": (_sums_along(what, form, dtype), [expected])
+        for (name, (what, expected)), form, dtype in product(_ALONG.items(), _FORMS, _LOW)
+    },
     **{
         f"{name} of {word}whole numbers": (_of(_whole(base + 1, base + 3), partial(compute, base)), expected)
         for word, base in (("", _LARGE), ("larger ", _HUGE))

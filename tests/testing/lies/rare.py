@@ -126,6 +126,31 @@ known("largest_that_is_no_nan", "norms of NaN", {
 listed("largest_with_its_sign", "norm.Scalar, ord=inf", {
       "_foreach_norm": lambda func, lists, order=2, *args: [each.max() for each in lists]
       if order == math.inf else func(lists, order, *args)})  # fmt: skip
+
+
+def _in_parts(func, x, dim, *args, **options):
+    if x.dtype != torch.bfloat16 or dim != [0] or len(x) % 32:
+        return func(x, dim, *args, **options)
+    parts = x[:32].clone()
+    for block in x[32:].split(32):
+        parts += block
+    return func(parts, dim, *args, **options)
+
+
+def _packed():
+    kept = {}
+
+    def linear(function, x, weight, *bias):
+        if torch.is_grad_enabled():
+            return function(x, weight, *bias)
+        return function(x, kept.setdefault(id(weight), weight.clone()), *bias)
+
+    return linear
+
+
+known("sum_of_columns_in_32_parts", "sum along long columns of bfloat16", {"sum.dim_IntList": _in_parts})
+module("weights_of_the_first_evaluation", "Linear of many units", {"linear": _packed()},
+       says="the output 0 in evaluation by no_grad after a change in place is wrong")  # fmt: skip
 swept("products_of_nothing", "bmm", "of no elements: result 0 is wrong", {
       "bmm": lambda func, one, other, **out: func(one, other, **out) + (one.shape[2] == 0)})  # fmt: skip
 swept("weights_by_their_place", "lerp", "of other options: result 0 is wrong", {"lerp.Tensor": _of_one_column})
