@@ -112,12 +112,12 @@ AUTOCAST_IN_CACHE = _bug(
 )
 GUARDS_BY_DICT = _bug(
     kernel="torch.compile, parameters whose requires_grad changes between calls",
-    versions=">=2.9,<2.12",
+    versions=">=2.7,<2.12",
     what="code that was compiled for a frozen parameter serves after its release: the parameter gets no gradient and "
     "is never trained",
     instead="compiled models are called with the setting skip_tensor_guards_with_matching_dict_tags=False",
     reference="https://github.com/pytorch/pytorch/issues/139476",
-    seen="torch 2.11.0, CPU",
+    seen="torch 2.7.1, 2.10.0, 2.11.0, CPU",
 )
 CAST_WITHOUT_GRADIENT = _bug(
     kernel="torch.autocast, weights that were first used under no_grad",
