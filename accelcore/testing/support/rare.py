@@ -34,6 +34,7 @@ from accelcore.testing.support.found import (
 )
 from accelcore.testing.support.layouts import (
     LAYOUTS,
+    MARKED,
     MIXED,
     cropped,
     mapped,
@@ -50,6 +51,7 @@ from accelcore.testing.support.samples import (
     DECIDED,
     NOT_UNIQUE,
     OF_ELEMENTS,
+    ORDERED,
     READS_MEMORY,
     ROUGH,
     SAMPLED,
@@ -64,6 +66,7 @@ from accelcore.testing.support.values import (
     multiplied,
     repeated,
     with_bounds,
+    with_close_numbers,
     with_complex_zeros,
     with_empty_parts,
     with_ends,
@@ -194,6 +197,8 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         complex_ones = of_other_options(info, torch.complex64, samples(info, torch.complex64), [])
         for number, arguments in enumerate(islice(complex_ones, 2)):
             yield Rare(info, torch.float32, arguments, COMPLEX)
+            if not number and name not in READS_MEMORY:
+                yield Rare(info, torch.float32, arguments, COMPLEX, MARKED)
             if not number and type(info).__name__ in OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
                 yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
@@ -241,6 +246,9 @@ def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int) -> Ite
         if (changed := with_long_numbers(arguments)) is not None:
             yield Rare(info, kind, changed, LARGE)
             break
+    for arguments in options if name in (*DECIDED, *ORDERED, *CHOOSES) and kind == torch.int64 else ():
+        if (changed := with_close_numbers(arguments)) is not None:
+            yield Rare(info, kind, changed, OTHERWISE)
 
 
 def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:

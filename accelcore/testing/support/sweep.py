@@ -333,7 +333,11 @@ def _of_other_dimensions(info: Any, dtype: torch.dtype, every: list[Any]) -> Ite
 
 
 def _expanded(name: str, every: list[Any], dimensions: tuple[int, ...] = (0, -1)) -> Iterator[Any]:
-    """Yield the first sample of which all rows, and then all columns, lie in the same memory; then of its indices."""
+    """Yield the first sample of which all rows, and then all columns, lie in the same memory; then of its indices.
+
+    Of indices that may come several times, one sample for each of its whole numbers, such as a dimension, in which they
+    do.
+    """
     if name in (*DECIDED, *READS_MEMORY, *NOT_UNIQUE, *MEDIANS):
         return
     ways = [True] * (name not in ORDERED or name in CHOOSES)
@@ -341,6 +345,11 @@ def _expanded(name: str, every: list[Any], dimensions: tuple[int, ...] = (0, -1)
     for fractions, dimension in product(ways, dimensions):
         found = (expanded(arguments_of(sample), dimension, fractions=fractions) for sample in every)
         yield from islice((arguments for arguments in found if arguments is not None), 1)
+    again = filter(None, map(repeated, map(arguments_of, every if name in REPEATABLE else ())))
+    by_numbers = {tuple(each for each in given[0] if isinstance(each, int)): given for given in again}
+    for given, dimension in product(by_numbers.values(), (0, -1)):
+        if (arguments := expanded(given, dimension, fractions=False)) is not None:
+            yield arguments
 
 
 def _alone(every: list[Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from accelcore.testing.support.layouts import WHOLE, changed_tensors, mapped, placed, tensors, wide
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, *WHOLE)
+_ROUGH_IN_FP32 = 2**28  # of the whole numbers behind it, fp32 has every 32nd
 _MOST_PARTS = 64  # numbers that may be offsets
 _MOST_TRIED = 8  # arguments of an operator, until a NaN shows in its results
 
@@ -198,6 +199,13 @@ def with_long_numbers(arguments: Any) -> Any:
         return None
     place = first.data_ptr()
     return changed_tensors(arguments, lambda each, _: each * (2**32 + 1) if each.data_ptr() == place else each)
+
+
+def with_close_numbers(arguments: Any) -> Any:
+    """Return the arguments with whole numbers that fp32 rounds to one another; None if some of them are places."""
+    if "sorter" in arguments[1]:
+        return None
+    return changed_tensors(arguments, lambda each, _: each + _ROUGH_IN_FP32 if each.dtype == torch.int64 else each)
 
 
 def with_nothing_of(arguments: Any, factor: str) -> Any:

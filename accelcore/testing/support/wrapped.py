@@ -24,13 +24,17 @@ class Gradient:
         self._info = info
 
     def op(self, *given: Any, **options: Any) -> list[Tensor]:
-        """Return the gradients of a weighted sum of the operator's results."""
+        """Return the gradients of a weighted sum of the operator's results and of half of their squares.
+
+        Because of the squares, the gradient that the operator is given depends on its arguments, too.
+        """
         roots = [each for each in tensors(self._info.op(*given, **options)) if each.requires_grad]
         leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
         if not (leaves and roots):
             return []
         weights = [drawn_weights(root.shape, root.dtype).to(root.device, copy=True).requires_grad_() for root in roots]
-        found = torch.autograd.grad(roots, leaves, weights, create_graph=True, allow_unused=True)
+        given_back = [weight * (1 + root) for weight, root in zip(weights, roots, strict=True)]
+        found = torch.autograd.grad(roots, leaves, given_back, create_graph=True, allow_unused=True)
         gradients = [each for each in found if each is not None]
         if any(type(each.grad_fn).__name__ in _REPORTED for each in gradients):
             raise NotImplementedError("torch reports that its backward pass has no derivative")

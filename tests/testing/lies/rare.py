@@ -7,7 +7,7 @@ import math
 import torch
 
 from lies.lie import LIES, Lie, lie
-from lies.operators import WrongFunction, _note, drawn, known, listed, swept
+from lies.operators import WrongFunction, _note, differentiated, drawn, known, listed, swept
 from lies.optimizers import making
 from lies.usual import _beside, module
 
@@ -128,6 +128,34 @@ listed("largest_with_its_sign", "norm.Scalar, ord=inf", {
       if order == math.inf else func(lists, order, *args)})  # fmt: skip
 
 
+def _last_of_shared(func, x, dim, index, source, **out):
+    if out or index.dim() != 2 or index.stride(1) or dim:
+        return func(x, dim, index, source, **out)
+    last = sorted({place: row for row, place in enumerate(index[:, 0].tolist())}.values())
+    return func(x, dim, index[last], source[last])
+
+
+def _by_fp32(func, x, *args):
+    numbers, _, counts = func(x, *args)
+    return numbers, torch.searchsorted(numbers.float(), x.float().contiguous()), counts
+
+
+class _Given(torch.autograd.Function):
+    """The identity, whose backward pass takes what it is given for a constant."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.detach()
+
+
+def _of_constant_gradients(function, *args, **out):
+    return function(*args, **out) if out else _Given.apply(function(*args))
+
+
 def _in_parts(func, x, dim, *args, **options):
     if x.dtype != torch.bfloat16 or dim != [0] or len(x) % 32:
         return func(x, dim, *args, **options)
@@ -148,6 +176,14 @@ def _packed():
     return linear
 
 
+swept("sum_at_places_of_shared_memory", "scatter_add", "of expanded memory: result 0 is wrong", {
+      "scatter_add": _last_of_shared})  # fmt: skip
+swept("places_of_distinct_numbers_by_fp32", "unique", "int64, as it is, of other options: result 1 is wrong", {
+      "_unique2": _by_fp32})  # fmt: skip
+differentiated("product_without_a_conjugate_mark", "bmm", "by a mark, of complex numbers: result 0 is wrong",
+               lambda function, one, other, **out: function(
+                   one, other.conj() if other.is_conj() else other, **out))  # fmt: skip
+differentiated("second_derivative_without_the_given_gradient", "sin", "of the gradient", _of_constant_gradients)
 known("sum_of_columns_in_32_parts", "sum along long columns of bfloat16", {"sum.dim_IntList": _in_parts})
 module("weights_of_the_first_evaluation", "Linear of many units", {"linear": _packed()},
        says="the output 0 in evaluation by no_grad after a change in place is wrong")  # fmt: skip
