@@ -1,7 +1,7 @@
 """`accelcore verify backend NAME`: run the conformance suite in child processes, and print its scorecard.
 
-The operators, which take half of the time, have a process of their own. If a process crashes or hangs, the test in
-which it did has failed, and another process runs the tests after it.
+The operators, which take two thirds of the time, have two processes of their own. If a process crashes or hangs, the
+test in which it did has failed, and another process runs the tests after it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
 _SUITE = "accelcore.testing.whole_suite"  # as the child imports it: a path could belong to another installation
 _DEEP = "accelcore.testing.every_operator"
+_HALVES = ("not test_options", "test_options")  # of the operators, by the names of tests
 _DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
 _ENDS = "The process that used the backend ends without a crash."
 _TAIL = 2000  # last characters of a process's output, or
@@ -175,12 +176,13 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: 
                 remedy="pip install '.[testing]' in a clone of accelcore",
             )
     wanted = roles or ROLES
-    shares = [[role for role in wanted if (role == "operators") == alone] for alone in (False, True)]
+    shares = [([role for role in wanted if role != "operators"], "")]
+    shares += [(["operators"], half) for half in _HALVES if "operators" in wanted]
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
-        tested = [(share, _Report(Path(folder, share[0]))) for share in shares if share]
-        reports = [report for _, report in tested]
+        tested = [(*share, _Report(Path(folder, str(number)))) for number, share in enumerate(shares) if share[0]]
+        reports = [report for *_, report in tested]
         child_process.run_together(
-            [_test(name, share, report, timeout, deep=deep) for share, report in tested],
+            [_test(name, share, half, report, timeout, deep=deep) for share, half, report in tested],
             on_look=partial(_show_progress, reports, set()),
         )
     verdicts = [verdict for report in reports for verdict in report.verdicts.values()]
@@ -188,16 +190,17 @@ def verify(name: str, *, roles: Sequence[str] = (), timeout: float = 300, deep: 
 
 
 def _test(
-    name: str, roles: Sequence[str], report: _Report, timeout: float, *, deep: bool
+    name: str, roles: Sequence[str], half: str, report: _Report, timeout: float, *, deep: bool
 ) -> Generator[None, None, None]:
-    """Run processes until each test of these roles has an outcome."""
-    classes = [f"{_SUITE}::Test{role.capitalize()}" for role in roles]
-    if deep and "operators" in roles:
-        classes.append(_DEEP)
+    """Run processes until each test of these roles has an outcome; with `half`, those tests whose names match it."""
+    tests = [f"{_SUITE}::Test{role.capitalize()}" for role in roles]
+    if deep and half == _HALVES[0]:
+        tests.append(_DEEP)
+    tests += ["-k", half] if half else []
     report.file.touch()
     while True:
         known = len(report.verdicts)
-        ended, last_words = yield from _run(name, classes, report.file, timeout)
+        ended, last_words = yield from _run(name, tests, report.file, timeout)
         report.read()
         why = f"the process {ended.fate}\n{last_words}"
         if report.done:
@@ -279,10 +282,10 @@ def _case(verdict: Verdict) -> str:
     return f" [{verdict.case}]" if verdict.case else ""
 
 
-def _run(name: str, classes: Sequence[str], report: Path, timeout: float) -> Generator[None, None, tuple[Ended, str]]:
+def _run(name: str, tests: Sequence[str], report: Path, timeout: float) -> Generator[None, None, tuple[Ended, str]]:
     """Run one process of pytest, for `timeout` seconds a test; return its end and its last output."""
     command = [
-        sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *classes,
+        sys.executable, "-X", "faulthandler", "-m", "pytest", "--pyargs", *tests,
         "-p", "accelcore.testing.support.report", "--accelcore-backend", name, "--accelcore-report", str(report),
         # Without the user's configuration, plugins and caches.
         "-c", os.devnull, f"--rootdir={report.parent}", "--noconftest", "-p", "no:cacheprovider", "-q", "--tb=short",

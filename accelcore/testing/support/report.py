@@ -69,6 +69,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # once the others have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Write how many tests there are, but not those that an earlier process has begun."""
     _write(config, event="collected", count=len(items))
