@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accelcore.testing.support.layouts import WHOLE, mapped, tensors
-from accelcore.testing.support.samples import samples
+from accelcore.testing.support.samples import has_gradients, samples
 from accelcore.testing.support.values import repeated
 
 _NO_CLASS = 255
@@ -66,7 +66,7 @@ def joined(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Any]:
 
 def _not_differentiable(info: Any, dtype: torch.dtype) -> list[Any]:
     """Return the samples that torch has for results alone, with gradients; none if all of its samples are those."""
-    if not info.supports_autograd:
+    if not has_gradients(info, dtype):
         return []
     found = samples(info, dtype, differentiable=False)
     for leaf in tensors([arguments_of(sample) for sample in found]):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter
 from typing import Any
 
@@ -216,7 +216,7 @@ class _Differs:
 
     def __init__(self, info: Any, dtype: torch.dtype, arguments: Any) -> None:
         self._info, self._dtype = info, dtype
-        self._right = cache(partial(self._results, arguments))
+        self._right = cache(lambda: list(self._steps(arguments)))
 
     def without(self, arguments: Any) -> bool:
         """Return whether the operator has other results or gradients on these arguments, or does not run."""
@@ -226,24 +226,29 @@ class _Differs:
                 right = self._right()
             except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind
                 return False
-            try:
-                pairs = zip(right, self._results(arguments), strict=True)
+            try:  # gradients last: mostly the results differ already
+                return not all(starmap(_all_alike, zip(right, self._steps(arguments), strict=True)))
             except Exception:  # noqa: BLE001  as above
                 return True
-            return not all(len(one) == len(other) and all(map(_alike, one, other)) for one, other in pairs)
 
-    def _results(self, arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+    def _steps(self, arguments: Any) -> Iterator[list[Tensor]]:
+        """Yield the results with the arguments that are written, and then the gradients."""
         given, options = placed(wide(arguments, self._dtype), torch.device("cpu"), "", graph=True)
         torch.default_generator.manual_seed(0)
         found = tensors(self._info.op(*given, **options))
+        written = [each for each in tensors((given, options)) if each._version]  # as running statistics
+        yield [each.detach() for each in found + written]
         leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
         roots = [root for root in found if root.requires_grad and not root.is_complex()]
         gradients: Sequence[Tensor | None] = ()
         if leaves and roots:
             weights = [drawn_weights(root.shape, root.dtype) for root in roots]
             gradients = torch.autograd.grad(roots, leaves, weights, allow_unused=True)
-        written = [each for each in tensors((given, options)) if each._version]  # as running statistics
-        return [each.detach() for each in found + written], [each for each in gradients if each is not None]
+        yield [each for each in gradients if each is not None]
+
+
+def _all_alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(_alike, some, others))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -234,11 +234,11 @@ def samples(info: Any, dtype: torch.dtype, *, differentiable: bool = True) -> li
 
     torch omits some options of samples that are `differentiable`, because its own tests of gradients fail then.
     """
-    key = id(info), dtype, differentiable
+    key = id(info), dtype, differentiable and has_gradients(info, dtype)
     if key not in _kept:
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
-        _kept[key] = info, _made(info, dtype, differentiable=differentiable)
+        _kept[key] = info, _made(info, dtype, gradients=key[-1])
     return list(_kept[key][1])
 
 
@@ -246,8 +246,12 @@ _kept: dict[tuple[int, torch.dtype, bool], tuple[Any, list[Any]]] = {}
 """Samples of the last operators, because to make them takes a tenth of the time; and their info, which has the id."""
 
 
-def _made(info: Any, dtype: torch.dtype, *, differentiable: bool) -> list[Any]:
-    gradients = differentiable and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+def has_gradients(info: Any, dtype: torch.dtype) -> bool:
+    """Return whether an operator has gradients in a dtype, so that `differentiable` samples may be others."""
+    return bool(info.supports_autograd and dtype in info.supported_backward_dtypes("cpu"))
+
+
+def _made(info: Any, dtype: torch.dtype, *, gradients: bool) -> list[Any]:
     torch.default_generator.manual_seed(0)
     state = random.getstate()
     random.seed(0)
