@@ -118,7 +118,7 @@ class Facts(DeviceNumbers):
     def _is_everywhere(self, context: cst.Call) -> bool:
         """Return whether each accelerator's module has a context such as `with torch.cuda.device(gpu_id):`.
 
-        It must get a number, and fail or not run without an accelerator: the CPU's module and that of MPS have none.
+        It must get a number, and not run without an accelerator: the CPU's module and that of MPS have none.
         """
         index = context.args[0].value if len(context.args) == 1 and not context.args[0].star else None
         if index is None or self.names_others or not isinstance(self.parent(context), cst.WithItem):
@@ -127,15 +127,16 @@ class Facts(DeviceNumbers):
         is_number = self.is_whole(index) or self.is_local_rank(index) or _INDEX.search(text) is not None
         if named or number is not None or not is_number:
             return False
-        if isinstance(index, cst.Integer) or self.guards(context):  # a name, such as args.local_rank, may hold -1
+        if self.guards(context):
             return True
         inner, itself = cast("cst.CSTNode", context), rf"(?<![\w.]){re.escape(text)}(?!\w)"
         for outer in self.parents(context):
             if isinstance(outer, cst.FunctionDef):
                 break
             test = text_of(outer.test) if isinstance(outer, cst.If) and inner is outer.body else ""
-            if re.search(rf"{itself} *(?:>|!= *-)", test) or re.search("(?i)cuda|gpu", re.sub(itself, "", test)):
-                return True  # -1 is neither None nor false
+            compares = not isinstance(index, cst.Integer) and re.search(rf"{itself} *(?:>|!= *-)", test)
+            if compares or re.search("(?i)cuda|gpu", re.sub(itself, "", test)):
+                return True  # a name, such as args.local_rank, may hold -1, which is neither None nor false
             inner = outer
         return False
 

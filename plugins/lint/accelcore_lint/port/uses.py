@@ -21,6 +21,7 @@ _USES = {
         r"scaler\w*\.(?:get_(?!scale\b)\w+|set_growth_\w+|set_backoff_\w+|_\w+)\b|scaler\w*\.update\([^)]"
         r"|scaler\w*\.state_dict\(\)\[|scaler\w*\.scale\(\[|isinstance\([^()]*GradScaler"
     ),
+    "scale": re.compile(r"scaler\w*\.state_dict\(\)\[|\.state_dict\(\)\[[\"']scale[\"']\]"),
     "scaled": re.compile(
         r"(?s)\A(?!.*\bunscale_\()(?=.*\bGradScaler\b).*(?:clip_grad_|\.grad\b(?! *(?:= *None|is\b)))"
     ),
@@ -70,6 +71,7 @@ _USES = {
 """Uses that only the original's objects allow, by the kind of the object.
 
 - scaler: torch's own methods, attributes and arguments.
+- scale: entries of a scaler's state, which is empty if the scaler is off.
 - scaled: gradients that are read while they are multiplied by the loss scale: no line divides them before.
 - optimizer: sparse gradients, a sharded model, questions for the class, the state in torch's form, a library that
   wraps it, and lists of the parameters' tensors, whose memory a fused optimizer no longer uses.

@@ -57,7 +57,9 @@ def test_a_move_in_a_context_goes_to_its_device(level, script):
             False,
         ),
         ("if args.cuda:\n    with torch.cuda.device(args.gpu):\n        x = x.cuda()", False),
-        ("with torch.cuda.device(1):\n    x = x.cuda()", False),
+        ("with torch.cuda.device(1):\n    x = x.cuda()", True),  # the CPU's module has no such context
+        ("if torch.cuda.is_available():\n    with torch.cuda.device(1):\n        x = x.cuda()", False),
+        ("if 1 > len(x):\n    with torch.cuda.device(1):\n        x = x.cuda()", True),
         ("with torch.cuda.device(gpu_id):\n    x = x.cuda()", True),  # -1 is the CPU
         ("if gpu_id is not None:\n    with torch.cuda.device(gpu_id):\n        x = x.cuda()", True),  # so may be -1
         ("if args.gpu:\n    with torch.cuda.device(args.gpu):\n        x = x.cuda()", True),

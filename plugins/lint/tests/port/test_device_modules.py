@@ -11,7 +11,10 @@ from port_sources import written
 
 LEVELS = pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
 EVENT = "torch.cuda.Event(enable_timing=True)"
-TIMED = "import torch\nfrom torch import cuda\n\n\ndef timed():\n    start = {}\n    start.record()\n    return start\n"
+TIMED = (
+    "import torch\nfrom torch import cuda\n\n\ndef timed():\n    if torch.cuda.is_available():\n        start = {}\n"
+    "        start.record()\n        return start\n"
+)
 
 
 @LEVELS
@@ -19,6 +22,8 @@ TIMED = "import torch\nfrom torch import cuda\n\n\ndef timed():\n    start = {}\
 def test_an_event_is_that_of_all_accelerators(monkeypatch, level, event):
     outcome = port_source(TIMED.format(event), level)
     assert (outcome.after, outcome.left) == (0, [])
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("meta"))
     monkeypatch.setattr(torch, "Event", lambda **given: types.SimpleNamespace(record=lambda: None, given=given))
     exec(outcome.source, module := {})
     assert module["timed"]().given == {"enable_timing": True}
@@ -31,6 +36,23 @@ def test_an_event_that_only_cuda_records_is_still_made_on_the_cpu(level):
     assert outcome.left == []
     if not torch.accelerator.is_available():
         exec(outcome.source, {"__name__": "__main__"})
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("lines", "stays"),
+    [
+        (f"if log:\n    start = {EVENT}\n    start.record()", True),
+        (f"self.start = {EVENT}", True),
+        (f"start = {EVENT}\nif torch.cuda.is_available():\n    start.record()\nuse(start)", True),
+        (f"cuda = torch.cuda.is_available()\nstart = {EVENT} if cuda else None", False),
+        (f"start = {EVENT}\nif torch.cuda.is_available():\n    start.record()\n    start.synchronize()", False),
+    ],
+)
+def test_an_event_stays_that_a_cpu_would_record(level, lines, stays):
+    outcome = port_source(f"import torch\n{lines}\n", level)
+    assert (EVENT in outcome.source) is stays
+    assert ["the CPU has none" in note.text for note in outcome.left] == [True] * stays
 
 
 @LEVELS

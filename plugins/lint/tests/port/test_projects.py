@@ -1,5 +1,7 @@
 """What other files of a project say of a script: what they need of its objects, and which devices they choose."""
 
+from unittest import mock
+
 import pytest
 import torch
 from accelcore_lint.port import Level, port_source
@@ -50,6 +52,24 @@ def test_what_another_file_needs_of_an_object_keeps_torchs(tmp_path, use, kept):
     assert kept in ported
     plain = port_source(train, Level.ROLES).source
     assert all(word not in plain for word in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("use", "is_on"), [("state_dict()['scale']", True), ('state_dict()["scale"]', True), ("state_dict()", False)]
+)
+def test_a_scaler_is_on_where_another_file_takes_an_entry_of_its_state(tmp_path, level, use, is_on):
+    native = (
+        "import torch\n\n\nclass Native:\n    def __init__(self):\n        self.made = torch.cuda.amp.GradScaler()\n\n"
+        "    def state_dict(self):\n        return self.made.state_dict()\n"
+    )
+    engine = f"import torch\nfrom native import Native\n\nnative = Native()\nprint(native.{use})\n"
+    paths = written(tmp_path, {"native.py": native, "engine.py": engine})
+    ported = port_source(native, level, read_project(paths).known(paths[0])).source
+    scope = {"__name__": "native"}
+    with mock.patch("torch.accelerator.current_accelerator", return_value=None):
+        exec(ported, scope)
+        assert bool(scope["Native"]().state_dict().get("scale")) is is_on  # of a scaler that is off it is empty
 
 
 @pytest.mark.parametrize("take", ["from tools import autocast", "from tools import *", "import tools"])

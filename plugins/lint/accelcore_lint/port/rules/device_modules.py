@@ -10,6 +10,7 @@ from accelcore_lint.port.facts import Facts
 from accelcore_lint.port.rule import Example, Level, Rewrite, Rule
 from accelcore_lint.port.rules.device_strings import whole
 from accelcore_lint.port.syntax import argument, text_of
+from accelcore_lint.port.walk import find
 
 _SHARED = r"\.(?:name|total_memory)\b"
 """Properties that a device of each vendor has."""
@@ -43,7 +44,7 @@ def _decide(node: cst.Call, facts: Facts) -> Rewrite | None:
 
 
 def _may_be_plain(facts: Facts) -> bool:
-    """Return whether all events of a file only take times, and may ask for the accelerator, which `torch.Event` does.
+    """Return whether all events of a file only take times, and may be those of the accelerator, as `torch.Event` makes.
 
     Torch takes the time between two events of one class only.
     """
@@ -51,7 +52,22 @@ def _may_be_plain(facts: Facts) -> bool:
     on_import = facts.is_library and any(facts.function_of(call) is None for call in made)
     asks_early = facts.hidden_by or facts.forks or facts.known.forks or on_import
     in_try = any(isinstance(outer, cst.Try) for call in made for outer in facts.parents(call))
-    return not (asks_early or in_try or "event" in facts.uses_of)
+    if asks_early or in_try or "event" in facts.uses_of:
+        return False
+    return all(_needs_accelerator(call, facts) for call in made)
+
+
+def _needs_accelerator(event: cst.Call, facts: Facts) -> bool:
+    """Return whether an event is only made, or only used, where there is an accelerator: the CPU records none."""
+    if facts.guards(event):
+        return True
+    line = facts.parent(event)
+    target = line.targets[0].target if isinstance(line, cst.Assign) and len(line.targets) == 1 else None
+    if not isinstance(target, cst.Name):
+        return False
+    names = [name for name in find(facts.module, cst.Name) if name.value == target.value]
+    uses = [name for name in names if not isinstance(facts.parent(name), cst.AssignTarget)]
+    return all(map(facts.guards, uses))
 
 
 def _has_vendors_streams(facts: Facts) -> bool:
@@ -97,8 +113,8 @@ MODULES = Rule(
     (
         Example(
             Level.ROLES,
-            "start = torch.cuda.Event(enable_timing=True)",
-            "start = torch.Event(enable_timing=True)",
+            "if torch.cuda.is_available():\n    start = torch.cuda.Event(enable_timing=True)",
+            'if accel.device.type != "cpu":\n    start = torch.Event(enable_timing=True)',
         ),
         Example(
             Level.ROLES,

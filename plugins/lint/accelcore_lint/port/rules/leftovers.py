@@ -20,7 +20,7 @@ _REASONS = {
     "Stream": "streams are each device's own; torch.Stream(device) where the device has them",
     "stream": "streams are each device's own; torch.Stream(device) where the device has them",
     "current_stream": "streams are each device's own; torch.accelerator.current_stream() returns the current one",
-    "Event": "events are each device's own; torch.Event(device) where the device has them",
+    "Event": "events are each device's own, and the CPU has none: torch.Event() under torch.accelerator.is_available()",
     "CUDAGraph": "graphs are each device's own; a trainer has graph=True where the backend declares them",
     "FloatTensor": "a type of tensor of one device: write torch.zeros(..., device=...) or .to(device, dtype)",
     "set_default_tensor_type": "a default of one device: torch.set_default_device(device) is for all of them",

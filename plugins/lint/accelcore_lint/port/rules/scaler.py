@@ -84,7 +84,10 @@ def _only_where(node: cst.Call, facts: Facts) -> str:
     """Return the condition of a scaler that is off on the CPU, as CUDA's is; "" if it may be on.
 
     It may be on beside `accel.autocast`, which works on the CPU, unless the script reads gradients that it has scaled.
+    It has to be on where the project takes an entry of its state: that of a scaler which is off is empty.
     """
+    if "scale" in facts.uses_of:
+        return ""
     alone = facts.level is Level.TORCH or not facts.place.can_choose(node)
     if facts.guards(node) or not (alone or "scaled" in facts.uses_of):
         return ""
