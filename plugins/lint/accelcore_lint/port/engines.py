@@ -43,6 +43,13 @@ _TEXT = (
     "the script runs on the devices that {} supports. To train with accelcore, change it by hand: docs/{}{}"
 )
 
+_TEXT_OF_BRANCH = (
+    "where {} trains this script, it chooses the device and wraps the model and the optimizer. port leaves these lines "
+    "as they are, so they run on the devices that {} supports. To train with accelcore there, change them by hand: "
+    "docs/{}{}"
+)
+"""The text if the script imports the library under a condition, or in a function."""
+
 
 def wraps(name: str, source: str) -> bool:
     """Return whether a library wraps the model or the optimizer of a source; ignite's loops alone do not."""
@@ -58,9 +65,10 @@ def engine_in(source: str) -> tuple[str, int] | None:
     return (name, source.count("\n", 0, found.end(found.lastindex or 0)) + 1) if wraps(name, source) else None
 
 
-def engine_note(name: str, line: int) -> Note:
-    """Return what to know of the library by which a script trains."""
+def engine_note(name: str, line: int, source: str) -> Note:
+    """Return what to know of the library by which a script trains, perhaps only where it imports it."""
     page = _PAGES.get(name)
     shows = "" if page is None else " shows a script" if "#" in page else " shows such a script before and after"
-    text = _TEXT.format(name, name, page or "moving.md", shows)
+    is_always = not source.splitlines()[line - 1][:1].isspace()
+    text = (_TEXT if is_always else _TEXT_OF_BRANCH).format(name, name, page or "moving.md", shows)
     return Note(line, "engine", text)

@@ -16,7 +16,10 @@ _LACKS = {
         r"(?![^\n]*(?:float|int|long|bool))"
     ),
     "properties of devices": re.compile(r"\b(?:get_device_properties|memory_stats)\("),
-    "streams": re.compile(r"\b(?:cuda|get_device_module\(\))\.(?:Stream|stream|current_stream)\("),
+    "streams": re.compile(
+        r"\b(?:torch\.cuda|get_device_module\(\))\.(?:Stream|stream|current_stream)\("
+        r"|(?ms:\A(?=.*^[ \t]*from torch import\b[^\n]*\bcuda\b).*?(?<![\w.])cuda\.(?:Stream|stream|current_stream)\()"
+    ),
     "numbers of generators": re.compile(r"\bfork_rng\([^\n]*current_device\("),
     "process groups": re.compile(r"\binit_process_group\("),
     "DataParallel": re.compile(r"(?<!\w)DataParallel\("),
@@ -31,12 +34,13 @@ def lacks_of_mps(texts: Mapping[Path, str]) -> str:
     for what, pattern in _LACKS.items():
         for path, code in sorted(codes.items()):
             if match := pattern.search(code):
-                line = code.count("\n", 0, match.start()) + 1
+                line = code.count("\n", 0, match.end()) + 1
                 found.append(f"{what} ({path.name}:{line})")
                 break
     if not found:
         return ""
+    on_cpu = "Tensors on the CPU may be float64. " if found[0].startswith("float64") else ""
     return (
-        f"on a Mac: torch.accelerator takes MPS, which has no {', '.join(found)}. To stay on the CPU there, write "
-        'torch.device("cpu") where the device is chosen'
+        f"on a Mac: torch.accelerator takes MPS, which has no {', '.join(found)}. {on_cpu}To stay on the CPU there, "
+        'write torch.device("cpu") where the device is chosen'
     )

@@ -232,7 +232,9 @@ class Place:
         ):
             return self._hidden
         if is_apart:
-            return "the script chooses the device of this process itself: pass the backend to this function"
+            return (
+                "the script chooses the device of this process itself: do this where a backend of that device is known"
+            )
         if self._existing:
             chosen = self._chosen_for(site)
             if chosen is None:

@@ -20,6 +20,7 @@ from accelcore_lint.port.project import Known, Project, read_project
 from accelcore_lint.port.report import Ported, as_json, diff, show
 from accelcore_lint.port.rewrite import Outcome, UnfaithfulError, parsed, port_source
 from accelcore_lint.port.rule import Level
+from accelcore_lint.port.vendors import lines_kept
 
 _ASYNC = re.compile(r"[(,]\s*async *=")
 _GLUED = re.compile(r"\b(assert|return|not|if|elif|while|in|and|or)\((?=[^\n]*\bif\b[^\n]*\belse\b|lambda\b)")
@@ -158,17 +159,22 @@ def _ported(path: Path, level: Level, known: Known, *, named: bool) -> Ported:
     """
     try:
         script = read_script(path)
-        if named:
-            parsed(script.source)
-        outcome = port_source(script.source, level, known)
-    except cst.ParserSyntaxError as error:
-        return Ported(path, error=_unreadable(error, script.source))
-    except cst.CSTValidationError as error:
-        return Ported(path, error=_unparsed(error, script.source))
-    except (FileError, UnfaithfulError) as error:
+    except FileError as error:
         return Ported(path, error=str(error))
-    if (why := _refusal(outcome.source)) and not _refusal(script.source):
-        return Ported(path, error=f"its port is no valid Python ({why}): a fault of accelcore port, please report it")
+    source = script.source
+    try:
+        if named:
+            parsed(source)
+        outcome = port_source(source, level, known)
+    except cst.ParserSyntaxError as error:
+        return Ported(path, error=_unreadable(error, source), kept=lines_kept(source))
+    except cst.CSTValidationError as error:
+        return Ported(path, error=_unparsed(error, source), kept=lines_kept(source))
+    except UnfaithfulError as error:
+        return Ported(path, error=str(error), kept=lines_kept(source))
+    if (why := _refusal(outcome.source)) and not _refusal(source):
+        text = f"its port is no valid Python ({why}): a fault of accelcore port, please report it"
+        return Ported(path, error=text, kept=outcome.before)
     return Ported(path, script, outcome)
 
 
@@ -190,7 +196,7 @@ def _written(ported: Ported, within: tuple[Path, ...]) -> Ported:
     try:
         write_script(ported.script, ported.outcome.source, within)
     except FileError as error:
-        return Ported(ported.path, error=str(error))
+        return Ported(ported.path, error=str(error), kept=ported.outcome.before)
     return ported
 
 

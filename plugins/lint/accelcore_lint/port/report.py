@@ -27,12 +27,14 @@ class Ported:
         script: the file as it was read.
         outcome: what became of it; None if it could not be ported.
         error: why it could not.
+        kept: number of lines that work on one vendor's devices only, in a file that could not be ported.
     """
 
     path: Path
     script: Script | None = None
     outcome: Outcome | None = None
     error: str = ""
+    kept: int = 0
 
     @property
     def before(self) -> str:
@@ -61,10 +63,14 @@ def as_json(files: Sequence[Ported], level: Level, mac: str) -> dict[str, Any]:
         "mac": mac if _changes(files) else "",
         "files": [
             {"path": str(ported.path), "error": ported.error or None}
-            | ({} if ported.outcome is None else _values(ported, ported.outcome))
+            | (_kept(ported) if ported.outcome is None else _values(ported, ported.outcome))
             for ported in files
         ],
     }
+
+
+def _kept(ported: Ported) -> dict[str, Any]:
+    return {"vendor_lines": {"before": ported.kept, "after": ported.kept}}
 
 
 def _values(ported: Ported, outcome: Outcome) -> dict[str, Any]:
@@ -111,7 +117,8 @@ def show(files: Sequence[Ported], level: Level, console: Console, mac: str, *, w
     errors = sum(ported.outcome is None for ported in files)
     left = sum(len(ported.outcome.left) for ported in files if ported.outcome)
     ignored = sum(ported.outcome.ignored for ported in files if ported.outcome)
-    settings = f", of which other devices ignore {ignored}" if ignored else ""
+    settings = f", of which {ignored} harmless" if ignored else ""
+    kept = sum(ported.kept for ported in files)
     number = f"{len(files)} file{'' if len(files) == 1 else 's'}"
     text = f"level {level.value}: {number}"
     if before or left or _changes(files):
@@ -119,9 +126,11 @@ def show(files: Sequence[Ported], level: Level, console: Console, mac: str, *, w
     elif errors < len(files):
         text += ", nothing had to be changed"
     text += f", {errors} not ported" if errors else ""
+    text += f" with {kept} vendor line{'' if kept == 1 else 's'}" if kept else ""
     engines = sum(note.rule == "engine" for ported in files if ported.outcome for note in ported.outcome.harmless)
     if engines:
-        text += f"; {engines} file{' is' if engines == 1 else 's are'} trained by another library (see `by hand` above)"
+        number = f"{engines} file{' is' if engines == 1 else 's are'}"
+        text += f"; {number} trained by another library, or may be (see `by hand` above)"
     if not written and _changes(files):
         text += "; no file is changed: --write changes them"
     console.print(Text(text))
@@ -133,4 +142,5 @@ def _changes(files: Sequence[Ported]) -> bool:
 
 def _lines(files: Sequence[Ported]) -> tuple[int, int]:
     outcomes = [ported.outcome for ported in files if ported.outcome is not None]
-    return sum(outcome.before for outcome in outcomes), sum(outcome.after for outcome in outcomes)
+    kept = sum(ported.kept for ported in files)
+    return kept + sum(outcome.before for outcome in outcomes), kept + sum(outcome.after for outcome in outcomes)

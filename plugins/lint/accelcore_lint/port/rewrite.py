@@ -62,7 +62,7 @@ class Outcome:
         splits: whether a question that is left decides where something is, so that the program's others have to stay.
         answers: flags that now say whether there is any device.
         closed: flags above lines that are all left, which fail if such a flag is true on other devices.
-        ignored: how many of those `after` set something that other devices ignore, such as `cudnn.benchmark`.
+        ignored: how many of those `after` are harmless, such as `cudnn.benchmark = True`, which other devices ignore.
         loops: training loops at level TRAINER, and whether each was replaced, or why not.
     """
 
@@ -115,7 +115,7 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
     """Rewrite a source. `kept`: modules of one vendor that branches still import then, which keep their conditions."""
     if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=known.meets_torch):
         engine, lines = engine_in(without_comments(source)), settings_lines(source)
-        notes, text = [engine_note(*engine)] if engine else [], source.split("\n")
+        notes, text = [engine_note(*engine, source)] if engine else [], source.split("\n")
         reasons = {line: tool_reason(text[line - 1]) for line in lines}
         asks = {line for line in lines if _FLAG.search(text[line - 1])}
         left = [
@@ -137,7 +137,7 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
     outcome = Outcome(source, decisions.rewritten, left, decisions.harmless, before=before)
     outcome.splits, outcome.answers, outcome.closed = decisions.splits, decisions.answers, decisions.closed
     if (engine := facts.engine or engine_in(facts.code)) and wraps(engine[0], facts.code):
-        outcome.harmless.append(engine_note(*engine))
+        outcome.harmless.append(engine_note(*engine, source))
     rewritten = module.visit(_Apply(facts, decisions))
     imports = Imports(
         level,
@@ -170,7 +170,9 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
     _report_rest(outcome, source)
     after, rest = outcome.source.split("\n"), vendor_lines(outcome.source)
     outcome.after = len(rest)
-    outcome.ignored = sum(_IGNORED.match(after[number - 1]) is not None for number in rest)
+    idle = {source.split("\n")[note.line - 1].strip() for note in outcome.harmless}
+    stays = [after[number - 1] for number in rest]
+    outcome.ignored = sum(_IGNORED.match(line) is not None or line.strip() in idle for line in stays)
     return outcome
 
 

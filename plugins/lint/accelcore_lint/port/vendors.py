@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import keyword
@@ -230,6 +231,16 @@ def vendor_lines(source: str) -> set[int]:
                 calls.pop()
         statement_begins, earlier, before = False, before, text
     return found
+
+
+def lines_kept(source: str) -> int:
+    """Return the number of lines for one vendor in a file that is not ported, also of another version of Python."""
+    if not may_concern(source.encode("utf-8", "surrogatepass"), meets_torch=True):
+        return 0
+    for text in (source, "\n".join(map(str.lstrip, source.split("\n")))):  # an indentation may be wrong
+        with contextlib.suppress(tokenize.TokenError, SyntaxError):
+            return len(vendor_lines(text))
+    return 0
 
 
 def tool_reason(line: str) -> str:

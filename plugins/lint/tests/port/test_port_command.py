@@ -201,12 +201,34 @@ def test_a_named_file_without_vendor_words_is_read_and_one_in_a_folder_is_not(tm
     assert result.output == "level roles: 1 file, nothing had to be changed\n"
 
 
-def test_the_summary_counts_settings_that_other_devices_ignore(tmp_path):
+@pytest.mark.parametrize(
+    ("old", "count"),
+    [
+        ("import torch\nx = torch.ones(2).cuda(async=True)\nx = x.cuda()\n", 2),
+        ("import torch\nprint torch.ones(2).cuda()\nprint 'cuda'  # x.cuda()\n", 2),
+        ("import torch\nif torch:\n        x = torch.ones(2).cuda()\n    x = x.cuda()\n", 2),
+        ("import torch\nx = torch.ones(2).cuda()\nassert(x if x else x)\n", 1),
+        ("import cffi\nprint 'cuda'\n", 0),
+    ],
+)
+def test_lines_of_a_file_that_cannot_be_read_are_counted_before_and_after(tmp_path, old, count):
+    (tmp_path / "old.py").write_text(old)
+    (tmp_path / "new.py").write_text("import torch\nprint(torch.ones(2).cuda())\n")
+    output = run(tmp_path / "old.py", tmp_path / "new.py").output
+    assert f"2 files, vendor lines {1 + count} -> {count}, 0 left for you, 1 not ported" in output
+    assert (f"1 not ported with {count} vendor line" in output) is bool(count)
+    report = json.loads(run(tmp_path / "old.py", "--json").stdout)
+    assert report["vendor_lines"] == report["files"][0]["vendor_lines"] == {"before": count, "after": count}
+
+
+def test_the_summary_counts_harmless_lines(tmp_path):
     made = "import torch\nprint(torch.ones(2, device='cuda'))\n"
     (tmp_path / "one.py").write_text(made + "torch.backends.cudnn.benchmark = True\n")
-    assert "vendor lines 2 -> 1, of which other devices ignore 1, 0 left" in run(tmp_path).output
-    (tmp_path / "one.py").write_text(made + "print(torch.backends.cudnn.benchmark == True)\n")
-    assert "vendor lines 2 -> 1, 0 left" in run(tmp_path).output
+    assert "vendor lines 2 -> 1, of which 1 harmless, 0 left" in run(tmp_path).output
+    (tmp_path / "one.py").write_text(made + "torch.backends.cuda.enable_flash_sdp(True)\n")
+    assert "vendor lines 2 -> 1, of which 1 harmless, 0 left" in run(tmp_path).output
+    (tmp_path / "one.py").write_text(made + "graph = torch.cuda.CUDAGraph()\n")
+    assert "vendor lines 2 -> 1, 1 left" in run(tmp_path).output
 
 
 def test_a_script_that_another_library_trains_does_not_read_as_done(script):
@@ -217,6 +239,14 @@ def test_a_script_that_another_library_trains_does_not_read_as_done(script):
     assert "0 -> 0" not in result.output
 
 
+def test_a_library_under_an_option_trains_only_there(script):
+    begin = "import sys\nimport torch\nx = torch.ones(2).cuda()\n"
+    script.write_text(f"{begin}if '--fast' in sys.argv:\n    import deepspeed\n    deepspeed.initialize(x)\n")
+    output = run(script).output
+    assert f"by hand {script}:5: where deepspeed trains this script" in output
+    assert "1 file is trained by another library, or may be" in output
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [
@@ -225,6 +255,9 @@ def test_a_script_that_another_library_trains_does_not_read_as_done(script):
         ("dist.init_process_group()", "no process groups (other.py:2)"),
         ("name = torch.cuda.get_device_properties(0).name", "no properties of devices (other.py:2)"),
         ("side = torch.cuda.Stream()", "no streams (other.py:2)"),
+        ("from torch import cuda\nside = cuda.Stream()", "no streams (other.py:3)"),
+        ("import pycuda.driver as cuda\nside = cuda.Stream()", ""),
+        ("y = x.double()", "Tensors on the CPU may be float64"),
         ("used = torch.cuda.memory_stats()", "no properties of devices (other.py:2)"),
         ("fork_rng(devices=[torch.cuda.current_device()])", "no numbers of generators (other.py:2)"),
         ("net = nn.DataParallel(net)", "no DataParallel (other.py:2)"),
