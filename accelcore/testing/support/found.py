@@ -17,7 +17,7 @@ from accelcore.known_faults import TORCH_FAULTS, KnownFault
 
 _REFUSES = re.compile(
     r"(not|n't) (currently )?(implement|support)|unsupported|only supports|no (kernel|implementation)|EMULATED|"
-    r"requires dtype|"
+    r"requires dtype|could not create a primitive|"
     r"must be .*(Half|BFloat16)",
     re.I,
 )
