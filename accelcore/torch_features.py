@@ -38,7 +38,8 @@ GET_KERNEL = TorchFeature(
     "get_kernel",
     'runtime.seed(n, same="everywhere") raises UnsupportedError; attention and fp16 products on the host use torch\'s '
     "slower kernels, recurrent layers in bf16 and fp16 may raise there, and gradients of layer norms, embeddings and "
-    "convolutions are summed in low precision; outside of O1's regions, operators that O1 treats differently follow a copy of torch's table",
+    "convolutions are summed in low precision; outside of O1's regions, operators that O1 treats differently follow a "
+    "copy of torch's table",
 )
 """Returns the kernel that an override replaces."""
 BACKWARD_PASS_AUTOCAST = TorchFeature(
