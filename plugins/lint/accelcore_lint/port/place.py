@@ -130,10 +130,10 @@ class Place:
             if self._tree.has_torch_name and not self._tree.has_torch_above(site):
                 raise UnplacedError(DEFAULT)
             self._asking.append(site)
-            # Without a check: that would fix which devices are visible, and an import of the original does not.
+            # A check would fix which devices are visible, and an import of the original does not.
             default = self._tree.in_default(site)
             asks = self._asks(site) if default is None else _ASKS.search(text_of(default)) is not None
-            checks = asks and (is_default or self._in_lambda(site))
+            checks = (is_default and (asks or self._tree.may_ask_on_import)) or (asks and self._in_lambda(site))
             return f"({self._current_value})" if checks else self._unchecked
         function, hidden = scope_of(self._tree, site), self._hiding.hides(site)
         forks = (call for call in self._tree.forking if self._tree.line(call) > self._tree.line(site))
@@ -232,9 +232,7 @@ class Place:
         ):
             return self._hidden
         if is_apart:
-            return (
-                "the script chooses the device of this process itself: do this where a backend of that device is known"
-            )
+            return "the script chooses the device of this process itself: do this where its backend is known"
         if self._existing:
             chosen = self._chosen_for(site)
             if chosen is None:

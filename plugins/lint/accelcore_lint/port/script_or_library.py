@@ -12,6 +12,7 @@ from accelcore_lint.port.processes import Processes
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import is_guard, text_of
 from accelcore_lint.port.tree import WORD
+from accelcore_lint.port.uses import uses_in
 
 _TRAINS = re.compile(
     r"\b(DataLoader|load_state_dict|init_process_group|ArgumentParser|argv|hydra|click|fire|typer|tyro)\b|optim"
@@ -52,6 +53,11 @@ class ScriptOrLibrary(Processes):
             return not _TRAINS.search(self._run)
         own = set(self.defined)
         return bool(own) and not any(self._runs(line, own) for line in _lines(self.module))
+
+    @cached_property
+    def may_ask_on_import(self) -> bool:
+        """Return whether a script of the project imports the file, and no file hides devices or starts processes."""
+        return self.known.imported and "early" not in self.known.uses | frozenset(uses_in(self.code))
 
     @cached_property
     def _run(self) -> str:

@@ -63,6 +63,10 @@ _USES = {
         rf"|torch\.device\([\"']({_DEVICES})[\"']\) *[!=]="
     ),
     "hides": re.compile(r"_VISIBLE_DEVICES[\"'](?:\] *=[^=]| *,)"),
+    "early": re.compile(
+        r"VISIBLE_DEVICES|\bmultiprocessing\b|\bProcess\(|\b(?:Thread|Process)?Pool(?:Executor)?\(|\bos\.fork\b"
+        r"|(?m:^)[ \t]*(?:import|from)[ \t]+(?:concurrent|joblib|submitit|ray|dask|parsl|celery|gunicorn)\b"
+    ),
     "located": re.compile(
         r"\bmap_location *= *(?:str\()?(?!None\b|lambda\b|torch\.)(?:\w+\.)*\w+ *[,)\n]"
         r"|\btorch\.load\([^\n]*, *(?:\w+\.)*\w*(?:dev|loc)\w* *[,)]"
@@ -90,6 +94,7 @@ _USES = {
 - hidden: a condition below which all devices are hidden, so that the answer of CUDA is that there is none.
 - spelled: comparisons of a device with one that has no index, which the same device with an index does not equal.
 - hides: lines that hide devices by an environment variable.
+- early: lines that hide devices or start processes, before which an import must not ask for a device.
 - located: a `map_location` by the name of a device, which may not be "cpu:0".
 """
 

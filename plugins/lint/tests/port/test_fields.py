@@ -2,11 +2,13 @@
 
 import sys
 import types
+from unittest import mock
 
 import pytest
 import torch
 from accelcore_lint.port import Level, port_source
-from accelcore_lint.port.project import Known
+from accelcore_lint.port.project import Known, read_project
+from port_sources import imported, written
 
 SCRIPT = """import torch
 from dataclasses import dataclass
@@ -43,6 +45,29 @@ def test_a_field_of_a_script_has_the_type_of_the_accelerator(level, built_for, k
     assert (outcome.after, outcome.left) == (0, [])
     assert default_in(outcome.source, built_for and torch.device(built_for), monkeypatch) == kind
     assert port_source(outcome.source, level).source == outcome.source
+
+
+@pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        ("", "cpu"),
+        ("from torch import nn\npool = nn.MaxPool2d(2)\n", "cpu"),
+        ("import os\nos.environ.update(CUDA_VISIBLE_DEVICES='1')\n", "cuda"),
+        ("from multiprocessing import Process\nProcess(target=print).start()\n", "cuda"),
+    ],
+)
+def test_a_default_of_an_imported_module_is_the_cpu_if_there_is_no_device(tmp_path, level, more, kind):
+    modules = "import torch\n\n\ndef build(device='cuda'):\n    return torch.ones(2, device=device)\n"
+    train = f"{more}import torch\nfrom modules import build\n\nprint(build() + torch.ones(2).cuda())\n"
+    paths = written(tmp_path, {"modules.py": modules, "train.py": train})
+    ported = port_source(modules, level, read_project(paths).known(paths[0])).source
+
+    def built_for_cuda(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    with mock.patch("torch.accelerator.current_accelerator", built_for_cuda):
+        assert imported(ported).build.__defaults__ == (kind,)
 
 
 @pytest.mark.parametrize("level", [Level.TORCH, Level.ROLES])
