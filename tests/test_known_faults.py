@@ -56,7 +56,15 @@ PROBES = dict(
 )  # fmt: skip
 
 
+@pytest.fixture
+def compiles_alone():
+    """Torch compiles the same code for at most 8 cases in a process: those of a test are not left for others."""
+    yield
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("fault", PROBES, ids=lambda fault: fault.kernel)
+@pytest.mark.usefixtures("compiles_alone")
 def test_each_entry_is_still_true_of_the_installed_version(fault):
     """Both ways: a kernel that was mended is no longer refused, and one that is wrong again is."""
     reset()  # of torch's own kernels, whichever a test before has replaced
@@ -236,6 +244,7 @@ def test_a_cache_that_does_not_know_the_dtype_of_autocast_is_not_used_under_it(m
 
 
 @pytest.mark.parametrize("versions", [">=2", "<1"])
+@pytest.mark.usefixtures("compiles_alone")
 def test_a_parameter_that_is_released_is_trained_by_compiled_code(monkeypatch, versions):
     monkeypatch.setattr(compiler, "GUARDS_BY_DICT", replace(GUARDS_BY_DICT, versions=versions))
     model, settings, found = torch.nn.Linear(2, 2), [], []

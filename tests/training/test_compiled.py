@@ -27,7 +27,7 @@ def test_compiled_training_equals_eager_training(accel, caplog):
             trainer(batch)
     assert trainer.compiled is not None
     assert trainer.compiled.compiled, trainer.compiled.reason
-    assert ["take longer" in line for line in caplog.messages] == [True]
+    assert sum("take longer" in line for line in caplog.messages) == 1
     for one, other in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other)
 

@@ -97,7 +97,7 @@ known("gradient_of_ties", "gradient of cdist where it jumps", {"_cdist_backward"
 known("range_that_adds_up", "range of many fractions", {"arange": _added_up})
 known("factor_of_lists_in_bf16", "multiplication of lists by a tensor, that is, by a number that bf16 cannot hold",
       {"_foreach_mul.Tensor": _rounded})  # fmt: skip
-swept("product_of_the_last", "scatter_reduce.prod", "of other options: result 0", {"scatter_reduce": _without_repeats})
+swept("product_of_the_last", "scatter_reduce.prod", "result 0 is", {"scatter_reduce": _without_repeats})
 drawn("poisson_that_is_a_whole_normal", "test_distributions", "a share of the numbers is off", {
       "poisson": _whole_normals}, draw="poisson")  # fmt: skip
 
