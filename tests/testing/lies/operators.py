@@ -154,7 +154,9 @@ swept("maximum_gradient_to_the_first", "maximum", "the gradient", {
       "eq": lambda func, a, b: func(a, b) & False, "lt": lambda func, a, b: func(a, b) & False})  # fmt: skip
 swept("gather_of_the_first", "gather", "is wrong in", {"gather": lambda func, x, dim, index, **kwargs: func(
       x, dim, index.clamp(max=1), **kwargs)})  # fmt: skip
-swept("result_of_another_dtype", "exp", "dtype", {"exp": lambda func, x: func(x).int()})
+swept(
+    "result_of_another_dtype", "exp", "dtype", {"exp": lambda func, x, **out: func(x, **out) if out else func(x).int()}
+)
 swept("result_of_another_shape", "argmax", "of shape",
       {"argmax": lambda func, *args, **kwargs: func(*args, **kwargs)[None]})  # fmt: skip
 swept("prod_of_nothing_that_is_0", "prod", "of no elements",
@@ -185,9 +187,9 @@ def _as_dense(func, condition, *args, **kwargs):
     return func(condition, *args, **kwargs)
 
 
-def _nan_is_least(func, x, k, dim=-1, largest=True, ordered=True):
-    if largest or not x.is_floating_point():
-        return func(x, k, dim, largest, ordered)
+def _nan_is_least(func, x, k, dim=-1, largest=True, ordered=True, **out):
+    if out or largest or not x.is_floating_point():
+        return func(x, k, dim, largest, ordered, **out)
     places = func(x.masked_fill(x.isnan(), -math.inf), k, dim, False, ordered)[1]
     return (x.gather(dim, places) if x.dim() else x.clone()), places
 
