@@ -59,12 +59,11 @@ Without it, a torch whose cache does not know the dtype of autocast computes in 
 """
 
 
-@cache
 def guards_on_tensors() -> Any:
-    """Return the context for calls of compiled modules in which torch checks each parameter for what it compiled.
+    """Return a new context for calls of compiled modules in which torch checks each parameter for what it compiled.
 
     Without it, a torch that takes a parameter for unchanged while its module holds the same one runs code that was
-    compiled for another `requires_grad`.
+    compiled for another `requires_grad`. The versions that need it cannot enter the same context twice at a time.
     """
     import torch._dynamo.config  # slow, and not needed before a call
 

@@ -188,7 +188,7 @@ def test_graphs_are_compiled_without_the_cache():
 
 def test_guards_on_tensors_are_kept():
     usual = torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
-    with internals.guards_on_tensors():
+    with internals.guards_on_tensors(), internals.guards_on_tensors():  # such as by a model that calls another
         assert torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags is False
     assert torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags == usual
 
