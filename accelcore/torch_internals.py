@@ -41,29 +41,32 @@ pytree = _pytree
 AnyBatchNorm = _BatchNorm
 """Base class of BatchNorm of any number of dimensions and of SyncBatchNorm: `keep_batchnorm_fp32` finds all of them."""
 
-backward_outside_autocast: Any = (
-    torch._functorch.config.patch({"backward_pass_autocast": "off"})
-    if BACKWARD_PASS_AUTOCAST.present
-    else contextlib.nullcontext()
-)
-"""Context for calls of compiled modules, whose backward pass is then compiled as outside autocast.
 
-Without it, torch compiles the backward pass as under the autocast of the forward pass. A torch that lacks the setting
-always does: see `BACKWARD_PASS_AUTOCAST`.
-"""
+def backward_outside_autocast() -> Any:
+    """Return a new context for calls of compiled modules, whose backward pass is then compiled as outside autocast.
 
-without_graph_cache: Any = torch._functorch.config.patch({"enable_autograd_cache": False})
-"""Context for calls of compiled modules, whose graphs are then neither read from torch's cache nor written to it.
+    Without it, torch compiles the backward pass as under the autocast of the forward pass. A torch that lacks the
+    setting always does: see `BACKWARD_PASS_AUTOCAST`. Before torch 2.12 such a context cannot be entered twice at a
+    time, as models do that call each other: each call takes a new one.
+    """
+    if not BACKWARD_PASS_AUTOCAST.present:
+        return contextlib.nullcontext()
+    return torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
-Without it, a torch whose cache does not know the dtype of autocast computes in the dtype of an earlier compilation.
-"""
+
+def without_graph_cache() -> Any:
+    """Return a new context for calls of compiled modules, whose graphs torch's cache neither gives nor keeps.
+
+    Without it, a torch whose cache does not know the dtype of autocast computes in the dtype of an earlier compilation.
+    """
+    return torch._functorch.config.patch({"enable_autograd_cache": False})
 
 
 def guards_on_tensors() -> Any:
     """Return a new context for calls of compiled modules in which torch checks each parameter for what it compiled.
 
     Without it, a torch that takes a parameter for unchanged while its module holds the same one runs code that was
-    compiled for another `requires_grad`. The versions that need it cannot enter the same context twice at a time.
+    compiled for another `requires_grad`.
     """
     import torch._dynamo.config  # slow, and not needed before a call
 

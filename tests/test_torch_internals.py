@@ -174,21 +174,21 @@ def test_a_failing_compiler_has_an_error_of_its_own():
 
 @pytest.mark.skipif(not BACKWARD_PASS_AUTOCAST.present, reason=f"torch has no {BACKWARD_PASS_AUTOCAST}")
 def test_backward_is_compiled_outside_autocast():
-    with internals.backward_outside_autocast:
+    with internals.backward_outside_autocast(), internals.backward_outside_autocast():  # a model that calls another
         assert torch._functorch.config.backward_pass_autocast == "off"
     assert torch._functorch.config.backward_pass_autocast != "off"
 
 
 def test_graphs_are_compiled_without_the_cache():
     usual = torch._functorch.config.enable_autograd_cache
-    with internals.without_graph_cache:
+    with internals.without_graph_cache(), internals.without_graph_cache():
         assert torch._functorch.config.enable_autograd_cache is False
     assert torch._functorch.config.enable_autograd_cache == usual
 
 
 def test_guards_on_tensors_are_kept():
     usual = torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
-    with internals.guards_on_tensors(), internals.guards_on_tensors():  # such as by a model that calls another
+    with internals.guards_on_tensors(), internals.guards_on_tensors():
         assert torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags is False
     assert torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags == usual
 

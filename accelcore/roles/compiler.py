@@ -146,10 +146,10 @@ class _Guarded:
                 f"torch {torch.__version__} has no {BACKWARD_PASS_AUTOCAST}, and would compile the whole backward pass "
                 "under autocast in low precision; torch 2.10 has it"
             )
-        cache = without_graph_cache if is_autocast_enabled() and AUTOCAST_IN_CACHE in self._result.avoids else _USUAL
+        cache = without_graph_cache() if is_autocast_enabled() and AUTOCAST_IN_CACHE in self._result.avoids else _USUAL
         guards = guards_on_tensors() if GUARDS_BY_DICT in self._result.avoids else _USUAL
         try:
-            with backward_outside_autocast, cache, guards:  # the workarounds of the three known faults
+            with backward_outside_autocast(), cache, guards:  # the workarounds of the three known faults
                 return self._call(*args, **kwargs)
         except compiler_error() as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
