@@ -34,7 +34,7 @@ from accelcore.util.text import shown
 
 OUTCOMES = ("passed", "failed", "not declared", "not tried")
 
-_SUITE = "accelcore.testing.whole_suite"  # as the child imports it: a path could belong to another installation
+_SUITE = "accelcore.testing.suite"  # as the child imports it: a path could belong to another installation
 _DEEP = "accelcore.testing.every_operator"
 _HALVES = ("not test_options", "test_options")  # of the operators, by the names of tests
 _DONE = (0, 1, 5)  # pytest's codes: all passed, some failed, nothing left to run
@@ -193,7 +193,7 @@ def _test(
     name: str, roles: Sequence[str], half: str, report: _Report, timeout: float, *, deep: bool
 ) -> Generator[None, None, None]:
     """Run processes until each test of these roles has an outcome; with `half`, those tests whose names match it."""
-    tests = [f"{_SUITE}::Test{role.capitalize()}" for role in roles]
+    tests = [f"{_SUITE}.{role}::Test{role.capitalize()}" for role in roles]
     if deep and half == _HALVES[0]:
         tests.append(_DEEP)
     tests += ["-k", half] if half else []

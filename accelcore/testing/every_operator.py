@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accelcore import Backend
-from accelcore.testing.suite.operators import check
+from accelcore.testing.suite.operators import PARTS, check, check_options
 from accelcore.testing.support.samples import SAMPLED, operators
 from accelcore.testing.support.usable import DeviceTests
 
@@ -19,3 +19,8 @@ class TestOperators(DeviceTests):
     def test_operator(self, accel: Backend, name: str, record_property: Any) -> None:
         """Values and gradients are those of float64 on the CPU: in any layout, in place, with `out=`, empty."""
         check(accel, name, 4, record_property)
+
+    @pytest.mark.parametrize("part", range(PARTS))
+    def test_composed(self, accel: Backend, part: int, record_property: Any) -> None:
+        """Each operator that torch composes of others is that of float64 on the CPU, with its options and pairs."""
+        check_options(accel, part, record_property, composed=True)

@@ -9,19 +9,6 @@ from accelcore.testing.support.coverage import arguments_of, joined, of_other_op
 from accelcore.testing.support.effects import with_effect
 from accelcore.testing.support.samples import FRAGILE, operators, samples
 
-OF_FORM = {
-    "dtype",
-    "layout",
-    "memory_format",
-    "non_blocking",
-    "copy",
-    "requires_grad",
-    "sparse",
-    "sparse_grad",
-    "stable",
-}
-"""Options that say where or how a result is stored, or whether it has gradients: other tests look at those."""
-
 UNTESTED = {
     "allclose": {"atol", "equal_nan", "rtol"},
     "cross": {"dim"},
@@ -82,7 +69,7 @@ def without_effect(name):
     chosen = [*of_other_options(info, torch.float32, every, []), *joined(info, torch.float32, every)]
     found = with_effect(info, torch.float32, chosen, list(map(arguments_of, every)))
     options = {option for (option, word), arguments in found if arguments is None and not word}
-    return {option for option in options if isinstance(option, str)} - OF_FORM
+    return {option for option in options if isinstance(option, str)}
 
 
 def is_compared(name):

@@ -14,8 +14,8 @@ import torch
 from accelcore_cpu.backend import create
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accelcore import testing as suite
 from accelcore.known_faults import KnownFault
-from accelcore.testing import whole_suite as suite
 from accelcore.testing.support import usable
 from accelcore.testing.support.case import Case
 from accelcore.testing.support.found import Found

@@ -16,10 +16,10 @@ import torch
 from accelcore_cpu.backend import create
 
 import accelcore
+from accelcore import testing as suite
 from accelcore.cli import main
 from accelcore.cli import verify as command
 from accelcore.roles.compiler import TorchCompiler
-from accelcore.testing import whole_suite as suite
 from accelcore.testing.support.options import ORACLES, options_of
 
 HERE = Path(__file__).parent

@@ -14,6 +14,7 @@ from accelcore.testing.suite.lists import ListTests
 from accelcore.testing.suite.modules import ModuleTests
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import Found, is_refusal, known_faults
+from accelcore.testing.support.host_kernels import is_composed
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.known_of_forms import KNOWN_OF_FORMS
 from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
@@ -25,7 +26,7 @@ from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare, compare_options
 from accelcore.testing.support.usable import DeviceTests
 
-_PARTS = 20  # of the operators, each a test
+PARTS = 20  # of the operators, each a test
 _KNOWN = {**KNOWN, **KNOWN_OF_FORMS, **KNOWN_OF_MANY, **KNOWN_OF_PLACES, **KNOWN_RARE, **KNOWN_UNSAMPLED}
 
 
@@ -40,6 +41,17 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
         found = compare(accel.device, name, info, dtypes, count, known_faults(accel))
     accel.runtime.set_rng_state(state)
     _report(found, name, record)
+
+
+def check_options(accel: Backend, part: int, record: Callable[[str, object], None], *, composed: bool) -> None:
+    """Compare a part of the operators that are not in `SAMPLED`, composed ones or others, with all their options."""
+    names = sorted(operators().keys() - {*SAMPLED, *FRAGILE})
+    chosen = [name for name in names if is_composed(name, operators()[name], accel.device) == composed]
+    state = accel.runtime.rng_state()
+    with accel.precision.fp32("ieee"):
+        found = compare_options(accel.device, chosen[part::PARTS], _floating(accel), known_faults(accel))
+    accel.runtime.set_rng_state(state)
+    _report(found, f"part {part} of {PARTS}", record)
 
 
 def _floating(accel: Backend) -> list[torch.dtype]:
@@ -67,15 +79,10 @@ class TestOperators(ListTests, ModuleTests, DeviceTests):
         """Values and gradients are those of float64 on the CPU: in any layout, in place, with `out=`, empty."""
         check(accel, name, 2, record_property)
 
-    @pytest.mark.parametrize("part", range(_PARTS))
+    @pytest.mark.parametrize("part", range(PARTS))
     def test_options(self, accel: Backend, part: int, record_property: Any) -> None:
-        """Every other operator of torch is that of float64 on the CPU, with each of its options and pairs of them."""
-        names = sorted(operators().keys() - {*SAMPLED, *FRAGILE})[part::_PARTS]
-        state = accel.runtime.rng_state()
-        with accel.precision.fp32("ieee"):
-            found = compare_options(accel.device, names, _floating(accel), known_faults(accel))
-        accel.runtime.set_rng_state(state)
-        _report(found, f"part {part} of {_PARTS}", record_property)
+        """Each other operator with a kernel is that of float64 on the CPU, with its options and pairs of them."""
+        check_options(accel, part, record_property, composed=False)
 
     @pytest.mark.parametrize("name", ROWS)
     def test_rows(self, accel: Backend, name: str, record_property: Any) -> None:

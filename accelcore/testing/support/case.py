@@ -24,6 +24,7 @@ from accelcore.testing.support.found import (
     LARGE,
     MANY,
     OF_GRADIENT,
+    REPEATED,
     Found,
     is_refusal,
     says_fallback,
@@ -145,7 +146,7 @@ class Case:
                 begin = f"{layout}, {BEHIND}".removeprefix(", ")
             self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
-        if values and any(leaf.requires_grad for leaf in tensors(self.arguments)):
+        if values and self.what in REPEATED and any(leaf.requires_grad for leaf in tensors(self.arguments)):
             self._check(", ".join(filter(None, ("under no_grad", self.layout))), values, self._without_graph)
         if self.what in ("of one element", MANY, "of expanded memory", *ALONE) and not self.writes:
             return
@@ -277,7 +278,7 @@ class Case:
             weights = [each.expand(root.shape) for each, root in moved]
             before, passes = list[Tensor](), partial(torch.autograd.grad, roots, leaves, allow_unused=True)
             # Two passes through one graph change nothing of each other. The oracle, in float64, needs one.
-            if not layout and {leaf.dtype for leaf in leaves} != {torch.float64}:
+            if not layout and self.what in REPEATED and {leaf.dtype for leaf in leaves} != {torch.float64}:
                 before = tensors(passes([-each for each in weights], retain_graph=True))
             kept = [each.clone() for each in before]
             grads = passes(weights)
@@ -353,9 +354,8 @@ class Case:
             return
         except Exception as error:  # noqa: BLE001  a device raises errors of any kind
             text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
-            empty = any(not tensor.numel() for tensor in tensors(self.arguments))
             usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
-            rare = empty or not usual
+            rare = not usual or any(not tensor.numel() for tensor in tensors(self.arguments))
             refuses = rare or is_refusal(error)
             check_usable(self.device, where)
             finding = f"{where}: {type(error).__name__}: {text}"

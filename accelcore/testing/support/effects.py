@@ -20,6 +20,11 @@ from accelcore.testing.support.samples import needs_lapack
 _MOST_SAMPLES, _MOST_CHANGED, _MOST_REVALUED = 12, 2, 12  # of an option
 _MOST_ELEMENTS = 2**13  # of the results of a number beyond the sizes
 _MOST_DIMENSIONS = 8
+OF_FORM = (
+    *("dtype", "layout", "memory_format", "non_blocking", "copy", "requires_grad", "sparse", "sparse_grad", "stable"),
+)
+"""Options that say where or how a result is stored, or whether it has gradients: other tests look at those."""
+
 _SEEN = 1e-4  # relative: what a kernel in fp32 cannot have lost by rounding
 
 
@@ -38,6 +43,8 @@ def with_effect(info: Any, dtype: torch.dtype, chosen: list[Any], pool: list[Any
     for arguments in chosen:
         differs = _Differs(info, dtype, arguments)
         for what, without in _without_each(arguments):
+            if what[0] in OF_FORM:
+                continue
             if what not in done and differs.without(without):
                 done.add(what)
             left[what] = None

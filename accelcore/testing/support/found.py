@@ -60,6 +60,9 @@ ALONE = (
 )
 """What is said of samples of which only the result as it is is compared."""
 
+REPEATED = ("", "broadcast", OTHERWISE)
+"""What is said of samples that are also run without gradients, and of which backward runs twice."""
+
 
 @dataclass
 class Found:
