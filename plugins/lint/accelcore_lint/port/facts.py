@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import cast
 
 import libcst as cst
-from libcst import metadata
 
 from accelcore_lint.port.compiled import is_module
 from accelcore_lint.port.device_names import index_of
@@ -18,6 +17,7 @@ from accelcore_lint.port.place import Place
 from accelcore_lint.port.project import OTHERS, Known
 from accelcore_lint.port.rule import Level
 from accelcore_lint.port.syntax import argument, is_guard, is_kept, text_of
+from accelcore_lint.port.tree import Wrapper
 from accelcore_lint.port.uses import RANKS, drives_apex, kept_questions, scaler_loads, uses_in
 from accelcore_lint.port.vendors import DEVICES, own_options
 from accelcore_lint.port.visible import hides_by_rank
@@ -59,7 +59,7 @@ class Facts(DeviceNumbers):
         place: where the name of the device comes from in the rewritten file.
     """
 
-    def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
+    def __init__(self, wrapper: Wrapper, level: Level, known: Known) -> None:
         super().__init__(wrapper, level, known)
         contexts = [call for call in self.calls if self.name(call.func) == "torch.cuda.device"]
         by_hand = self.is_library or self._chooses_by_hand(contexts)

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 import libcst as cst
 
-from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.syntax import code_of, text_of
 from accelcore_lint.port.walk import find
 
 _MARK = "__accelcore_removed__"
@@ -50,7 +50,7 @@ def sweep(module: cst.Module) -> cst.Module:
 
 def without_unused(module: cst.Module, name: str) -> cst.Module:
     """Delete the lines that assign a name which the rest of their block does not use: what used it was removed."""
-    return module.visit(_Unused(name)) if f"{name} = " in module.code else module
+    return module.visit(_Unused(name)) if f"{name} = " in code_of(module) else module
 
 
 def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]) -> cst.Module:
@@ -58,11 +58,11 @@ def without_ranks(module: cst.Module, before: cst.Module, taken: Collection[str]
 
     They raise an error without a launcher, which the rest of the script may not need. `taken`: names that others use.
     """
-    reads = Counter(_READ_RANK.findall(module.code))
+    reads = Counter(_READ_RANK.findall(code_of(module)))
     for name in sorted(set(reads) - set(taken)):
         uses = re.compile(rf"\b{name}\b|(?<![\w.])(?:locals|globals|vars|eval|exec)\(")
-        used = len(uses.findall(module.code))
-        if used == reads[name] and used < len(uses.findall(before.code)):
+        used = len(uses.findall(code_of(module)))
+        if used == reads[name] and used < len(uses.findall(code_of(before))):
             module = module.visit(_Unused(name))
     return module
 

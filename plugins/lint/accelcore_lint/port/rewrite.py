@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import cast
 
 import libcst as cst
-from libcst import metadata
 
 from accelcore_lint.port.decisions import KEPT_IMPORT, Decisions
 from accelcore_lint.port.engines import engine_in, engine_note, wraps
@@ -18,8 +17,9 @@ from accelcore_lint.port.project import Known
 from accelcore_lint.port.removed import sweep, without_backend, without_ranks, without_unused
 from accelcore_lint.port.rule import TODO, Level, Note
 from accelcore_lint.port.splits import KEPT
-from accelcore_lint.port.syntax import is_import, text_of, without_comments
+from accelcore_lint.port.syntax import code_of, is_import, text_of, without_comments
 from accelcore_lint.port.trainer import with_trainers
+from accelcore_lint.port.tree import Wrapper
 from accelcore_lint.port.vendors import (
     FLAGS,
     builds_extensions,
@@ -124,12 +124,12 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
         ]
         return Outcome(source, left=left, harmless=notes, before=len(lines), after=len(lines))
     module = parsed(source)
-    if module.code != source:
+    if code_of(module) != source:
         raise UnfaithfulError
     before = len(vendor_lines(source))
     if line := builds_extensions(source):
         return Outcome(source, left=[Note(line, "build", _BUILDS)] if before else [], before=before, after=before)
-    wrapper = metadata.MetadataWrapper(module, unsafe_skip_copy=True)
+    wrapper = Wrapper(module, unsafe_skip_copy=True)
     facts = Facts(wrapper, level, known)
     decisions = Decisions(facts, kept)
     walk(module, decisions)
@@ -160,7 +160,7 @@ def _port(source: str, level: Level, known: Known, kept: frozenset[str] = frozen
         made = variables_set(module) if variables_set(swept) else []  # a comment on a line that is left keeps them all
         outcome.rewritten += [Note(facts.line(line), "variable", text_of(line).split("\n", 1)[0]) for line in made]
         swept = with_both_variables(swept)
-    outcome.source = swept.code
+    outcome.source = code_of(swept)
     if level is Level.TRAINER:
         outcome.source, outcome.loops = with_trainers(outcome.source, source)
     outcome.rewritten += imports.rewritten

@@ -42,6 +42,12 @@ def loses_comment(node: cst.CSTNode, rewrite: Rewrite) -> bool:
     return before > sum(after)
 
 
+@lru_cache(maxsize=32)
+def code_of(module: cst.Module) -> str:
+    """Return the source of a module. libcst makes it again each time, and modules do not change."""
+    return module.code
+
+
 @lru_cache(maxsize=8192)
 def text_of(node: cst.CSTNode) -> str:
     """Return the source of a node without the parentheses around it; `()` keeps them. A statement has no comments."""

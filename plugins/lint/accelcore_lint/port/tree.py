@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from libcst import metadata
 from accelcore_lint.port.project import Known
 from accelcore_lint.port.rule import TODO, Level
 from accelcore_lint.port.survey import Survey
-from accelcore_lint.port.syntax import dotted, is_guard, text_of, without_comments
+from accelcore_lint.port.syntax import code_of, dotted, is_guard, text_of, without_comments
 from accelcore_lint.port.vendors import STAR_IMPORT
 from accelcore_lint.port.walk import find, walk
 
@@ -21,6 +21,25 @@ _OTHER_VENDOR = re.compile(r"^(torch|torch_npu)\.npu\b")
 _OF_TORCH = re.compile(r"(import|from)\s+torch\b")
 _VARY = (cst.For, cst.CompFor, cst.AsName, cst.AugAssign, cst.NamedExpr)
 WORD = re.compile(r"\b[^\W\d]\w*")
+
+
+class Wrapper(metadata.MetadataWrapper):
+    """Parsed file whose metadata is resolved without walks through the file that find nothing.
+
+    Each provider of `Tree` walks through the file by itself when it is shown the module. libcst would show it all other
+    nodes, too, and look for its methods among all that are possible, each time.
+    """
+
+    def visit_batched(
+        self,
+        visitors: Iterable[cst.BatchableCSTVisitor],
+        before_visit: Callable[[cst.CSTNode], None] | None = None,
+        after_leave: Callable[[cst.CSTNode], None] | None = None,
+    ) -> cst.CSTNode:
+        for visitor in visitors:
+            with visitor.resolve(self):
+                visitor.visit_Module(self.module)
+        return self.module
 
 
 class Tree(Survey):
@@ -38,12 +57,12 @@ class Tree(Survey):
         indexes: the numbers in names of devices such as "cuda:1", and of moves such as `x.cuda(1)`.
     """
 
-    def __init__(self, wrapper: metadata.MetadataWrapper, level: Level, known: Known) -> None:
+    def __init__(self, wrapper: Wrapper, level: Level, known: Known) -> None:
         super().__init__()
         self.level = level
         self.known = known
         self.module = wrapper.module
-        self.code = without_comments(wrapper.module.code, TODO)
+        self.code = without_comments(code_of(wrapper.module), TODO)
         # Both at once: each resolution walks the whole file once more. Its providers of names and parents, three times.
         resolved = wrapper.resolve_many([metadata.ScopeProvider, metadata.PositionProvider])
         self._scopes = cast("Mapping[cst.CSTNode, metadata.Scope | None]", resolved[metadata.ScopeProvider])

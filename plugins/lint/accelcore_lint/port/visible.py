@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from accelcore_lint.port.rule import TODO
-from accelcore_lint.port.syntax import text_of
+from accelcore_lint.port.syntax import code_of, text_of
 from accelcore_lint.port.vendors import DEVICES, VISIBLE
 from accelcore_lint.port.walk import find
 
@@ -66,7 +66,7 @@ def variables_set(module: cst.Module) -> list[cst.Assign]:
 
     None if it sets both vendors' variables, reads one, hides all devices, or has a comment of an earlier run.
     """
-    code = module.code
+    code = code_of(module)
     if _FIRST not in code or _OTHER in code or _IS_LEFT.search(code):
         return []
     made = [each for each in find(module, cst.Assign) if _sets(each)]
