@@ -16,8 +16,6 @@ SEGFAULT = "os.kill(os.getpid(), signal.SIGSEGV)"
 CRASHES = {
     SEGFAULT: "the process was ended by SIGSEGV",
     "os.abort()": "the process was ended by SIGABRT, in File",
-    "os.kill(os.getpid(), signal.SIGKILL)": "the process was ended by SIGKILL",
-    "os._exit(3)": "the process ended with exit code 3",
     "os._exit(0)": "the process ended with exit code 0",
 }
 PROBE = """

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from thinned import pairwise
+from thinned import diagonals, pairwise
 from torch import nn
 
 import accelcore
@@ -31,7 +31,7 @@ FUSED = {"adagrad", "adam", "adamw", "sgd"}
 ROUTED = [
     (name, route) for name in CASES for route in ("fused", "loop", "foreach") if route != "fused" or name in FUSED
 ]
-EACH_ROUTE = pytest.mark.parametrize(("name", "route"), ROUTED)
+EACH_ROUTE = pytest.mark.parametrize(("routed", "flat"), diagonals(ROUTED, [True, False]))
 FLAT = pytest.mark.parametrize("flat", [True, False], ids=["flat", "per tensor"])
 
 
@@ -106,9 +106,8 @@ def same_state(model, optimizer, other, theirs):
 
 
 @EACH_ROUTE
-@FLAT
-def test_tied_frozen_late_and_unused_parameters_are_trained_as_by_torch(accel, name, route, flat):
-    model, other = Model(), Model()
+def test_tied_frozen_late_and_unused_parameters_are_trained_as_by_torch(accel, routed, flat):
+    (name, route), model, other = routed, Model(), Model()
     optimizer, trainer = make(accel, name, route, model, flat=flat)
     theirs = oracle(name, other)
     train(trainer, batches(5))
@@ -121,10 +120,9 @@ def test_tied_frozen_late_and_unused_parameters_are_trained_as_by_torch(accel, n
 
 
 @EACH_ROUTE
-@FLAT
-def test_a_state_moves_to_torch_and_back_in_mid_training(accel, name, route, flat):
+def test_a_state_moves_to_torch_and_back_in_mid_training(accel, routed, flat):
     """Ours, then torch's class from our state, then ours from its state, then ours from ours."""
-    model, other = Model(), Model()
+    (name, route), model, other = routed, Model(), Model()
     theirs = oracle(name, other)
     by_hand(other, theirs, batches(9))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import diagonals
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -86,9 +87,9 @@ def trained(optimizers, name, options, *, dtype=torch.float64, route="auto", ste
     return values, optimizer
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["counted by the host", "counted by the device"])
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_run_is_updated_as_the_formula_updates_each_parameter(name, options, asynchronous):
+@pytest.mark.parametrize(("case", "asynchronous"), diagonals(OPTIONS, [False, True]))
+def test_a_run_is_updated_as_the_formula_updates_each_parameter(case, asynchronous):
+    name, options = case
     found, optimizer = trained(registry(asynchronous=asynchronous), name, options)
     assert optimizer.route == "flat"
     expected, reference = trained(Optimizers(), name, options, route="formula")

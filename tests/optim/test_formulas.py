@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import diagonals
 from torch import nn
 
 import accelcore
@@ -66,8 +67,7 @@ def routes(name, members, options):
             continue
 
 
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), diagonals(NINE, [torch.float64, torch.float32, *LOW], count=2))
 @settings(deadline=None, max_examples=12)
 @given(data=st.data())
 def test_every_step_of_every_route_is_the_oracles(name, dtype, data):

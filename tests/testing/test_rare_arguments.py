@@ -261,7 +261,14 @@ def test_a_kernel_that_is_wrong_for_a_rare_argument_is_caught(what):
     with wrong(kernels):
         found = compare_options(HOST, [name], [torch.float16], TORCH_FAULTS).wrong
     assert any(says in each for each in found), found
-    right = compare_options(HOST, [name], [torch.float16], TORCH_FAULTS)
+
+
+NAMES = sorted({name for name, _, _ in WRONG.values()})
+
+
+@pytest.mark.parametrize("names", [NAMES[::6], pytest.param(NAMES, marks=pytest.mark.full)], ids=["some", "all"])
+def test_kernels_that_are_right_for_these_arguments_pass(names):
+    right = compare_options(HOST, names, [torch.float16], TORCH_FAULTS)
     assert right.compared
     assert right.wrong == []
 

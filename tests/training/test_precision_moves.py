@@ -91,7 +91,7 @@ def saved(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("before", "after"), diagonals(PRECISIONS, PRECISIONS, count=3))
+@pytest.mark.parametrize(("before", "after"), diagonals(PRECISIONS, PRECISIONS, count=2))
 def test_from_every_precision_to_every_other(accel, saved, before, after, caplog):
     for losses, flat in ((1, True), (2, False)):
         path, expected, _ = saved[before, losses]

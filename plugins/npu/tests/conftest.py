@@ -40,7 +40,8 @@ _WITHOUT_TORCH_NPU = {
 
 # Of the suite, with `full`: all optimizers but some of each kind (adamw and sgd, which torch_npu and torch fuse, and
 # lamb, whose formula runs on flat memory), though the numbers of each with a kernel for the NPU are compared in every
-# run; and most pairs of an optimizer and the position of an overflow.
+# run; most pairs of an optimizer and the position of an overflow; and what a compiled model follows, which the CPU's
+# suite tries: test_compiler.py and `test_compiled_is_the_same` compile on the NPU.
 _OTHERS = ("adadelta", "adam", "adamp", "bertadam", "rmsprop", "rmsproptf")
 _OF_TORCH = ("adagrad", "adamax", "asgd", "nadam", "radam", "rprop")
 _OF_OTHERS = tuple(f"[{name}]" for name in (*_OTHERS, *_OF_TORCH))
@@ -49,7 +50,8 @@ _NUMBERS_OF_TORCH = {f"test_numerics[{name}]" for name in _OF_TORCH}
 _IN_FULL = {
     *(f"test_overflow_in_any_tensor[{position}-plain]" for position in (31, 255)),
     *(f"test_overflow_in_any_tensor[{position}-sgd]" for position in (0, 64, 255)),
-    *(f"test_overflow_in_any_tensor[{position}-adamw]" for position in (31, 64, 299)),
+    *(f"test_overflow_in_any_tensor[{position}-adamw]" for position in (31, 64, 255, 299)),
+    "test_compiled_follows_its_module",
 }
 
 collect_ignore = ["subjects"]

@@ -36,7 +36,7 @@ RUNS = [
     ("train_gan.py", "O3", ("--loss-scale", "dynamic")),
 ]
 ON_RANKS = [
-    pytest.param("train_resnet.py", ("--opt-level", "O2"), marks=pytest.mark.full),  # by torch's wrapper
+    ("train_resnet.py", ("--opt-level", "O2")),  # by torch's wrapper
     ("pretrain_bert.py", ("--opt-level", "O1", "--combine-ddp")),
 ]
 
@@ -66,6 +66,7 @@ def test_a_script_trains_as_in_fp32_without_apex(script, level, options):
     assert found.get("top1") == exact.get("top1")
 
 
+@pytest.mark.full  # one rank: above; two ranks on the CPU: tests/apex
 @pytest.mark.parametrize(("script", "options"), ON_RANKS, ids=str)
 def test_two_ranks_train_as_in_fp32_without_apex(fork_ranks, tmp_path, script, options):
     runs = json.dumps([(script,), (script, "--device", "npu:RANK", "--amp", *options)])

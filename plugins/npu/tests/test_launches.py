@@ -49,6 +49,7 @@ def tables(fork, tmp_path_factory):
     return json.loads(output.read_text())["tables"]
 
 
+@pytest.mark.full  # the update alone, which the trainer adds: below
 def test_a_step_never_costs_more_than_by_hand(tables):
     assert len(tables) == 2
     for table in tables:
@@ -56,6 +57,7 @@ def test_a_step_never_costs_more_than_by_hand(tables):
         assert all(goal["met"] for goal in table["goals"])
 
 
+@pytest.mark.full  # below, too
 def test_what_follows_backward_does_not_grow_with_the_parameters(tables):
     """A layer more is a few operators in forward and backward, the same under every task; the update adds none."""
     small, large = ({row["case"]: row["counts"] for row in table["rows"]} for table in tables)
@@ -75,8 +77,11 @@ def test_what_follows_backward_does_not_grow_with_the_parameters(tables):
         ("adamw", "fp32", 1.0, 0),
         ("adamw", "bf16", 1.0, 0),
         ("adamw", "fp16", None, 1),
-        *((name, "fp32", None, 0) for name in FUSED),
-        *(pytest.param(name, "fp16", 1.0, 1, marks=() if name in OF_EACH_KIND else pytest.mark.full) for name in FUSED),
+        *(
+            pytest.param(name, *options, marks=() if name in OF_EACH_KIND else pytest.mark.full)
+            for options in (("fp32", None, 0), ("fp16", 1.0, 1))
+            for name in FUSED
+        ),
     ],
 )
 def test_an_update_launches_as_much_for_20_parameters_as_for_200(accel, name, precision, clip_norm, waits):

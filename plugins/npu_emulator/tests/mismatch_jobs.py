@@ -10,8 +10,7 @@ def _numbers(count, dtype=torch.float32):
 
 
 def _gathered(count, of):
-    parts = [_numbers(size) for size in of]
-    return lambda group: dist.all_gather(parts, _numbers(count), group=group)
+    return lambda group: dist.all_gather([_numbers(size) for size in of], _numbers(count), group=group)
 
 
 def _swapped(send, receive):

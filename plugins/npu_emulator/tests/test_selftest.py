@@ -38,7 +38,7 @@ def swept(results, tmp_path_factory):
     return functools.cache(run)
 
 
-@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.full)])
 def test_nearly_all_operators_agree_with_the_cpu(swept, every):
     folder, (code, output), _ = swept(every)
     report = json.loads((folder / "report.json").read_text())
@@ -56,7 +56,7 @@ def test_nearly_all_operators_agree_with_the_cpu(swept, every):
 
 
 def test_the_command_fails_when_operators_are_missing(swept):
-    _, _, (code, output) = swept(12)
+    _, _, (code, output) = swept(24)
     assert code == 1
     assert "exp (forward" in output
     assert "NotImplementedError: EMULATED: npu operator aten::exp is not emulated" in output

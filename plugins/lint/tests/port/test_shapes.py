@@ -207,8 +207,9 @@ def test_a_tensor_that_is_an_array_otherwise_is_on_the_cpu(test, otherwise, open
         f"    moved = torch.cat([x.cpu()])\n    if {test}:\n        y = torch.fft.rfft(x)\n    else:\n"
         f"        {otherwise}\n    return y\n"
     )
-    assert ('if x.device.type != "cpu":' in _ported(source).source) is opens
-    assert (test in _ported(source).source) is not opens
+    ported = _ported(source).source
+    assert ('if x.device.type != "cpu":' in ported) is opens
+    assert (test in ported) is not opens
 
 
 @pytest.mark.parametrize(
