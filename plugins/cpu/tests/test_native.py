@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from native_cases import CASES, OPTIONS, TOLERANCE, distance, give_gradients, parameters, state_of, train
+from thinned import diagonals
 from torch import nn
 
 from accelcore.errors import UnsupportedError
@@ -28,10 +29,9 @@ def two_threads():
 
 
 @pytest.mark.usefixtures("two_threads")  # one computes the same bits, as is tested below
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_the_kernels_compute_the_formula(accel, name, options, dtype):
-    found, expected = parameters(dtype), parameters(dtype)
+@pytest.mark.parametrize(("case", "dtype"), diagonals(CASES, TOLERANCE, count=2))
+def test_the_kernels_compute_the_formula(accel, case, dtype):
+    (name, options), found, expected = case, parameters(dtype), parameters(dtype)
     native = accel.optimizers.create(name, found, route="native", **options)
     formula = FORMULAS[name](expected, **options)
     train(native, found)
