@@ -173,8 +173,8 @@ def compare(
         elif name in SAMPLED and name not in (*ROUGH, *UNIQUE_INDICES, *_OF_MANY_RESULTS):
             many = of_many(name, info, dtype, map(arguments_of, every[:_MOST_ENLARGED]), elementwise)
             # One of them in bf16, the other one in fp16, which are computed alike.
-            first, count = {torch.bfloat16: (0, 1), torch.float16: (1, 1)}.get(dtype, (0, 2))
-            _compare_rare(found, device, name, islice(many, first, first + count))
+            which = {torch.bfloat16: (0, 1), torch.float16: (1, 2)}.get(dtype, (0, 2))
+            _compare_rare(found, device, name, islice(many, *which))
         in_fp32 = dtype == torch.float32 and (name.startswith("nn.functional.") or kind in _ANY_NUMBERS)
         if dtype.is_floating_point and (name in SAMPLED or in_fp32) and name not in ROUGH:
             for what, given in _not_finite(name, info, dtype, every):
