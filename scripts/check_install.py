@@ -82,8 +82,9 @@ def main() -> None:
         (clone / "transform.py").write_text(TRANSFORMERS)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "TORCH_"))}
         programs = os.pathsep.join([str(Path(sys.base_prefix) / "bin"), os.environ["PATH"]])
-        # pip reads the last one as "build isolation: no".
-        offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_QUIET": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+        offline = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_QUIET": "1"}
+        # pip reads these as "build isolation: no" and "compile: no". Modules are compiled when they are imported.
+        offline |= {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_COMPILE": "0"}
         first, rest = commands("Install").split("\n", 1)
         more = IN_FULL if sys.argv[1:] else ""
         for script in (first, f". .venv/bin/activate\n{rest}{AFTERWARDS}{more}"):
