@@ -14,10 +14,10 @@ from accelcore_cpu.backend import create
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelcore import testing as suite
-from accelcore.known_faults import TORCH_FAULTS
 from accelcore.testing import every_operator
 from accelcore.testing.suite import operators as of_suite
 from accelcore.testing.support.coverage import of_other_options
+from accelcore.testing.support.found import known_faults
 from accelcore.testing.support.host_kernels import is_composed
 from accelcore.testing.support.layouts import placed, tensors
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators, samples
@@ -145,10 +145,10 @@ WRONG = {
         "cross_entropy": _smooth_without_weights}),
     "a number that no sample gives": ("nn.functional.celu", "of other options: result", {
         "celu": lambda func, x, *alpha: func(x)}),
-    "quotients beyond 32 bits": ("div.trunc_rounding", "with large numbers: result", {
+    "quotients beyond 32 bits": ("div.trunc_rounding", "of numbers of every size: result", {
         "div.Tensor_mode": lambda func, *args, **mode: func(*args, **mode).clamp(-(2.0**31), 2.0**31)}),
-    "an infinite divisor": ("remainder", "with inf: result", {
-        "remainder": lambda func, x, y: func(x, y).where(~torch.as_tensor(y).isinf(), torch.nan)
+    "an infinite divisor": ("remainder", "of numbers of every size: result", {
+        "remainder": lambda func, x, y: func(x, y).where(~torch.as_tensor(y).isinf(), 0.0)
         if x.is_floating_point() else func(x, y)}),
     "the bias alone": ("nn.functional.conv2d", "of frozen inputs: the gradient", {"convolution_backward": _of_bias}),
     "images of other sizes": ("nn.functional.avg_pool2d", "of other options: result", {"avg_pool2d": _whole_windows}),
@@ -199,10 +199,11 @@ WRONG = {
         "take": lambda func, x, index: func(x, index.clamp(min=0))}),
     "operands in different strides": ("lerp", "the first in another order, of other options: result", {
         "lerp": _in_order_of_the_first}),
-    "a divisor that is NaN": ("fmod", "with NaN: result", {
+    "a divisor that is NaN": ("fmod", "of numbers of every size: result", {
         "fmod.Tensor": lambda func, x, y, **out: func(x, y.nan_to_num(1), **out)}),
-    "zeros below 0": ("atan2", "with zeros: result", {"atan2": lambda func, x, y, **out: func(x + 0, y + 0, **out)}),
-    "zeros that lose their sign": ("neg", "with zeros: result", {
+    "zeros below 0": ("atan2", "of numbers of every size: result", {
+        "atan2": lambda func, x, y, **out: func(x + 0, y + 0, **out)}),
+    "zeros that lose their sign": ("neg", "of numbers of every size: result", {
         "neg": lambda func, x, **out: 0 - x if x.is_floating_point() and not out else func(x, **out)}),
     "whole numbers of 32 bits": ("div.floor_rounding", "int32, as it is, with the ends of integers: result", {
         "div.Tensor_mode": lambda func, *given, rounding_mode=None, **out: func(
@@ -259,7 +260,7 @@ def test_a_kernel_that_is_wrong_for_a_rare_argument_is_caught(what):
     name, says, kernels = WRONG[what]
     wrong = WrongFunction if kernels.keys() & FUNCTIONS else Wrong
     with wrong(kernels):
-        found = compare_options(HOST, [name], [torch.float16], TORCH_FAULTS).wrong
+        found = compare_options(HOST, [name], [torch.float16], known_faults(create())).wrong
     assert any(says in each for each in found), found
 
 
@@ -268,7 +269,7 @@ NAMES = sorted({name for name, _, _ in WRONG.values()})
 
 @pytest.mark.parametrize("names", [NAMES[::6], pytest.param(NAMES, marks=pytest.mark.full)], ids=["some", "all"])
 def test_kernels_that_are_right_for_these_arguments_pass(names):
-    right = compare_options(HOST, names, [torch.float16], TORCH_FAULTS)
+    right = compare_options(HOST, names, [torch.float16], known_faults(create()))
     assert right.compared
     assert right.wrong == []
 

@@ -269,7 +269,7 @@ class Case:
         self._memory = memory_of(result, (given, options))
         one, two = ("the gradient", "the second derivative") if self.what == OF_GRADIENT else ("result", "the gradient")
         found = [(f"{one} {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
-        roots = [tensor for tensor in result if tensor.requires_grad and not tensor.is_complex()]
+        roots = [tensor for tensor in result if tensor.requires_grad]
         if leaves and roots:
             alike = self.what == "of expanded memory"  # as the gradients of a sum are
             shapes = [(torch.Size([1] * root.dim()) if alike else root.shape, root) for root in roots]

@@ -56,24 +56,6 @@ UNIQUE: dict[str, Callable[..., list[Tensor]]] = {
 """Tensors of which each is the same for all right results, by operator, from its arguments and its result."""
 
 
-class Signed:
-    """An operator with the reciprocals of its results: those of 0 and -0 are infinities of both signs.
-
-    Args:
-        info: its OpInfo.
-    """
-
-    inplace_variant, supports_out = None, False
-
-    def __init__(self, info: Any) -> None:
-        self._info = info
-
-    def op(self, *given: Any, **options: Any) -> Tensor:
-        """Return the reciprocal of the operator's result."""
-        result: Tensor = self._info.op(*given, **options).reciprocal()
-        return result
-
-
 class Unique:
     """An operator of `UNIQUE` with results of which one is right.
 

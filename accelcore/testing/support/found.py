@@ -39,9 +39,6 @@ FROZEN = "of frozen inputs"
 ENDS, COMPLEX = "with the ends of integers", "of complex numbers"
 """Says of a sample that its first argument has the least and the largest whole number, or that it is complex."""
 
-ZEROS = "with zeros"
-"""Says of a sample that zeros of both signs are among its numbers."""
-
 BOUNDS = "with the ends of a range"
 """Says of a sample whose numbers lie in a range that some are its ends, such as probabilities of 0 and 1."""
 
@@ -56,7 +53,7 @@ INFINITE = {"with inf": math.inf, "with -inf": -math.inf}
 
 ALONE = (
     *("with NaN", *INFINITE, LARGE, SMALL, "with whole numbers", "between other calls"),
-    *(OTHERWISE, FROZEN, ENDS, COMPLEX, ALIKE, EQUAL, ZEROS, BOUNDS),
+    *(OTHERWISE, FROZEN, ENDS, COMPLEX, ALIKE, EQUAL, BOUNDS),
 )
 """What is said of samples of which only the result as it is is compared."""
 

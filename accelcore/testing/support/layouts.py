@@ -323,7 +323,10 @@ def memory_differs(found: tuple[bool, bool], right: tuple[bool, bool]) -> Iterat
 def drawn_weights(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return weights of a result on the host, the same for every device, in values that every dtype has."""
     generator = torch.Generator().manual_seed(shape.numel())
-    return (torch.randint(1, 9, shape, generator=generator) / 4 - 1.125).to(dtype)
+    weights, *imaginary = (
+        torch.randint(1, 9, shape, generator=generator) / 4 - 1.125 for _ in range(1 + dtype.is_complex)
+    )
+    return torch.complex(weights, *imaginary).to(dtype) if imaginary else weights.to(dtype)
 
 
 def same_but_for_rounding(one: Tensor, other: Tensor) -> bool:

@@ -18,7 +18,7 @@ from accelcore.testing.support.coverage import (
     of_other_options,
     with_indices_that_occur,
 )
-from accelcore.testing.support.decompositions import UNIQUE, Signed, Unique
+from accelcore.testing.support.decompositions import UNIQUE, Unique
 from accelcore.testing.support.effects import beyond_sizes, from_behind, is_documented, results_of, with_effect
 from accelcore.testing.support.found import (
     ALIKE,
@@ -30,7 +30,6 @@ from accelcore.testing.support.found import (
     INFINITE,
     LARGE,
     OTHERWISE,
-    ZEROS,
 )
 from accelcore.testing.support.layouts import (
     LAYOUTS,
@@ -63,7 +62,6 @@ from accelcore.testing.support.samples import (
 )
 from accelcore.testing.support.values import (
     all_alike,
-    multiplied,
     repeated,
     with_bounds,
     with_close_numbers,
@@ -76,13 +74,11 @@ from accelcore.testing.support.values import (
     with_masks_of_members,
     with_nans,
     with_negative_indices,
-    with_zeros,
 )
 from accelcore.testing.support.wrapped import OneResult
 
 _MOST_RESULTS = 4  # of an operator, of which each has gradients alone
 _MOST_LEAVES = 3  # of which each set is frozen
-_BEYOND_WHOLE = 2.0**36  # what an integer of 32 bits cannot hold
 _SQUARE_OVERFLOWS = 2.0**65
 _MOST_EMPTIED = _MOST_BOUNDED = 3
 _MOST_WIDER = 3
@@ -94,8 +90,6 @@ _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
 _IN_LAYOUTS: tuple[tuple[Callable[..., Any], str], ...] = ((max, "strided"), (max, "transposed"), (min, "transposed"))
 """Of which samples, by how many options they have, another layout is compared."""
 _FROM_BEHIND = ("__getitem__", "index_put", "put", "take")  # whose indices may be negative
-_KEEPS_SIGNS = ("neg", "abs", "sqrt", "ceil", "floor", "trunc", "round", "mul", "copysign", "positive")
-"""Operators of which the sign of a zero is defined."""
 _COUNTED = ("nonzero", "nonzero_static", "argwhere", "count_nonzero")  # of which numbers are masks
 _NO_BOUNDS = ("linalg.", "bernoulli", "multinomial")  # without a gradient there, or drawn
 _WIDENS_LATE = "masked."  # computes in the dtype of its argument
@@ -175,8 +169,8 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         count = len(results_of(info, given))
         for number in range(count) if 1 < count <= _MOST_RESULTS else ():
             yield Rare(OneResult(info, number), dtype, given, OTHERWISE)
-    if dtype == torch.float32 and defines_infinities(name) and not any(each in name for each in _COUNTS_UP):
-        yield from _of_numbers(info, every)
+    if dtype == torch.float32 and type(info).__name__ == "BinaryUfuncInfo":
+        yield from _beside_numbers(info)
     if dtype == torch.float32 and defines_nan(name) and not (chosen or needs_lapack(info)):
         given = arguments_of(max(every, key=_elements))
         among = options if "attention" in name else options + pairs  # a mask may hide NaN, or not
@@ -296,25 +290,12 @@ def _broadcast(info: Any, pool: list[Any]) -> Iterator[Any]:
     yield from (each for each in with_one_row(given) if shapes and results_of(info, each) == shapes)
 
 
-def _of_numbers(info: Any, every: list[Any]) -> Iterator[Rare]:
-    """Yield operands beyond whole numbers of 32 bits, and infinities among the operands but the first."""
-    if type(info).__name__ not in OF_ELEMENTS:
-        return
-    given = arguments_of(max(every, key=_elements))
-    if type(info).__name__ == "BinaryUfuncInfo":
-        for kind, number in ((torch.float32, 3), (torch.int64, 2.5), (torch.int64, 3)):
-            first = next((each for (each, *_), _ in of_other_options(info, kind, samples(info, kind), [])), None)
-            if first is not None:
-                yield Rare(info, kind, ((first, number), {}), OTHERWISE, writes=True)
-    if (changed := with_zeros(given)) is not None:
-        yield Rare(Signed(info) if info.name in _KEEPS_SIGNS else info, torch.float32, changed, ZEROS)
-    if (changed := multiplied(given, _BEYOND_WHOLE)) is not None:
-        yield Rare(info, torch.float32, changed, LARGE)
-    if type(info).__name__ == "BinaryUfuncInfo":
-        (first, *others), options = given
-        for what, infinity in {**INFINITE, "with NaN": math.nan}.items():
-            if others and (changed := with_infinity(((others[0], first), {}), infinity)) is not None:
-                yield Rare(info, torch.float32, ((first, changed[0][0], *others[1:]), options), what)
+def _beside_numbers(info: Any) -> Iterator[Rare]:
+    """Yield tensors with a number as the other operand."""
+    for kind, number in ((torch.float32, 3), (torch.int64, 2.5), (torch.int64, 3)):
+        first = next((each for (each, *_), _ in of_other_options(info, kind, samples(info, kind), [])), None)
+        if first is not None:
+            yield Rare(info, kind, ((first, number), {}), OTHERWISE, writes=True)
 
 
 def _with_frozen_inputs(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Rare]:

@@ -34,6 +34,7 @@ from accelcore.testing.support.layouts import (
     tensors,
     without_indices,
 )
+from accelcore.testing.support.numbers import compare_numbers
 from accelcore.testing.support.rare import Rare, in_wider_dtypes, rare
 from accelcore.testing.support.samples import (
     CHOOSES,
@@ -103,6 +104,7 @@ def compare(
     asked, dtypes = dtypes, [dtype for dtype in dtypes if dtype != torch.float64]
     if name in ROUGH:
         dtypes = [dtype for dtype in dtypes if dtype == torch.float32]
+    alone = compare_numbers(found, device, name, info, dtypes, count - 1)
     for dtype in [dtype for dtype in dtypes if dtype in known] or sorted(known, key=str)[:1]:
         every = samples(info, dtype)
         most = 2 * count if dtype == torch.float32 else count if dtype.is_floating_point else 1
@@ -145,7 +147,7 @@ def compare(
                     Case(found, device, name, info, dtype, given, OTHERWISE, elementwise).run()
             plain = next((each for each in every if _weight(each) == 2), every[0])  # several elements, no fractions
             small = dtype == torch.float32 and "norm" not in name  # small rows are normalized by eps, and noise
-            for what, times in ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):
+            for what, times in () if alone else ((LARGE, 100.0), *([(SMALL, 2.0**-13)] * small)):
                 if (changed := multiplied(arguments_of(plain), times)) is not None:
                     Case(found, device, name, info, dtype, changed, what, elementwise).run()
         if dtype == torch.float32:
@@ -176,7 +178,8 @@ def compare(
             which = {torch.bfloat16: (0, 1), torch.float16: (1, 2)}.get(dtype, (0, 2))
             _compare_rare(found, device, name, islice(many, *which))
         in_fp32 = dtype == torch.float32 and (name.startswith("nn.functional.") or kind in _ANY_NUMBERS)
-        if dtype.is_floating_point and (name in SAMPLED or in_fp32) and name not in ROUGH:
+        in_low = dtype.is_floating_point and dtype.itemsize == 2 and not needs_lapack(info)
+        if ((name in SAMPLED and dtype.is_floating_point) or in_fp32 or in_low) and name not in ROUGH and not alone:
             for what, given in _not_finite(name, info, dtype, every):
                 Case(found, device, name, info, dtype, given, what, elementwise).run()
     floating = [each for each in dtypes if each.is_floating_point and each in known]
@@ -204,10 +207,14 @@ def compare_options(
             _compare_rare(found, device, name, rare(name, info, dtype, every, []))
             _compare_rare(found, device, name, _of_much(name, info, dtype, every))
         _compare_rare(found, device, name, in_wider_dtypes(name, info, dtypes))
+        alone = compare_numbers(found, device, name, info, [*dict.fromkeys((torch.float32, *dtypes))], 1)
         for dtype in dtypes if name not in ROUGH else ():
             if dtype in known and dtype not in (torch.float32, torch.float64) and (every := samples(info, dtype)):
                 given = arguments_of(max(every, key=_weight))
                 _compare_rare(found, device, name, [Rare(info, dtype, given, OTHERWISE)])
+                if not alone and not needs_lapack(info) and dtype.itemsize == 2:
+                    cases = [Rare(info, dtype, each, what) for what, each in _not_finite(name, info, dtype, every)]
+                    _compare_rare(found, device, name, cases[:1] if dtype == torch.bfloat16 else cases[-1:])
     return found
 
 

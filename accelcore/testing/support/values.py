@@ -74,28 +74,6 @@ def _passes_on(operator: Callable[..., Any], arguments: Any) -> bool:
     return any(bool(each.isnan().any()) for each in found)
 
 
-def with_zeros(arguments: Any) -> Any:
-    """Return the arguments without gradients, and with zeros of both signs among the fractions; None without several.
-
-    Of two operands each sign meets each one, and numbers.
-    """
-    given = [each for each in tensors(arguments) if each.is_floating_point()]
-    if not given or min(each.numel() for each in given) < 2 or min(each.dim() for each in given) < 1:
-        return None
-    places = {id(each): number for number, each in enumerate(given)}
-
-    def change(value: Any) -> Any:
-        if not isinstance(value, Tensor) or id(value) not in places:
-            return value
-        period = (0.0, -0.0, 1.0) if places[id(value)] else (0.0, 0.0, 0.0, -0.0, -0.0, -0.0, 1.0, 1.0, 1.0)
-        flat = value.detach().clone().reshape(-1)
-        for place, number in enumerate(period):
-            flat[place :: len(period)] *= number
-        return flat.reshape(value.shape)
-
-    return mapped(change, arguments)
-
-
 def with_complex_zeros(arguments: Any) -> Any:
     """Return the arguments without gradients, and with zeros among the parts of the first, of complex numbers, or None.
 

@@ -373,7 +373,7 @@ def _squares_its_result(func, gradient, result):
     return found
 
 
-swept("gradient_that_overwrites_what_it_reads", "tanh", "float32, as it is: the gradient 0 is wrong", {
+swept("gradient_that_overwrites_what_it_reads", "tanh", "is wrong in", {
       "tanh_backward": _squares_its_result})  # fmt: skip
 
 

@@ -154,9 +154,8 @@ swept("maximum_gradient_to_the_first", "maximum", "the gradient", {
       "eq": lambda func, a, b: func(a, b) & False, "lt": lambda func, a, b: func(a, b) & False})  # fmt: skip
 swept("gather_of_the_first", "gather", "is wrong in", {"gather": lambda func, x, dim, index, **kwargs: func(
       x, dim, index.clamp(max=1), **kwargs)})  # fmt: skip
-swept(
-    "result_of_another_dtype", "exp", "dtype", {"exp": lambda func, x, **out: func(x, **out) if out else func(x).int()}
-)
+swept("result_of_another_dtype", "exp", "torch.int32 instead of",
+      {"exp": lambda func, x, **out: func(x, **out) if out else func(x).int()})  # fmt: skip
 swept("result_of_another_shape", "argmax", "of shape",
       {"argmax": lambda func, *args, **kwargs: func(*args, **kwargs)[None]})  # fmt: skip
 swept("prod_of_nothing_that_is_0", "prod", "of no elements",
@@ -221,7 +220,7 @@ swept("gradient_beside_frozen_weights_that_is_doubled", "nn.functional.conv2d", 
       {"convolution_backward": lambda func, *args: [each if each is None or args[-1][1] else each * 2
                                                     for each in func(*args)]})  # fmt: skip
 swept("result_that_the_next_call_overwrites", "exp", "between other calls", {"exp": _KeepsItsResult()})
-swept("relu_that_drops_nan", "nn.functional.relu", "with NaN",
+swept("relu_that_drops_nan", "nn.functional.relu", "instead of nan of nan",
       {"relu": lambda func, x: func(x.nan_to_num(0))})  # fmt: skip
 swept("power_of_some_whole_numbers", "pow", "with whole numbers", {"pow.Tensor_Tensor": _with_whole_exponents})
 swept("nonzero_of_the_first_many", "nonzero", "of many elements",
@@ -242,10 +241,10 @@ swept("mean_loss_of_images_that_counts_rows", "nn.functional.nll_loss", "is wron
 swept(
     "gradient_that_is_lost_at_infinity",
     "nn.functional.softplus",
-    "with inf: the gradient",
+    "of numbers of every size: the gradient",
     {"softplus_backward": lambda func, grad, x, beta, limit, **out: func(grad, x, beta, limit, **out) + (x - x)},
 )
-swept("log1p_of_a_sum", "log1p", "with small numbers", {
+swept("log1p_of_a_sum", "log1p", "of numbers of every size", {
       "log1p": lambda func, x, **out: func(x, **out) if out else (x + 1).log()})  # fmt: skip
 swept("mean_of_scattered_values_and_the_old_one", "scatter_reduce.mean", "is wrong in",
       {"scatter_reduce": lambda func, *args, include_self=True: func(*args)})  # fmt: skip

@@ -164,8 +164,25 @@ _note("conversion_on_the_way_by_memory", "TestRuntime.test_conversions_in_other_
       {"layout": "transposed"}, lambda: WrongFunction({"to": _by_memory}))  # fmt: skip
 swept("gradient_in_a_workspace", "nn.functional.silu", "changes the gradients of the first", {
       "silu_backward": _in_a_workspace()})  # fmt: skip
-swept("activation_of_nan_in_bf16", "nn.functional.relu", "bfloat16, as it is, with NaN", {
+swept("activation_of_nan_in_bf16", "nn.functional.relu", "bfloat16, of numbers of every size", {
       "relu": lambda func, x: func(x.nan_to_num() if x.dtype == torch.bfloat16 else x)})  # fmt: skip
+for _name, _operator, _says, _kernels in (
+    ("hypotenuse_by_squares", "hypot", "float16, of numbers of every size: result 0",
+     {"hypot": lambda func, x, y, **out: (x * x + y * y).sqrt()}),
+    ("sigmoid_without_subnormal_numbers", "sigmoid", "float16, of numbers of every size: result 0",
+     {"sigmoid": lambda func, x, **out: torch.where(x < -10, 0, func(x, **out))}),
+    ("inverse_error_function_within_its_ends", "erfinv", "-3 instead of -inf of -1",
+     {"erfinv": lambda func, x, **out: func(x, **out).clamp(-3, 3)}),
+    ("halves_that_are_rounded_up", "round", "of numbers of every size",
+     {"round": lambda func, x, **out: (x + 0.5).floor() if x.dtype == torch.float16 else func(x, **out)}),
+    ("truncation_without_the_sign_of_zero", "trunc", "instead of -0",
+     {"trunc": lambda func, x, **out: func(x, **out) + 0.0}),
+    ("bounds_without_nan_in_bf16", "aminmax", "bfloat16, as it is, with NaN",
+     {"aminmax": lambda func, x, **out: func(x.nan_to_num() if x.dtype == torch.bfloat16 else x, **out)}),
+):  # fmt: skip
+    swept(_name, _operator, _says, _kernels)
+swept("gradient_of_complex_numbers_without_conjugate", "sigmoid", "of complex numbers: the gradient 0", {
+      "sigmoid_backward": lambda func, grad, y: grad * (1 - y) * y}, torch.complex64)  # fmt: skip
 swept("frequencies_of_a_block", "nn.functional.embedding", "of many elements", {
       "embedding_dense_backward": _counted_in_blocks})  # fmt: skip
 listed("multiplication_of_110_tensors", "mul.Scalar", {

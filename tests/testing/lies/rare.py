@@ -201,7 +201,7 @@ swept("sine_that_is_too_large", "sin", "1.05", {"sin": lambda func, x, **out: fu
 swept("gradient_of_short_indices_that_drops_repeats", "nn.functional.embedding", "of short indices: the gradient",
       {"embedding_dense_backward": _short_ones_overwrite})  # fmt: skip
 swept("low_precision_that_sorts_one_way", "sort", "of other options: result", {"sort": _ascending})
-swept("celu_that_drops_nan", "nn.functional.celu", "with NaN", {
+swept("celu_that_drops_nan", "nn.functional.celu", "instead of nan of nan", {
       "celu": lambda func, x, *args: func(x.nan_to_num(0), *args)})  # fmt: skip
 module("gru_whose_directions_change_places", "GRU", {
        "gru": lambda function, *args: tuple(each.flip(0) for each in function(*args))}, "test_recurrent")  # fmt: skip
