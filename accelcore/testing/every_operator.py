@@ -21,6 +21,6 @@ class TestOperators(DeviceTests):
         check(accel, name, 4, record_property)
 
     @pytest.mark.parametrize("part", range(PARTS))
-    def test_composed(self, accel: Backend, part: int, record_property: Any) -> None:
-        """Each operator that torch composes of others is that of float64 on the CPU, with its options and pairs."""
-        check_options(accel, part, record_property, composed=True)
+    def test_all_options(self, accel: Backend, part: int, record_property: Any) -> None:
+        """Each operator is that of float64 on the CPU, with each of its options and pairs of them, in all forms."""
+        check_options(accel, part, record_property, deep=True)

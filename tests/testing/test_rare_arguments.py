@@ -396,18 +396,16 @@ def test_a_known_result_of_many_shows_a_wrong_kernel(what, kernels):
 
 
 def test_every_operator_is_compared_in_some_part(monkeypatch):
-    seen = []
-    monkeypatch.setattr(of_suite, "compare_options", lambda device, names, dtypes, faults: seen.extend(names))
+    seen = {True: [], False: []}
+    monkeypatch.setattr(of_suite, "compare_options", lambda device, names, *_, brief: seen[brief].extend(names))
     monkeypatch.setattr(of_suite, "_report", lambda found, name, record: None)
     backend = create()
     for part in range(of_suite.PARTS):
         suite.TestOperators().test_options(backend, part, None)
-    by_default = len(seen)
-    for part in range(of_suite.PARTS):
-        every_operator.TestOperators().test_composed(backend, part, None)
+        every_operator.TestOperators().test_all_options(backend, part, None)
     fragile = [name for name in FRAGILE if name in operators()]  # others are of another version of torch
-    assert sorted([*seen, *SAMPLED, *fragile]) == sorted(operators())
-    assert "fliplr" not in seen[:by_default]
+    assert sorted([*seen[False], *SAMPLED, *fragile]) == sorted(operators())
+    assert {*seen[True]} == {name for name in seen[False] if not is_composed(name, operators()[name], HOST)}
 
 
 def test_an_operator_of_which_a_device_has_a_kernel_is_compared_by_default():

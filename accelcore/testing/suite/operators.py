@@ -43,13 +43,14 @@ def check(accel: Backend, name: str, count: int, record: Callable[[str, object],
     _report(found, name, record)
 
 
-def check_options(accel: Backend, part: int, record: Callable[[str, object], None], *, composed: bool) -> None:
-    """Compare a part of the operators that are not in `SAMPLED`, composed ones or others, with all their options."""
+def check_options(accel: Backend, part: int, record: Callable[[str, object], None], *, deep: bool = False) -> None:
+    """Compare a part of the operators outside `SAMPLED` with all their options; if `deep`, in all forms."""
     names = sorted(operators().keys() - {*SAMPLED, *FRAGILE})
-    chosen = [name for name in names if is_composed(name, operators()[name], accel.device) == composed]
+    chosen = [name for name in names if deep or not is_composed(name, operators()[name], accel.device)]
     state = accel.runtime.rng_state()
     with accel.precision.fp32("ieee"):
-        found = compare_options(accel.device, chosen[part::PARTS], _floating(accel), known_faults(accel))
+        parts = chosen[part::PARTS]
+        found = compare_options(accel.device, parts, _floating(accel), known_faults(accel), brief=not deep)
     accel.runtime.set_rng_state(state)
     _report(found, f"part {part} of {PARTS}", record)
 
@@ -82,7 +83,7 @@ class TestOperators(ListTests, ModuleTests, DeviceTests):
     @pytest.mark.parametrize("part", range(PARTS))
     def test_options(self, accel: Backend, part: int, record_property: Any) -> None:
         """Each other operator with a kernel is that of float64 on the CPU, with its options and pairs of them."""
-        check_options(accel, part, record_property, composed=False)
+        check_options(accel, part, record_property)
 
     @pytest.mark.parametrize("name", ROWS)
     def test_rows(self, accel: Backend, name: str, record_property: Any) -> None:

@@ -56,9 +56,12 @@ def _add_tensors(value: Any, found: list[Tensor]) -> None:
     kind = type(value)
     if kind in _NO_TENSORS:
         return
-    if isinstance(value, Tensor):
+    if kind is tuple or kind is list:
+        for each in value:
+            _add_tensors(each, found)
+    elif isinstance(value, Tensor):  # which takes longer to ask of other classes
         found.append(value)
-    elif kind is tuple or kind is list or isinstance(value, (tuple, list)):  # torch's named results are tuples
+    elif isinstance(value, tuple):  # torch's named results
         for each in value:
             _add_tensors(each, found)
     elif isinstance(value, dict):

@@ -84,6 +84,7 @@ _MOST_EMPTIED = _MOST_BOUNDED = 3
 _MOST_WIDER = 3
 _MOST_WRITTEN = 2  # samples of an operator that are also run in place and with `out=`
 _MOST_SHAPES, _MOST_INDICES, _MOST_WHOLE, _MOST_MASKED = 8, 16, 8, 4  # of an operator
+_OF_SHORT = ((torch.int8, 4), (torch.uint8, 1), (torch.int16, 1), (torch.int32, 1))  # samples with the ends
 _WRITES = ("scatter", "index_reduce", "index_put", "put")  # by index, also several numbers to one place
 _REDUCTIONS = ("add", "multiply", "sum", "prod", "mean", "amax", "amin")  # of numbers that are written to one place
 _OF_IMAGES = ("pool", "interpolate", "conv", "unfold", "pad.", "shuffle")
@@ -108,7 +109,9 @@ class Rare:
     writes: bool = False
 
 
-def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: list[Any]) -> Iterator[Rare]:
+def rare(
+    name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: list[Any], *, brief: bool = False
+) -> Iterator[Rare]:
     """Yield an operator's rare cases.
 
     Args:
@@ -116,6 +119,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         dtype: fp32, or another one if it has no fp32.
         every: its samples.
         chosen: those of which others are compared already; if there are none, each option of torch's samples is rare.
+        brief: whether one layout, one infinity and one short integer stand for the others.
     """
     options = list(of_other_options(info, dtype, every, []))
     pairs = list(joined(info, dtype, every))
@@ -143,7 +147,8 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         yield from (Rare(info, dtype, arguments, "of no elements") for arguments in _without_sizes(info, options))
     for arguments, layout in zip(convolutions(name, dtype), cycle(LAYOUTS), strict=False):
         yield Rare(info, dtype, arguments, OTHERWISE, layout)
-    for choose, layout in _IN_LAYOUTS if every and name not in READS_MEMORY else ():
+    in_layouts = _IN_LAYOUTS[1:2] if brief else _IN_LAYOUTS
+    for choose, layout in in_layouts if every and name not in READS_MEMORY else ():
         yield Rare(info, dtype, choose(options, key=_most_options), OTHERWISE, layout)
     if name in UNIQUE:
         of_both = [*options, *of_other_options(info, torch.complex64, samples(info, torch.complex64), [])]
@@ -163,7 +168,8 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         bounds = _range_of(info)
         bounded = islice(filter(None, (with_bounds(each, *bounds) for each in options)), _MOST_BOUNDED)
         yield from (Rare(info, dtype, arguments, BOUNDS) for arguments in bounded)
-    yield from _with_frozen_inputs(info, dtype, every)
+    if not brief:
+        yield from _with_frozen_inputs(info, dtype, every)
     if info.supports_autograd and name not in (*TIED, *NOT_UNIQUE):
         given = max(pool, key=_matrices)
         count = len(results_of(info, given))
@@ -176,14 +182,14 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         among = options if "attention" in name else options + pairs  # a mask may hide NaN, or not
         for changed in with_nans(info.op, sorted(among, key=_most_options, reverse=True)):
             yield Rare(info, dtype, changed, "with NaN")
-        for what, each in INFINITE.items() if defines_infinities(name) else ():
+        for what, each in islice(INFINITE.items(), 1 if brief else None) if defines_infinities(name) else ():
             if (changed := with_infinity(given, each, several=name not in CHOOSES)) is not None:
                 yield Rare(info, dtype, changed, what)
     known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE else ()
     for kind, most in ((torch.int64, _MOST_WHOLE), (torch.bool, 2)):
         if kind in known and dtype == torch.float32:
-            yield from _of_whole_numbers(name, info, kind, most)
-    for kind, most in ((torch.int8, 4), (torch.uint8, 1), (torch.int16, 1), (torch.int32, 1)):
+            yield from _of_whole_numbers(name, info, kind, most, brief=brief)
+    for kind, most in _OF_SHORT[: 1 if brief else None]:
         if kind in known:
             ends = filter(None, map(with_ends, of_other_options(info, kind, samples(info, kind), [])))
             yield from (Rare(info, kind, arguments, ENDS) for arguments in islice(ends, most))
@@ -191,7 +197,7 @@ def rare(name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: lis
         complex_ones = of_other_options(info, torch.complex64, samples(info, torch.complex64), [])
         for number, arguments in enumerate(islice(complex_ones, 2)):
             yield Rare(info, torch.float32, arguments, COMPLEX)
-            if not number and name not in READS_MEMORY:
+            if not (number or brief) and name not in READS_MEMORY:
                 yield Rare(info, torch.float32, arguments, COMPLEX, MARKED)
             if not number and type(info).__name__ in OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
@@ -229,11 +235,11 @@ def _range_of(info: Any) -> tuple[float, float]:
     return (0.0, 1.0) if least is None or most is None else (float(least), float(most))
 
 
-def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int) -> Iterator[Rare]:
+def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int, *, brief: bool) -> Iterator[Rare]:
     """Yield samples of whole numbers with each option, in turn in other strides, and numbers that fp32 cannot hold."""
     every = samples(info, kind)
     options = [*islice(of_other_options(info, kind, every, []), most), *islice(joined(info, kind, every), most)]
-    others = ("",) if name in READS_MEMORY else ("strided", "transposed", "")
+    others = ("",) if brief or name in READS_MEMORY else ("strided", "transposed", "")
     for arguments, layout in chain(product(options[:1], others), zip(options[1:], cycle(others), strict=False)):
         yield Rare(info, kind, arguments, OTHERWISE, layout)
     for arguments in options[:most] if kind != torch.bool else ():

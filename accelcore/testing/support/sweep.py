@@ -192,11 +192,17 @@ def compare(
 
 
 def compare_options(
-    device: torch.device, names: Sequence[str], dtypes: Sequence[torch.dtype] = (), faults: Sequence[KnownFault] = ()
+    device: torch.device,
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype] = (),
+    faults: Sequence[KnownFault] = (),
+    *,
+    brief: bool = False,
 ) -> Found:
     """Compare operators on samples that show each of their options, many elements, and each of `dtypes`; see `compare`.
 
-    The options are those in fp32, or in another dtype of an operator that has no fp32.
+    The options are those in fp32, or in another dtype of an operator that has no fp32. If it is `brief`, one layout
+    stands for the others, as in `rare`.
     """
     found = Found(faults)
     for name in names:
@@ -204,8 +210,8 @@ def compare_options(
         known = info.supported_dtypes("cpu")
         for dtype in sorted(known, key=lambda each: (each != torch.float32, str(each)))[:1]:
             every = samples(info, dtype)
-            _compare_rare(found, device, name, rare(name, info, dtype, every, []))
-            _compare_rare(found, device, name, _of_much(name, info, dtype, every))
+            _compare_rare(found, device, name, rare(name, info, dtype, every, [], brief=brief))
+            _compare_rare(found, device, name, _of_much(name, info, dtype, every, brief=brief))
         _compare_rare(found, device, name, in_wider_dtypes(name, info, dtypes))
         alone = compare_numbers(found, device, name, info, [*dict.fromkeys((torch.float32, *dtypes))], 1)
         for dtype in dtypes if name not in ROUGH else ():
@@ -218,14 +224,15 @@ def compare_options(
     return found
 
 
-def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Rare]:
+def _of_much(name: str, info: Any, dtype: torch.dtype, every: list[Any], *, brief: bool) -> Iterator[Rare]:
     """Yield an operator on many elements, and between calls on arguments of the same shapes with other values."""
     if not every or name in ROUGH:
         return
     if not needs_lapack(info) and name not in (*UNWRITTEN, *_OF_MANY_RESULTS):
         elementwise = type(info).__name__ in OF_ELEMENTS
         given = map(arguments_of, every[:_MOST_ENLARGED])
-        yield from islice(of_many(name, info, dtype, given, elementwise), 2 if elementwise else 3)
+        count = 1 if brief else 2 if elementwise else 3
+        yield from islice(of_many(name, info, dtype, given, elementwise), count)
         for arguments in _expanded(name, every, (0,)):
             yield Rare(info, dtype, arguments, "of expanded memory")
     yield Rare(Between(info), dtype, arguments_of(max(every, key=_weight)), "between other calls")
