@@ -113,7 +113,6 @@ def forked(fork, monkeypatch):
 
     Real processes: tests/examples/test_third_party.py.
     """
-    monkeypatch.setattr("accelcore.testing.support.job.subprocess", forks.in_place_of_subprocess(fork))
     monkeypatch.setattr("accelcore.util.child_process.subprocess", forks.in_place_of_subprocess(fork))
 
 

@@ -11,32 +11,31 @@ import pytest
 from accelcore_cpu.backend import create
 
 from accelcore.testing.support import job
+from accelcore.util import child_process
 
 SAID = "Traceback (most recent call last):\n[rank0]: RuntimeError: no ring\n[rank0]:   a note on it\nleft running\n"
 
 
-class Rank:
-    """Process of a rank: rank 0 fails in its second part."""
+class Job:
+    """Process that forks two ranks, of which rank 0 fails in its second part."""
 
-    def __init__(self, command, *, env, stderr, **_):
-        self.rank = int(env["ACCEL_TEST_RANK"])
-        parts = {"collectives": {"rank": self.rank}}
-        if self.rank:
-            parts |= {"fsdp": {}, "closed": {}}
-        else:
-            stderr.write(SAID)
-        Path(command[-1], f"{self.rank}.json").write_text(json.dumps(parts))
+    pid = 2**31 - 1  # of no process
+
+    def __init__(self, command, **_):
+        folder, *devices = map(Path, command[3:])
+        for rank in range(len(devices)):
+            parts = {"collectives": {"rank": rank}} | ({"fsdp": {}, "closed": {}} if rank else {})
+            (folder / f"{rank}.json").write_text(json.dumps(parts))
+            (folder / f"{rank}.stderr").write_text("" if rank else SAID)
+            (folder / f"{rank}.code").write_text("0" if rank else "1")
 
     def wait(self, *_):
-        return 0 if self.rank else 1
-
-    def kill(self):
-        pass
+        return 1
 
 
 def test_parts_before_a_failure_count_and_the_others_name_the_error_first(monkeypatch):
-    fake = SimpleNamespace(Popen=Rank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(job, "subprocess", fake)
+    fake = SimpleNamespace(Popen=Job, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(child_process, "subprocess", fake)
     job._run.cache_clear()
     try:
         assert job.two_ranks(create(), "collectives") == [{"rank": 0}, {"rank": 1}]

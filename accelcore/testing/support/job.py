@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from functools import cache
@@ -18,7 +17,9 @@ import accelcore
 from accelcore import Backend
 from accelcore.jobs.launchers import outside_any_job
 from accelcore.testing.support import ranks
+from accelcore.util import child_process
 
+_RANKS = 2
 _SECONDS = 180
 
 
@@ -44,37 +45,24 @@ def _run(name: str, exclusive: bool) -> tuple[list[dict[str, Any]], str]:
     environ.pop("ACCEL_DEVICE", None)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))  # they run at the same time
     with tempfile.TemporaryDirectory(prefix="accelcore-") as folder:
-        processes = []
-        for rank in range(2):
-            device = f"{name}:{rank}" if exclusive else name
-            with Path(folder, f"{rank}.stderr").open("w", encoding="utf-8") as stderr:
-                processes.append(
-                    subprocess.Popen(  # noqa: S603  # this Python, on a module of this package
-                        [sys.executable, "-m", ranks.__name__, device, folder],
-                        env={**environ, "ACCEL_TEST_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
-                    )
-                )  # fmt: skip
-        codes: list[int | str] = []
-        try:
-            for process in processes:
-                try:
-                    codes.append(process.wait(_SECONDS))
-                except subprocess.TimeoutExpired:
-                    codes.append(f"no end within {_SECONDS} seconds")
-        finally:  # also if the tests are interrupted
-            for process in processes:
-                process.kill()
-                process.wait()
-        written = [Path(folder, f"{rank}.json") for rank in range(2)]
-        found = [json.loads(path.read_text("utf-8")) if path.exists() else {} for path in written]
-        if codes == [0, 0]:
+        devices = [f"{name}:{rank}" if exclusive else name for rank in range(_RANKS)]
+        command = [sys.executable, "-m", ranks.__name__, folder, *devices]
+        (ended,) = child_process.run_together([child_process.watch(command, environ=environ, limit=_SECONDS)])
+        found = [json.loads(_read(folder, f"{rank}.json") or "{}") for rank in range(_RANKS)]
+        if ended.status == 0:
             return found, ""
-        said = [Path(folder, f"{rank}.stderr").read_text("utf-8", "replace")[-2000:] for rank in range(2)]
+        said = [_read(folder, f"{rank}.stderr")[-2000:] or ended.stderr for rank in range(_RANKS)]
+        others = f"the process that forks it, {ended.status}" if ended.status else f"no end within {_SECONDS} seconds"
+        codes = [_read(folder, f"{rank}.code") or others for rank in range(_RANKS)]
         ends = [f"rank {rank} ended with {code}: {_error_in(said[rank])}" for rank, code in enumerate(codes)]
         for parts in found:
             parts.pop("closed", None)  # a rank that ends with an error did not close the job
         return found, "\n".join([*ends, *said])
+
+
+def _read(folder: str, name: str) -> str:
+    path = Path(folder, name)
+    return path.read_text("utf-8", "replace") if path.exists() else ""
 
 
 def _error_in(said: str) -> str:

@@ -1,17 +1,21 @@
-"""Program of one rank of the suite's job of two: `python -m accelcore.testing.support.ranks NAME FOLDER`, by `job.py`.
+"""Program of the suite's job of ranks: `python -m accelcore.testing.support.ranks FOLDER DEVICE DEVICE`, by `job.py`.
 
-Each rank writes the results of each part to FOLDER/RANK.json; the tests that started it judge them.
+It imports what ranks need and forks them. Each rank writes the results of each part to FOLDER/RANK.json, and what it
+says to FOLDER/RANK.stderr; the tests that started the job judge them. How a rank ended is in FOLDER/RANK.code.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
 from itertools import product
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from accelcore.testing.support.oracles import Stateful, batches, buffers, evalua
 
 ROWS, STEPS = 16, 4
 _PATIENCE = 15  # seconds, of a limit of one
+_NEEDED = ("torch._dynamo", "torch.distributed.fsdp")  # what torch imports late, in every optimizer and in its shards
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
 _INF = float("inf")
 EXACT: dict[str, tuple[tuple[complex, ...], tuple[complex, ...]]] = {
@@ -302,11 +307,29 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach()
 
 
-def main() -> None:
+def main() -> int:
+    """Fork the ranks before anything here has touched a device or run in parallel; return whether one failed."""
+    folder, *devices = Path(sys.argv[1]), *sys.argv[2:]
+    for module in _NEEDED:
+        import_module(module)
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_rank, args=(*each, folder)) for each in enumerate(devices)]
+    for process in processes:
+        process.start()
+    left = dict(enumerate(processes))
+    while left:
+        ended = connection.wait([process.sentinel for process in left.values()])
+        for rank in [rank for rank, process in left.items() if process.sentinel in ended]:
+            left[rank].join()
+            (folder / f"{rank}.code").write_text(str(left.pop(rank).exitcode))
+    return int(any(process.exitcode for process in processes))
+
+
+def _rank(rank: int, device: str, folder: Path) -> None:
     """Form the job, do everything that the backend declares, and write the results."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    rank = int(os.environ["ACCEL_TEST_RANK"])
-    accel = accelcore.select(name)
+    with (folder / f"{rank}.stderr").open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    accel = accelcore.select(device)
     meet = f"file://{folder.resolve()}/meet"
     found: dict[str, Any] = {}
 
@@ -333,4 +356,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -28,7 +28,7 @@ class TestOperators(TestOperators):  # noqa: F405
 def _forked_job(fork: Callable[..., Any]) -> Iterator[None]:
     """The suite's ranks are forks; those of the CPU's suite, in tests/, are processes, as users get."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelcore.testing.support.job.subprocess", forks.in_place_of_subprocess(fork))
+        patch.setattr("accelcore.util.child_process.subprocess", forks.in_place_of_subprocess(fork))
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,7 @@ class _Disagreeing(TorchCollectives):
 
 
 def _seed_by_rank(honest, seed, **options):
-    honest.seed(seed + int(os.environ.get("ACCEL_TEST_RANK", 0)), **options)
+    honest.seed(seed + (dist.get_rank() if dist.is_initialized() else 0), **options)
 
 
 def _disagreeing(backend):
