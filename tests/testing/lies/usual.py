@@ -57,6 +57,14 @@ class _LeavesZerosOut(torch.optim.Adam):
         return loss
 
 
+class _InFp32(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for value in _given(self):
+            value.data.copy_(value.data.float())
+        return loss
+
+
 class _WithoutHooks(torch.optim.SGD):
     def register_step_post_hook(self, hook):
         return None
@@ -72,6 +80,7 @@ for _name, _of, _kind, _test, _says in (
     ("decay_that_is_maximized", "sgd", _MaximizesDecay, "test_numerics", "'maximize': True"),
     ("betas_of_the_first_step", "adamw", _FirstBetas, "test_changes_between_steps", "when it was made"),
     ("zeros_that_are_left_out", "adam", _LeavesZerosOut, "test_zeros", "is wrong"),
+    ("float64_in_fp32", "sgd", _InFp32, "test_group_of_several_dtypes", "a parameter in torch.float64 is off"),
     ("optimizer_without_hooks", "sgd", _WithoutHooks, "test_hooks_and_clearing", "the hooks called were ['before']"),
     ("gradients_that_are_not_cleared", "sgd", _ClearsByNone, "test_hooks_and_clearing", "leaves gradients"),
 ):
