@@ -18,7 +18,7 @@ from accelcore import testing as suite
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support import usable
 from accelcore.testing.support.case import Case
-from accelcore.testing.support.found import Found
+from accelcore.testing.support.found import Found, Variant
 from accelcore.testing.support.samples import operators, samples
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def said_of(name, dtype, what, given, planted=None):
         for each in given
     ]
     with lies.operators.Wrong(planted or {}):
-        Case(found, torch.device("cpu"), name, operators()[name], dtype, (tuple(given), {}), what, False).run()
+        Case(found, torch.device("cpu"), name, Variant(operators()[name], dtype, (tuple(given), {}), what)).run()
     assert found.compared
     return found.wrong
 

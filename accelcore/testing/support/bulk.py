@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.testing.support.found import MANY
+from accelcore.testing.support.found import MANY, Variant
 from accelcore.testing.support.layouts import MIXED, WHOLE, changed_tensors, mapped, placed, tensors, with_one_row
-from accelcore.testing.support.rare import Rare
-from accelcore.testing.support.samples import READS_MEMORY, REPEATABLE
+from accelcore.testing.support.samples import OF_ELEMENTS, READS_MEMORY, REPEATABLE
 
 _MANY, _MOST = (70_001, 4099, 2051, 300), 2**17
 """Sizes of an enlarged dimension, and the most elements of a tensor then."""
@@ -31,34 +30,33 @@ _MOST_RESULTS = 10  # of an enlarged sample
 
 
 def of_many(
-    name: str, info: Any, dtype: torch.dtype, pool: Iterable[Any], elementwise: bool, *, writes: bool = False
-) -> Iterator[Rare]:
+    name: str, info: Any, dtype: torch.dtype, pool: Iterable[Any], *, writes: bool = False
+) -> Iterator[Variant]:
     """Yield an operator on many elements: as they are, in other strides, of other options.
 
     Args:
         name, info: the operator and its OpInfo.
         dtype, pool: arguments of that dtype, to be made larger.
-        elementwise: whether each element of the result is that of the inputs' elements at its place.
         writes: whether it is also run in place and with `out=`.
     """
-    every = list(pool)
+    every, elementwise = list(pool), type(info).__name__ in OF_ELEMENTS
     long = _lengthened(info, sorted(every, key=_tensors_of_one_shape, reverse=True), elementwise)
     first = next(long, None)
     if first is not None:
-        yield Rare(info, dtype, first, MANY)
+        yield Variant(info, dtype, first, MANY)
         matrices = mapped(lambda value: value.view(_ROWS, -1) if _is_long(value) else value, first)
-        yield Rare(info, dtype, matrices, MANY, "transposed", writes=writes)
-        yield from (Rare(info, dtype, each, MANY) for each in islice(long, _MOST_LONG))
+        yield Variant(info, dtype, matrices, MANY, "transposed", writes=writes)
+        yield from (Variant(info, dtype, each, MANY) for each in islice(long, _MOST_LONG))
         several = sum(map(_is_long, tensors(first))) > 1
-        yield Rare(info, dtype, matrices, MANY, MIXED if several else "strided")
+        yield Variant(info, dtype, matrices, MANY, MIXED if several else "strided")
         for each in with_one_row(matrices):
             if _keeps_shape(info, each):
-                yield Rare(info, dtype, each, MANY)
+                yield Variant(info, dtype, each, MANY)
     if not elementwise:
         for number, each in enumerate(_of_rows_and_columns(name, info, every)):
-            yield Rare(info, dtype, each, MANY)
+            yield Variant(info, dtype, each, MANY)
             if not number and name not in READS_MEMORY and tensors(each)[0].dim() > 1:
-                yield Rare(info, dtype, each, MANY, "transposed")
+                yield Variant(info, dtype, each, MANY, "transposed")
 
 
 def _lengthened(info: Any, pool: list[Any], elementwise: bool) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from accelcore.testing.support.found import (
     OF_GRADIENT,
     REPEATED,
     Found,
+    Variant,
     is_refusal,
     says_fallback,
 )
@@ -65,57 +66,45 @@ from accelcore.testing.support.samples import (
 )
 from accelcore.testing.support.usable import check_usable
 from accelcore.testing.support.whole import independent
+from accelcore.testing.support.wrapped import Twice
 
 _UNCOUNTED = "it does not count as a change, of which autograd has to know"
 
 
 @dataclass
 class Case:
-    """One operator on one sample, in all its forms.
+    """One variant of an operator's sample, in all its forms.
 
     Attributes:
         found: where the findings go.
         device: where to run it.
-        name, info: the operator and its OpInfo.
-        dtype, arguments: the sample.
-        what: how the sample was changed, in words; empty if it was not.
-        elementwise: whether each element of the result is that of the inputs' elements at its place.
-        aside: whether arguments lie behind other elements.
-        out, layout: of the tensors given as `out=`; of the arguments, if something is said of the sample.
-        writes: whether it is also run in place and with `out=`, if that is not done with such samples.
+        name: the operator.
+        of: the variant.
     """
 
     found: Found
     device: torch.device
     name: str
-    info: Any
-    dtype: torch.dtype
-    arguments: Any
-    what: str
-    elementwise: bool
-    aside: bool = False
-    out: str = BEHIND
-    layout: str = ""
-    writes: bool = False
+    of: Variant
     _memory: list[tuple[bool, bool]] = field(default_factory=list)
     _written: list[int] = field(default_factory=list)  # arguments that the operator writes to, as running statistics
 
     def run(self) -> None:
-        if not is_comparable(self.name, self.dtype, self.arguments):
+        if not is_comparable(self.name, self.of.dtype, self.of.arguments):
             return
-        exact = wide(self.arguments, self.dtype)
+        exact = wide(self.of.arguments, self.of.dtype)
         try:
             given = placed(exact, torch.device("cpu"), "", graph=True)
             right = self._results(given)
-            if self.what != "of expanded memory":
+            if self.of.what != "of expanded memory":
                 self._written = [n for n, pair in enumerate(_pairs(given, exact)) if not same_but_for_rounding(*pair)]
             right = self._independent(exact, right) + self._arguments_after(given)
             memory = self._memory
         except Exception:  # noqa: BLE001  torch's kernels raise errors of any kind: the sample does not fit
             return
-        if self.layout == MARKED and self._written:
+        if self.of.layout == MARKED and self._written:
             return  # torch resolves the mark into a copy, and the operator writes there
-        once = not self.dtype.is_floating_point or self.what in ("of no elements", MANY)
+        once = not self.of.dtype.is_floating_point or self.of.what in ("of no elements", MANY)
         rounded = cache(partial(self._all_rounded, exact, range(1 if once else 3), len(right)))
         further = cache(partial(self._all_rounded, exact, range(3, 3 if once else 11), len(right)))
         overflowed = cache(partial(self._overflowed, exact))
@@ -130,79 +119,81 @@ class Case:
             Expected(
                 part,
                 tensor,
-                self.dtype,
+                self.of.dtype,
                 tolerance(self.name, many=self._adds_up(part)),
                 partial(one_of, number, overflowed),
-                self.what != LARGE and (self.what not in INFINITE or not part.startswith("the gradient")),
-                () if self.what in (EQUAL, BOUNDS) else (partial(of, number, rounded), partial(of, number, further)),
+                self.of.what != LARGE and (self.of.what not in INFINITE or not part.startswith("the gradient")),
+                () if self.of.what in (EQUAL, BOUNDS) else (partial(of, number, rounded), partial(of, number, further)),
             )
             for number, (part, tensor) in enumerate(right)
         ]
-        images = any(tensor.dim() in (4, 5) for tensor in tensors(self.arguments))
-        one = self.what or self.name in READS_MEMORY
-        for layout in (self.layout,) if one else LAYOUTS if images else LAYOUTS[:-1]:
+        images = any(tensor.dim() in (4, 5) for tensor in tensors(self.of.arguments))
+        one = self.of.what or self.name in READS_MEMORY
+        for layout in (self.of.layout,) if one else LAYOUTS if images else LAYOUTS[:-1]:
             begin = layout
-            if self.aside and layout in ("", LAYOUTS[-1]) and self.name not in READS_MEMORY:
+            if self.of.aside and layout in ("", LAYOUTS[-1]) and self.name not in READS_MEMORY:
                 begin = f"{layout}, {BEHIND}".removeprefix(", ")
             self._check(layout or "as it is", expected, partial(self._on_device, begin), memory, begin)
         values = [each for each in expected if each.part.startswith("result")]
-        if values and self.what in REPEATED and any(leaf.requires_grad for leaf in tensors(self.arguments)):
-            self._check(", ".join(filter(None, ("under no_grad", self.layout))), values, self._without_graph)
-        if self.what in ("of one element", MANY, "of expanded memory", *ALONE) and not self.writes:
+        if values and self.of.what in REPEATED and any(leaf.requires_grad for leaf in tensors(self.of.arguments)):
+            self._check(", ".join(filter(None, ("under no_grad", self.of.layout))), values, self._without_graph)
+        if self.of.what in ("of one element", MANY, "of expanded memory", *ALONE) and not self.of.writes:
             return
-        if self.what != "broadcast" and in_place(self.info) is not None:
+        if self.of.what != "broadcast" and in_place(self.of.info) is not None:
             kind = exact[0][0].dtype  # a comparison in place writes 0 and 1 in the tensor's own dtype
             written = [each if each.right.dtype == kind else each.cast(kind) for each in values]
             for layout in ("",) if self.name in READS_MEMORY else (BEHIND, "strided", "transposed"):
                 where = "in place " + (layout if layout in LAYOUTS[1:] else "as it is")
                 works = partial(self._works, self._in_place, exact)
                 self._check(where, written, partial(self._in_place, self._placed(layout)), works=works)
-            if self.dtype == torch.float32 and len(expected) > len(values):
-                op = in_place(self.info)
+            if self.of.dtype == torch.float32 and len(expected) > len(values):
+                op = in_place(self.of.info)
                 changed = partial(self._results, op=lambda one, *others, **named: op(one.clone(), *others, **named))
                 on_device = partial(changed, self._placed("", graph=True))
                 self._check("in place with gradients", expected, on_device, works=partial(self._works, changed, exact))
-        if self.info.supports_out and self.name not in IGNORES_OUT:
-            usual = self.dtype == torch.float32 and not self.what and self.name in {*SAMPLED} - {*DENSE_OUT}
+        if self.of.info.supports_out and self.name not in IGNORES_OUT:
+            usual = self.of.dtype == torch.float32 and not self.of.what and self.name in {*SAMPLED} - {*DENSE_OUT}
             more = ("transposed", *TO_RESIZE) if usual else ()
-            for layout in ("strided", "transposed", EMPTY) if self.writes else {self.out: 0, **dict.fromkeys(more)}:
+            layouts = ("strided", "transposed", EMPTY) if self.of.writes else (self.of.out, *more)
+            for layout in dict.fromkeys(layouts):
                 self._check_out("with out=", values, exact, layout=layout)
             answers = bool(values) and all(each.right.dtype == torch.bool for each in values)
             if usual and not answers:  # what torch refuses is refused, or right
                 self._check_out("with out= of whole numbers", values, exact, refused=True, dtype=torch.int64)
             if usual and self._fits_its_input(exact, values):
                 self._check_out("with out= beside its input", values, exact, refused=True, shifted=True)
-            if answers and (self.name not in ROUNDED_OUT or self.dtype in (torch.int64, torch.bool)):  # 0 and 1
+            if answers and (self.name not in ROUNDED_OUT or self.of.dtype in (torch.int64, torch.bool)):  # 0 and 1
                 numbers = [each.cast(torch.uint8) for each in values]
                 self._check_out("with out= of another dtype", numbers, exact, dtype=torch.uint8)
-            elif self.dtype in (torch.bfloat16, torch.float16) and not self.what:
-                self._check_out("with out= of another dtype", values, self.arguments, dtype=torch.float32)
+            elif self.of.dtype in (torch.bfloat16, torch.float16) and not self.of.what:
+                self._check_out("with out= of another dtype", values, self.of.arguments, dtype=torch.float32)
             if self._fits_its_input(exact, values):
                 self._check_out("with out= its input", values, exact, onto=True)
 
     def _independent(self, exact: Any, right: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return the results, of whole numbers those by other kernels."""
-        if self.dtype.is_floating_point or not right:
+        if self.of.dtype.is_floating_point or not right:
             return right
         parts, results = zip(*right, strict=True)
-        usual = self.what not in (LARGE, ENDS)
-        others = independent(self.name, self.info, self.dtype, exact, list(results), usual=usual)
+        usual = self.of.what not in (LARGE, ENDS)
+        others = independent(self.name, self.of.info, self.of.dtype, exact, list(results), usual=usual)
         return [*zip(parts, others, strict=True)]
 
     def _adds_up(self, part: str) -> bool:
         """Return whether a number may be a sum of thousands."""
-        alone = type(self.info).__name__ in OF_ELEMENTS and part.startswith("result")
-        return self.what == OF_GRADIENT or (self.what == MANY and not alone)
+        alone = type(self.of.info).__name__ in OF_ELEMENTS and part.startswith("result")
+        return self.of.what == OF_GRADIENT or (self.of.what == MANY and not alone)
 
     def _fits_its_input(self, exact: Any, values: list[Expected]) -> bool:
         """Return whether torch lets the operator write its result onto its first argument."""
-        if not self.elementwise or len(values) != 1:
+        elementwise = type(self.of.info).__name__ in OF_ELEMENTS or isinstance(self.of.info, Twice)
+        if not elementwise or len(values) != 1:
             return False
         return bool((values[0].right.shape, values[0].right.dtype) == (exact[0][0].shape, exact[0][0].dtype))
 
     def _placed(self, layout: str, *, graph: bool = False) -> Any:
-        moved, options = placed(self.arguments, self.device, layout, graph=graph)
-        return (moved[0], *self.arguments[0][1:]) if self.name in HOST_ARGUMENTS else moved, options
+        moved, options = placed(self.of.arguments, self.device, layout, graph=graph)
+        return (moved[0], *self.of.arguments[0][1:]) if self.name in HOST_ARGUMENTS else moved, options
 
     def _check_out(self, form: str, values: Any, given: Any, refused: bool = False, **options: Any) -> None:
         out: Callable[[Any], Any] = partial(self._out, **options)
@@ -222,17 +213,19 @@ class Case:
     def _on_device(self, layout: str) -> list[tuple[str, Tensor]]:
         given = self._placed(layout, graph=True)
         found = self._results(given, layout)
-        for number, (one, other) in enumerate(_pairs(given, self.arguments)):
+        for number, (one, other) in enumerate(_pairs(given, self.of.arguments)):
             kept = (
-                number in self._written or self.what == "of expanded memory" or same_but_for_rounding(one.cpu(), other)
+                number in self._written
+                or self.of.what == "of expanded memory"
+                or same_but_for_rounding(one.cpu(), other)
             )
             assert kept, f"it changes its argument {number}"
         return found
 
     def _without_graph(self) -> list[tuple[str, Tensor]]:
-        given, options = self._placed(self.layout, graph=True)
+        given, options = self._placed(self.of.layout, graph=True)
         with torch.no_grad():
-            found = tensors(self.info.op(*given, **options))
+            found = tensors(self.of.info.op(*given, **options))
         return [(f"result {number}", tensor) for number, tensor in enumerate(found)]
 
     def _rounded(self, exact: Any, rounding: Rounding) -> list[tuple[str, Tensor]]:
@@ -247,7 +240,7 @@ class Case:
         try:
             for seed in seeds:
                 torch.default_generator.manual_seed(seed)  # a result that is drawn is another one each time
-                rounding = Rounding(self.dtype, seed, watch=self.what == LARGE)
+                rounding = Rounding(self.of.dtype, seed, watch=self.of.what == LARGE)
                 found.append(self._rounded(exact, rounding))
                 if rounding.draws or rounding.overflows or len(found[-1]) != count:  # what overflows may also vanish
                     return []
@@ -257,7 +250,7 @@ class Case:
 
     def _overflowed(self, exact: Any) -> list[tuple[str, Tensor]]:
         """Return the results if numbers that are too large for the dtype become infinite; none if there are none."""
-        rounding = Rounding(self.dtype, 0, watch=True)
+        rounding = Rounding(self.of.dtype, 0, watch=True)
         found = self._rounded(exact, rounding)
         return found if rounding.overflows else []
 
@@ -265,20 +258,22 @@ class Case:
         """Return the operator's tensors, and the gradients of a weighted sum of them."""
         given, options = arguments
         leaves = [leaf for leaf in tensors((given, options)) if leaf.requires_grad]
-        result = tensors((op or self.info.op)(*given, **options))
+        result = tensors((op or self.of.info.op)(*given, **options))
         self._memory = memory_of(result, (given, options))
-        one, two = ("the gradient", "the second derivative") if self.what == OF_GRADIENT else ("result", "the gradient")
+        one, two = (
+            ("the gradient", "the second derivative") if self.of.what == OF_GRADIENT else ("result", "the gradient")
+        )
         found = [(f"{one} {number}", tensor.detach().clone()) for number, tensor in enumerate(result)]
         roots = [tensor for tensor in result if tensor.requires_grad]
         if leaves and roots:
-            alike = self.what == "of expanded memory"  # as the gradients of a sum are
+            alike = self.of.what == "of expanded memory"  # as the gradients of a sum are
             shapes = [(torch.Size([1] * root.dim()) if alike else root.shape, root) for root in roots]
             drawn = [(drawn_weights(shape, root.dtype), root) for shape, root in shapes]
             moved = [(placed(each, to.device, layout) if layout else each.to(to.device), to) for each, to in drawn]
             weights = [each.expand(root.shape) for each, root in moved]
             before, passes = list[Tensor](), partial(torch.autograd.grad, roots, leaves, allow_unused=True)
             # Two passes through one graph change nothing of each other. The oracle, in float64, needs one.
-            if not layout and self.what in REPEATED and {leaf.dtype for leaf in leaves} != {torch.float64}:
+            if not layout and self.of.what in REPEATED and {leaf.dtype for leaf in leaves} != {torch.float64}:
                 before = tensors(passes([-each for each in weights], retain_graph=True))
             kept = [each.clone() for each in before]
             grads = passes(weights)
@@ -297,7 +292,7 @@ class Case:
         with torch.no_grad():
             place = target.view_as(target)  # as_strided_ takes the tensor elsewhere
             before, version = beside(place), target._version
-            returned = in_place(self.info)(target, *given, **options)
+            returned = in_place(self.of.info)(target, *given, **options)
         assert returned is target, "it returns another tensor"
         assert target._version > version or self.name not in SAMPLED, _UNCOUNTED
         assert torch.equal(beside(place), before), "it wrote beside the tensor"
@@ -314,15 +309,15 @@ class Case:
     ) -> list[tuple[str, Tensor]]:
         given, options = arguments
         with torch.no_grad():
-            where = BEHIND if self.name in DENSE_OUT else layout or self.out
+            where = BEHIND if self.name in DENSE_OUT else layout or self.of.out
             unwritten = partial(given_as_out, layout=where, dtype=dtype)
-            written = given[0] if onto else pytree.tree_map(unwritten, self.info.op(*given, **options))
+            written = given[0] if onto else pytree.tree_map(unwritten, self.of.info.op(*given, **options))
             if shifted:  # by an element
                 memory = given[0].new_zeros(given[0].numel() + 1)
                 given = (memory[:-1].view(given[0].shape).copy_(given[0]), *given[1:])
                 written = memory[1:].view(given[0].shape)
             before = [beside(each) for each in tensors(written)]
-            returned = self.info.op(*given, **options, out=written)
+            returned = self.of.info.op(*given, **options, out=written)
         for one, other, kept in zip(tensors(returned), tensors(written), before, strict=True):
             assert one.data_ptr() == other.data_ptr(), "it returns another tensor"
             assert torch.equal(beside(other), kept), "it wrote beside the tensor"
@@ -339,7 +334,9 @@ class Case:
     ) -> None:
         """Note what is wrong with the results of a form, if it `works` on the CPU: torch refuses some forms."""
         behind = BEHIND if BEHIND in begin else ""
-        where = ", ".join(filter(None, (self.name, str(self.dtype).removeprefix("torch."), form, self.what, behind)))
+        where = ", ".join(
+            filter(None, (self.name, str(self.of.dtype).removeprefix("torch."), form, self.of.what, behind))
+        )
         if self.found.leaves_out(where):
             return
         try:
@@ -350,49 +347,49 @@ class Case:
                 results = run()
         except AssertionError as error:
             if works():
-                self.found.note(f"{where}: {error}", self.arguments)
+                self.found.note(f"{where}: {error}", self.of.arguments)
             return
         except Exception as error:  # noqa: BLE001  a device raises errors of any kind
             text = " ".join((str(error).strip() or repr(error)).splitlines()[:2])[:200]
-            usual = self.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
-            rare = not usual or any(not tensor.numel() for tensor in tensors(self.arguments))
+            usual = self.of.what in ("", "broadcast") and form in ("as it is", "in place as it is", "with out=")
+            rare = not usual or any(not tensor.numel() for tensor in tensors(self.of.arguments))
             refuses = rare or is_refusal(error)
             check_usable(self.device, where)
             finding = f"{where}: {type(error).__name__}: {text}"
             if works():
-                self.found.refused.append(finding) if refuses else self.found.note(finding, self.arguments)
+                self.found.refused.append(finding) if refuses else self.found.note(finding, self.of.arguments)
             return
         self.found.on_host |= kernels.names | {self.name for each in said if says_fallback(str(each.message))}
         if len(results) != len(expected):
             if works():
-                self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}", self.arguments)
+                self.found.note(f"{where}: {len(results)} tensors instead of {len(expected)}", self.of.arguments)
             return
         if form == "as it is" and self.name not in CONVERTS and self._same_strides():
             for (part, tensor), each, own, of_cpu in zip(results, expected, self._memory, memory, strict=False):
-                floating = self.dtype.is_floating_point and each.right.dtype.is_floating_point
-                kinds = (self.dtype, torch.float64) if floating else (each.right.dtype, each.right.dtype)
+                floating = self.of.dtype.is_floating_point and each.right.dtype.is_floating_point
+                kinds = (self.of.dtype, torch.float64) if floating else (each.right.dtype, each.right.dtype)
                 if (tensor.dtype, each.right.dtype) == kinds:  # or it is a conversion, which may or may not be a copy
                     for difference in memory_differs(own, of_cpu):
-                        self.found.note(f"{where}: {part} {difference}", self.arguments)
+                        self.found.note(f"{where}: {part} {difference}", self.of.arguments)
         for (part, tensor), each in zip(results, expected, strict=True):
             said_wrong = each.differs_in_form(tensor)
-            unique = self.name not in NOT_UNIQUE or isinstance(self.info, Unique)
+            unique = self.name not in NOT_UNIQUE or isinstance(self.of.info, Unique)
             if not said_wrong and unique and not self._is_tied(part):
                 said_wrong = each.differs(tensor)
             self.found.compared += 1
             if said_wrong and works():
-                self.found.note(f"{where}: {part} {said_wrong}", self.arguments)
+                self.found.note(f"{where}: {part} {said_wrong}", self.of.arguments)
 
     def _is_tied(self, part: str) -> bool:
         """Return whether a result is an index of numbers of which several are equal, or a gradient at that index."""
-        alike = not self.dtype.is_floating_point or self.what in (MANY, "of expanded memory")
-        if self.what == "of expanded memory" and self.name in CHOOSES and part.startswith("the gradient"):
+        alike = not self.of.dtype.is_floating_point or self.of.what in (MANY, "of expanded memory")
+        if self.of.what == "of expanded memory" and self.name in CHOOSES and part.startswith("the gradient"):
             return True
-        return alike and part == TIED.get(self.name) and not self.arguments[1].get("stable")
+        return alike and part == TIED.get(self.name) and not self.of.arguments[1].get("stable")
 
     def _same_strides(self) -> bool:
         """Return whether the oracle's arguments lie in memory as the sample's do."""
-        pairs = _pairs(self.arguments, wide(self.arguments, self.dtype))
+        pairs = _pairs(self.of.arguments, wide(self.of.arguments, self.of.dtype))
         return all(one.layout != torch.strided or one.stride() == other.stride() for one, other in pairs)
 
 

@@ -1,4 +1,4 @@
-"""Findings of an operator, words for the samples in them, and errors that do not count."""
+"""Findings of an operator, what is said of the samples in them, and errors that do not count."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from accelcore import Backend
 from accelcore.devices.plugins import find
 from accelcore.known_faults import TORCH_FAULTS, KnownFault
+from accelcore.testing.support.layouts import BEHIND
 
 _REFUSES = re.compile(
     r"(not|n't) (currently )?(implement|support)|unsupported|only supports|no (kernel|implementation)|EMULATED|"
@@ -59,6 +60,29 @@ ALONE = (
 
 REPEATED = ("", "broadcast", OTHERWISE)
 """What is said of samples that are also run without gradients, and of which backward runs twice."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An operator, and arguments for it: a sample of torch's, as it is or changed.
+
+    Attributes:
+        info, dtype, arguments: the operator's OpInfo, and the sample.
+        what: how the sample was changed, in words; empty if it was not.
+        layout: of the arguments, if something is said of the sample.
+        aside: whether arguments lie behind other elements.
+        out: layout of the tensors given as `out=`.
+        writes: whether it is also run in place and with `out=`, if that is not done with such samples.
+    """
+
+    info: Any
+    dtype: torch.dtype
+    arguments: Any
+    what: str
+    layout: str = ""
+    aside: bool = False
+    out: str = BEHIND
+    writes: bool = False
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, combinations, cycle, islice, product
 from typing import Any
 
@@ -30,6 +29,7 @@ from accelcore.testing.support.found import (
     INFINITE,
     LARGE,
     OTHERWISE,
+    Variant,
 )
 from accelcore.testing.support.layouts import (
     LAYOUTS,
@@ -97,21 +97,9 @@ _WIDENS_LATE = "masked."  # computes in the dtype of its argument
 _COUNTS_UP = ("gamma", "zeta")  # whose kernels take a step for each whole number below 0
 
 
-@dataclass(frozen=True)
-class Rare:
-    """An operator, its arguments, in words what is rare about them, and whether it is also run in place and `out=`."""
-
-    info: Any
-    dtype: torch.dtype
-    arguments: Any
-    what: str
-    layout: str = ""
-    writes: bool = False
-
-
 def rare(
     name: str, info: Any, dtype: torch.dtype, every: list[Any], chosen: list[Any], *, brief: bool = False
-) -> Iterator[Rare]:
+) -> Iterator[Variant]:
     """Yield an operator's rare cases.
 
     Args:
@@ -142,49 +130,49 @@ def rare(
         *(filter(None, map(repeated, filter(_combines, options + pairs))) if name.startswith(_WRITES) else ()),
         *(islice(filter(None, map(with_negative_indices, pool)), _MOST_SHAPES) if name in _FROM_BEHIND else ()),
     ]:
-        yield Rare(info, dtype, arguments, OTHERWISE, writes=any(arguments is each for each in written))
+        yield Variant(info, dtype, arguments, OTHERWISE, writes=any(arguments is each for each in written))
     if name in SAMPLED and "attention" not in name:  # others may crash, and attention divides by the root of a size
-        yield from (Rare(info, dtype, arguments, "of no elements") for arguments in _without_sizes(info, options))
+        yield from (Variant(info, dtype, arguments, "of no elements") for arguments in _without_sizes(info, options))
     for arguments, layout in zip(convolutions(name, dtype), cycle(LAYOUTS), strict=False):
-        yield Rare(info, dtype, arguments, OTHERWISE, layout)
+        yield Variant(info, dtype, arguments, OTHERWISE, layout)
     in_layouts = _IN_LAYOUTS[1:2] if brief else _IN_LAYOUTS
     for choose, layout in in_layouts if every and name not in READS_MEMORY else ():
-        yield Rare(info, dtype, choose(options, key=_most_options), OTHERWISE, layout)
+        yield Variant(info, dtype, choose(options, key=_most_options), OTHERWISE, layout)
     if name in UNIQUE:
         of_both = [*options, *of_other_options(info, torch.complex64, samples(info, torch.complex64), [])]
-        yield from (Rare(Unique(name, info), dtype, arguments, OTHERWISE) for arguments in of_both)
+        yield from (Variant(Unique(name, info), dtype, arguments, OTHERWISE) for arguments in of_both)
     if every and _matrices(mixed := max(pool, key=_matrices)) > 1 and name not in READS_MEMORY:
-        yield Rare(info, dtype, mixed, OTHERWISE, MIXED)
+        yield Variant(info, dtype, mixed, OTHERWISE, MIXED)
     if name in ROUGH or not every:
         return
     for arguments in options:
         if (name in DECIDED or arguments[1].get("stable")) and (changed := with_equal_numbers(arguments)) is not None:
-            yield Rare(info, dtype, changed, EQUAL)
-            yield Rare(info, dtype, changed, EQUAL, "transposed")
+            yield Variant(info, dtype, changed, EQUAL)
+            yield Variant(info, dtype, changed, EQUAL, "transposed")
     by_dimensions = {_dimensions(given): given for given in pool if tensors(given)}  # one of each number
     for changed in chain.from_iterable(all_alike(given, counted=name in _COUNTED) for given in by_dimensions.values()):
-        yield Rare(info, dtype, changed, ALIKE)
+        yield Variant(info, dtype, changed, ALIKE)
     if dtype == torch.float32 and not name.startswith(_NO_BOUNDS):
         bounds = _range_of(info)
         bounded = islice(filter(None, (with_bounds(each, *bounds) for each in options)), _MOST_BOUNDED)
-        yield from (Rare(info, dtype, arguments, BOUNDS) for arguments in bounded)
+        yield from (Variant(info, dtype, arguments, BOUNDS) for arguments in bounded)
     if not brief:
         yield from _with_frozen_inputs(info, dtype, every)
     if info.supports_autograd and name not in (*TIED, *NOT_UNIQUE):
         given = max(pool, key=_matrices)
         count = len(results_of(info, given))
         for number in range(count) if 1 < count <= _MOST_RESULTS else ():
-            yield Rare(OneResult(info, number), dtype, given, OTHERWISE)
+            yield Variant(OneResult(info, number), dtype, given, OTHERWISE)
     if dtype == torch.float32 and type(info).__name__ == "BinaryUfuncInfo":
         yield from _beside_numbers(info)
     if dtype == torch.float32 and defines_nan(name) and not (chosen or needs_lapack(info)):
         given = arguments_of(max(every, key=_elements))
         among = options if "attention" in name else options + pairs  # a mask may hide NaN, or not
         for changed in with_nans(info.op, sorted(among, key=_most_options, reverse=True)):
-            yield Rare(info, dtype, changed, "with NaN")
+            yield Variant(info, dtype, changed, "with NaN")
         for what, each in islice(INFINITE.items(), 1 if brief else None) if defines_infinities(name) else ():
             if (changed := with_infinity(given, each, several=name not in CHOOSES)) is not None:
-                yield Rare(info, dtype, changed, what)
+                yield Variant(info, dtype, changed, what)
     known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE else ()
     for kind, most in ((torch.int64, _MOST_WHOLE), (torch.bool, 2)):
         if kind in known and dtype == torch.float32:
@@ -192,22 +180,22 @@ def rare(
     for kind, most in _OF_SHORT[: 1 if brief else None]:
         if kind in known:
             ends = filter(None, map(with_ends, of_other_options(info, kind, samples(info, kind), [])))
-            yield from (Rare(info, kind, arguments, ENDS) for arguments in islice(ends, most))
+            yield from (Variant(info, kind, arguments, ENDS) for arguments in islice(ends, most))
     if torch.complex64 in known and name not in CONVERTS:
         complex_ones = of_other_options(info, torch.complex64, samples(info, torch.complex64), [])
         for number, arguments in enumerate(islice(complex_ones, 2)):
-            yield Rare(info, torch.float32, arguments, COMPLEX)
+            yield Variant(info, torch.float32, arguments, COMPLEX)
             if not (number or brief) and name not in READS_MEMORY:
-                yield Rare(info, torch.float32, arguments, COMPLEX, MARKED)
+                yield Variant(info, torch.float32, arguments, COMPLEX, MARKED)
             if not number and type(info).__name__ in OF_ELEMENTS and not any(each in name for each in _COUNTS_UP):
                 (first, *others), named = arguments
-                yield Rare(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
+                yield Variant(info, torch.float32, ((first * _SQUARE_OVERFLOWS, *others), named), LARGE)
         zeros = filter(None, (with_complex_zeros(arguments_of(each)) for each in samples(info, torch.complex64)))
         if not needs_lapack(info) and (changed := next(zeros, None)) is not None and _is_finite(info, changed):
-            yield Rare(info, torch.float32, changed, COMPLEX)
+            yield Variant(info, torch.float32, changed, COMPLEX)
 
 
-def in_wider_dtypes(name: str, info: Any, dtypes: Iterable[torch.dtype]) -> Iterator[Rare]:
+def in_wider_dtypes(name: str, info: Any, dtypes: Iterable[torch.dtype]) -> Iterator[Variant]:
     """Yield samples with `dtype=`, of a dtype that is wider than the sample's: the result must have its digits."""
     known = info.supported_dtypes("cpu") if name not in NOT_UNIQUE and not name.startswith(_WIDENS_LATE) else set()
     for narrow, wider in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
@@ -215,7 +203,7 @@ def in_wider_dtypes(name: str, info: Any, dtypes: Iterable[torch.dtype]) -> Iter
             given = [mapped(_without_gradient, arguments_of(sample)) for sample in samples(info, narrow)]
             given.sort(key=lambda each: -sum(tensor.numel() for tensor in tensors(each)))
             asked = [(values, {**named, "dtype": wider}) for values, named in given[:_MOST_WIDER]]
-            yield from (Rare(info, wider, each, OTHERWISE) for each in asked if results_of(info, asked[0]))
+            yield from (Variant(info, wider, each, OTHERWISE) for each in asked if results_of(info, asked[0]))
 
 
 def _without_gradient(value: Any) -> Any:
@@ -235,20 +223,20 @@ def _range_of(info: Any) -> tuple[float, float]:
     return (0.0, 1.0) if least is None or most is None else (float(least), float(most))
 
 
-def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int, *, brief: bool) -> Iterator[Rare]:
+def _of_whole_numbers(name: str, info: Any, kind: torch.dtype, most: int, *, brief: bool) -> Iterator[Variant]:
     """Yield samples of whole numbers with each option, in turn in other strides, and numbers that fp32 cannot hold."""
     every = samples(info, kind)
     options = [*islice(of_other_options(info, kind, every, []), most), *islice(joined(info, kind, every), most)]
     others = ("",) if brief or name in READS_MEMORY else ("strided", "transposed", "")
     for arguments, layout in chain(product(options[:1], others), zip(options[1:], cycle(others), strict=False)):
-        yield Rare(info, kind, arguments, OTHERWISE, layout)
+        yield Variant(info, kind, arguments, OTHERWISE, layout)
     for arguments in options[:most] if kind != torch.bool else ():
         if (changed := with_long_numbers(arguments)) is not None:
-            yield Rare(info, kind, changed, LARGE)
+            yield Variant(info, kind, changed, LARGE)
             break
     for arguments in options if name in (*DECIDED, *ORDERED, *CHOOSES) and kind == torch.int64 else ():
         if (changed := with_close_numbers(arguments)) is not None:
-            yield Rare(info, kind, changed, OTHERWISE)
+            yield Variant(info, kind, changed, OTHERWISE)
 
 
 def _of_other_shapes(name: str, options: list[Any]) -> Iterator[Any]:
@@ -296,21 +284,21 @@ def _broadcast(info: Any, pool: list[Any]) -> Iterator[Any]:
     yield from (each for each in with_one_row(given) if shapes and results_of(info, each) == shapes)
 
 
-def _beside_numbers(info: Any) -> Iterator[Rare]:
+def _beside_numbers(info: Any) -> Iterator[Variant]:
     """Yield tensors with a number as the other operand."""
     for kind, number in ((torch.float32, 3), (torch.int64, 2.5), (torch.int64, 3)):
         first = next((each for (each, *_), _ in of_other_options(info, kind, samples(info, kind), [])), None)
         if first is not None:
-            yield Rare(info, kind, ((first, number), {}), OTHERWISE, writes=True)
+            yield Variant(info, kind, ((first, number), {}), OTHERWISE, writes=True)
 
 
-def _with_frozen_inputs(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Rare]:
+def _with_frozen_inputs(info: Any, dtype: torch.dtype, every: list[Any]) -> Iterator[Variant]:
     """Yield the sample of most arguments with every set of them that needs gradients, but none and all."""
     given = arguments_of(max(every, key=lambda sample: len(tensors(arguments_of(sample)))))
     leaves = [number for number, each in enumerate(tensors(given)) if each.requires_grad]
     for count in range(1, len(leaves)) if len(leaves) <= _MOST_LEAVES else ():
         for frozen in combinations(leaves, count):
-            yield Rare(info, dtype, _frozen(given, frozen), FROZEN)
+            yield Variant(info, dtype, _frozen(given, frozen), FROZEN)
 
 
 def _frozen(arguments: Any, numbers: tuple[int, ...]) -> Any:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from accelcore.known_faults import KnownFault
 from accelcore.testing.support.case import Case
-from accelcore.testing.support.found import EQUAL, LARGE, Found
+from accelcore.testing.support.found import EQUAL, LARGE, Found, Variant
 
 _LENGTHS = (9, 17, 33, 129, 768, 1025, 4099)
 _OF_LOW = 33, 4099  # lengths that are tried in every dtype: of the longer rows a sum in low precision stands still
@@ -169,5 +169,5 @@ def compare_rows(
                     where = f"of {form} of {length}"
                     what = LARGE if factor > 1 else EQUAL if name in _ORDERED else where
                     called = name if what == where else f"{name} {where}"
-                    Case(found, device, called, _OfRows(op), dtype, (leaves, {}), what, False).run()
+                    Case(found, device, called, Variant(_OfRows(op), dtype, (leaves, {}), what)).run()
     return found
