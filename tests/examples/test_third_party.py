@@ -85,9 +85,9 @@ def test_it_conforms(hostchip):
 
 def test_the_ranks_of_the_suite_start_as_processes(hostchip, tmp_path):
     """Elsewhere the process that forks them is a fork, too."""
-    done = hostchip("-m", "accelcore.testing.support.ranks", tmp_path, "nowhere")
+    done = hostchip("-m", "accelcore.testing.support.ranks", tmp_path, "nowhere", "nowhere")
     assert done.returncode == 1
-    assert "there is no backend 'nowhere'" in (tmp_path / "0.stderr").read_text()
+    assert "there is no backend 'nowhere'" in (tmp_path / "2" / "0.stderr").read_text()
 
 
 def test_its_own_tests_pass(site, fork, import_from):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ import torch.distributed as dist
 from accelcore import Backend, ConfigurationError, DistributedError
 from accelcore.jobs.launchers import Launch
 from accelcore.testing.support.declared import LOW_PRECISION, declared
-from accelcore.testing.support.job import two_ranks
+from accelcore.testing.support.job import three_ranks, two_ranks
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import eps
 from accelcore.testing.support.ranks import EXACT, OPERATIONS, as_real, base_of, reduced
+from accelcore.testing.support.torch_collectives import GROUPS, OF_GROUPS
 from accelcore.testing.support.usable import DeviceTests
 
 _ALONE = timedelta(seconds=5)  # how long a group waits for ranks that do not exist
 
 
 class TestCollectives(DeviceTests):
-    """One process, then a job of two."""
+    """One process, then jobs of two and of three."""
 
     def test_alone(self, accel: Backend) -> None:
         """In one process every collective is the identity, on the tensor itself."""
@@ -182,6 +184,20 @@ class TestCollectives(DeviceTests):
         first, _ = _job(accel)
         assert first["waited"], "a rank left the barrier before the other had come"
 
+    def test_groups(self, accel: Backend) -> None:
+        """In groups of two of three ranks, torch's collectives reach the group's ranks, from and to each of them."""
+        _needs_process_groups(accel)
+        for rank, found in enumerate(three_ranks(accel)):
+            for members, dtype in product([each for each in GROUPS if rank in each], OF_GROUPS):
+                numbers = {one: [one + 1, 10 * one] for one in members}
+                total = [sum(each) for each in zip(*numbers.values(), strict=True)]
+                expected = {"gathered": [*numbers.values()], "sum": [total]}
+                for one in members:
+                    expected |= {f"broadcast from {one}": [numbers[one]], f"sum for {one}": [total] * (rank == one)}
+                for what, values in expected.items():
+                    made = found[f"{members} {dtype}"][what]
+                    assert made == values, f"{what} in the group of ranks {members} is {made}, not {values} in {dtype}"
+
     def test_job_is_closed(self, accel: Backend) -> None:
         """After `distributed()` the process group that it formed is destroyed, and another can be formed."""
         assert [rank["open"] for rank in _job(accel, "closed")] == [False, False]
@@ -216,6 +232,10 @@ def _refusal(group: Any, device: torch.device) -> str | None:
 
 
 def _job(accel: Backend, part: str = "collectives") -> list[dict[str, Any]]:
+    _needs_process_groups(accel)
+    return two_ranks(accel, part)
+
+
+def _needs_process_groups(accel: Backend) -> None:
     if not accel.capabilities.process_groups:
         pytest.skip("not declared: a process group; another test sees that a job of several ranks is refused")
-    return two_ranks(accel, part)

@@ -1,16 +1,19 @@
-"""Program of the suite's job of ranks: `python -m accelcore.testing.support.ranks FOLDER DEVICE DEVICE`, by `job.py`.
+"""Program of the suite's jobs: `python -m accelcore.testing.support.ranks FOLDER DEVICE DEVICE...`, run by `job.py`.
 
-It imports what ranks need and forks them. Each rank writes the results of each part to FOLDER/RANK.json, and what it
-says to FOLDER/RANK.stderr; the tests that started the job judge them. How a rank ended is in FOLDER/RANK.code.
+It imports what ranks need and forks them: the job of two ranks, then one of three if there are three devices. Each rank
+writes the results of each part to FOLDER/RANKS/RANK.json, and what it says to FOLDER/RANKS/RANK.stderr; the tests that
+started the jobs judge them. How a rank ended is in FOLDER/RANKS/RANK.code.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -29,9 +32,11 @@ from accelcore.optim.shards import is_sharded, to_local
 from accelcore.testing.support.declared import LOW_PRECISION
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
+from accelcore.testing.support.torch_collectives import in_groups
 
 ROWS, STEPS = 16, 4
 _PATIENCE = 15  # seconds, of a limit of one
+LIMITS = {2: 180.0, 3: 60.0}  # seconds, by the number of ranks, after which a rank that has not ended is killed
 _NEEDED = ("torch._dynamo", "torch.distributed.fsdp")  # what torch imports late, in every optimizer and in its shards
 OPERATIONS = ("sum", "avg", "min", "max", "broadcast")
 _INF = float("inf")
@@ -312,23 +317,49 @@ def main() -> int:
     folder, *devices = Path(sys.argv[1]), *sys.argv[2:]
     for module in _NEEDED:
         import_module(module)
+    failed = job_failed(_rank_of_two, devices[:2], folder / "2")
+    return int((len(devices) > 2 and job_failed(_rank_of_three, devices, folder / "3")) or failed)
+
+
+def job_failed(target: Callable[[int, str, Path], None], devices: list[str], folder: Path) -> bool:
+    """Run a job with a rank for each device, and kill ranks that hang; return whether a rank failed."""
+    folder.mkdir()
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=_rank, args=(*each, folder)) for each in enumerate(devices)]
+    processes = [fork.Process(target=_rank, args=(target, *each, folder)) for each in enumerate(devices)]
     for process in processes:
         process.start()
-    left = dict(enumerate(processes))
-    while left:
-        ended = connection.wait([process.sentinel for process in left.values()])
+    left, limit = dict(enumerate(processes)), LIMITS[len(devices)]
+    end = time.monotonic() + limit
+    while left and (ended := connection.wait([each.sentinel for each in left.values()], end - time.monotonic())):
         for rank in [rank for rank, process in left.items() if process.sentinel in ended]:
             left[rank].join()
             (folder / f"{rank}.code").write_text(str(left.pop(rank).exitcode))
-    return int(any(process.exitcode for process in processes))
+    for rank, process in left.items():
+        process.kill()
+        process.join()
+        (folder / f"{rank}.code").write_text(f"no end within {limit:g} seconds")
+    return any(process.exitcode for process in processes)
 
 
-def _rank(rank: int, device: str, folder: Path) -> None:
-    """Form the job, do everything that the backend declares, and write the results."""
+def _rank(target: Callable[[int, str, Path], None], rank: int, device: str, folder: Path) -> None:
+    """Run a rank that says where it is before it is killed because it hangs."""
     with (folder / f"{rank}.stderr").open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
+    faulthandler.dump_traceback_later(LIMITS[int(folder.name)] * 0.9, file=sys.stderr.fileno())
+    target(rank, device, folder)
+
+
+def _rank_of_three(rank: int, device: str, folder: Path) -> None:
+    """Form the job of three ranks, and groups of two of them."""
+    accel = accelcore.select(device)
+    meet = f"file://{folder.resolve()}/meet"
+    with accel.distributed(rank=rank, world_size=3, init_method=meet, timeout=timedelta(seconds=LIMITS[3] / 2)):
+        found = in_groups(accel, rank)
+    (folder / f"{rank}.json").write_text(json.dumps({"groups": found}), encoding="utf-8")
+
+
+def _rank_of_two(rank: int, device: str, folder: Path) -> None:
+    """Form the job, do everything that the backend declares, and write the results."""
     accel = accelcore.select(device)
     meet = f"file://{folder.resolve()}/meet"
     found: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,21 @@ import torch.distributed as dist
 from accelcore.jobs.collectives import TorchCollectives
 from lies.lie import LIES, Lie, declaring, lie, replaced
 
+_broadcast = dist.broadcast
+
+
+def _from_the_first(broadcast, tensor, src=0, group=None):
+    """Broadcast, in a group that is not the whole job always from its first rank."""
+    first = dist.get_process_group_ranks(group)[0] if group and group.size() < dist.get_world_size() else src
+    return broadcast(tensor, first, group)
+
 
 class _Disagreeing(TorchCollectives):
-    """A fault for each kind of tensor, so that one job of two ranks tells them all."""
+    """A fault for each kind of tensor, so that one run of the ranks tells them all."""
 
     def init(self, launch, *, timeout=None):
         super().init(launch)
+        dist.broadcast = partial(_from_the_first, _broadcast)
 
     def all_reduce(self, tensor, op="sum"):
         if tensor.dtype == torch.float64:
@@ -84,6 +94,7 @@ for _name, _test, _says, _arguments in (
     ("broadcast_of_a_copy", "test_views", "another tensor", {"operation": "broadcast", "kind": "row"}),
     ("broadcast_of_neighbours", "test_views", "not what was asked", {"operation": "broadcast", "kind": "column"}),
     ("broadcast_always_from_zero", "test_broadcast", "another rank's tensor", {}),
+    ("broadcast_in_groups_from_the_first", "test_groups", "broadcast from 2 in the group", {}),
     ("seeds_that_differ_by_rank", "test_random_numbers", "with one seed", {}),
     ("job_without_a_limit", "test_timeout", "limit of time", {}),
     ("barrier_that_does_not_wait", "test_barrier", "left the barrier", {}),
