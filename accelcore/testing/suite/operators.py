@@ -16,18 +16,12 @@ from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import Found, is_refusal, known_faults
 from accelcore.testing.support.host_kernels import is_composed
 from accelcore.testing.support.known import KNOWN
-from accelcore.testing.support.known_of_forms import KNOWN_OF_FORMS
-from accelcore.testing.support.known_of_many import KNOWN_OF_MANY
-from accelcore.testing.support.known_of_places import KNOWN_OF_PLACES
-from accelcore.testing.support.known_rare import KNOWN_RARE
-from accelcore.testing.support.known_unsampled import KNOWN_UNSAMPLED
 from accelcore.testing.support.rows import ROWS, compare_rows
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators
 from accelcore.testing.support.sweep import compare, compare_options
 from accelcore.testing.support.usable import DeviceTests
 
 PARTS = 20  # of the operators, each a test
-_KNOWN = {**KNOWN, **KNOWN_OF_FORMS, **KNOWN_OF_MANY, **KNOWN_OF_PLACES, **KNOWN_RARE, **KNOWN_UNSAMPLED}
 
 
 def check(accel: Backend, name: str, count: int, record: Callable[[str, object], None]) -> None:
@@ -93,10 +87,10 @@ class TestOperators(ListTests, ModuleTests, DeviceTests):
             found = compare_rows(accel.device, name, dtypes, known_faults(accel))
         _report(found, name, record_property)
 
-    @pytest.mark.parametrize("what", _KNOWN)
+    @pytest.mark.parametrize("what", KNOWN)
     def test_known_result(self, accel: Backend, what: str) -> None:
         """An operator gives a result that was computed without torch."""
-        compute, expected = _KNOWN[what]
+        compute, expected = KNOWN[what]
         if (found := Found(known_faults(accel))).leaves_out(what):
             pytest.skip("; ".join(found.seen))
         try:

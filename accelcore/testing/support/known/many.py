@@ -215,7 +215,7 @@ def _sums_along(what: Callable[[Tensor, int], Tensor], form: str, dtype: torch.d
     return lambda device: what(torch.full(shape, 1 / 8, device=device, dtype=dtype), along).unique()
 
 
-KNOWN_OF_MANY: dict[str, tuple[Compute, list[float]]] = {
+KNOWN_MANY: dict[str, tuple[Compute, list[float]]] = {
     "sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.sum()), [_LONG]),
     "running sum of bf16": (_of(_ones(_LONG, torch.bfloat16), lambda x: x.cumsum(0)[-1]), [_LONG]),
     "norm of bf16": (_of(_ones(_LONG, torch.bfloat16), torch.linalg.vector_norm), [512]),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelcore.testing.support.known import Compute, of_values
+from accelcore.testing.support.known.values import Compute, of_values
 
 _MANY = 70_000
 _CHOSEN = 5_000  # more than a block of threads orders
@@ -243,7 +243,7 @@ def _medians(x: Tensor) -> Tensor:
     )
 
 
-KNOWN_OF_FORMS: dict[str, tuple[Compute, list[float]]] = {
+KNOWN_FORMS: dict[str, tuple[Compute, list[float]]] = {
     "repetition by counts of 0": (
         of_values(_repeated, *range(10, 15)),
         [*(10, 10, 12, 13, 13, 13) * 2, *(4, 0, 2, 6, 0), *(0, 0, 2, 3, 3, 3)],

@@ -180,7 +180,7 @@ _WRITES_FAR: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int64": torch.int64}
 _OTHERS = [0, 1, 4, 5, 16, 17, 20, 21]  # what three of six dimensions with two places make, the others at 0
 
-KNOWN_OF_PLACES: dict[str, tuple[Compute, list[float]]] = {
+KNOWN_PLACES: dict[str, tuple[Compute, list[float]]] = {
     "copies of five to eight dimensions": (_turned(5, 6, 7, 8), _places(5, 6, 7, 8)),
     "copies of ten dimensions": (_turned(10), _places(10)),
     "reductions of six dimensions": (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accelcore.testing.support.known import Compute, gradient, index, of_values
+from accelcore.testing.support.known.values import Compute, gradient, index, of_values
 
 _SIZE = 66  # rows, more than the tiles that kernels take
 _CLOSE = 1e-4  # of the largest number: more than a decomposition in fp32 loses by rounding

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelcore.testing.support.known import Compute, gradient, index, of_values
+from accelcore.testing.support.known.values import Compute, gradient, index, of_values
 
 _E = math.e
 _INF, _NAN = math.inf, math.nan
@@ -234,7 +234,7 @@ _TRANSFORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "irfft": (_transformed(torch.fft.irfft, True), [1, 2, 3, 4, 0, 0, 1] * 2),
 }
 
-KNOWN_RARE: dict[str, tuple[Compute, list[float]]] = {
+KNOWN_ARGUMENTS: dict[str, tuple[Compute, list[float]]] = {
     "indices that are apart": (
         _of_cube(lambda x: x[index(x, 0, 1), :, index(x, 3, 0)]),
         [3, 7, 11, 12, 16, 20],
