@@ -21,6 +21,21 @@ from accelcore.testing.support.usable import DeviceTests
 
 _UPDATES = (2000.0, 70_000.0)
 _MANY = 2**21 + 3  # elements
+_WITHOUT = (1, -1, 0, 2, -1)  # which parameter has no gradient in each step; -1: all have one
+
+
+def _alike(device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Return parameters of one shape."""
+    return [nn.Parameter(torch.linspace(-1, number, 6).view(2, 3).to(device, dtype)) for number in (1, 2, 3)]
+
+
+def _train_alike(optimizer: torch.optim.Optimizer, members: list[nn.Parameter]) -> None:
+    """Make some steps, in which one or none of the parameters has no gradient."""
+    for number, without in enumerate((-1, 0, 1, -1)):
+        for index, parameter in enumerate(members):
+            gradient = (index + 1) * (-1) ** (index * number) * torch.linspace(1, 2, 6).view(2, 3)
+            parameter.grad = None if index == without else gradient.to(parameter)
+        optimizer.step()
 
 
 def _launches(accel: Backend, make: Callable[..., torch.optim.Optimizer], count: int) -> list[str]:
@@ -143,28 +158,22 @@ class TestOptimizers(StateOfOptimizers, StepsOfOptimizers, DeviceTests):
         with declared(name in accel.optimizers.names(), f"the optimizer {name}"):
             options = ORACLES[name][1][-1]
             reference, expected = on_host(name, options)
-            members = parameters(accel.device)
-            optimizer = accel.optimizers.create(name, members, **with_rate(options))
-            for number, without in enumerate((1, -1, 0, 2, -1)):
-                before = weights(members)
-                for one, own in ((reference, expected), (optimizer, members)):
-                    step(one, own, number, without=without)
-                kept = without < 0 or torch.equal(weights(members)[without], before[without])
-                assert kept, "a parameter without gradient was changed"
-            assert max(map(error, members, expected)) < 2e-5, "after a gradient that came late it steps otherwise"
-            alike = [nn.Parameter(torch.linspace(-1, number, 6).view(2, 3).to(accel.device)) for number in (1, 2, 3)]
-            exact = [nn.Parameter(parameter.detach().cpu().double()) for parameter in alike]
-            pairs = [
-                (accel.optimizers.create(name, alike, **with_rate(options)), alike),
-                (oracle(name, exact, **with_rate(options)), exact),
-            ]
-            for number, without in enumerate((-1, 0, 1, -1)):
-                for each, own in pairs:
-                    for index, parameter in enumerate(own):
-                        gradient = (index + 1) * (-1) ** (index * number) * torch.linspace(1, 2, 6).view(2, 3)
-                        parameter.grad = None if index == without else gradient.to(parameter)
-                    each.step()
-            assert max(map(error, alike, exact)) < 2e-5, "beside one without gradient, parameters of one shape mix up"
+            for number, without in enumerate(_WITHOUT):
+                step(reference, expected, number, without=without)
+            exact = _alike(torch.device("cpu"), torch.float64)
+            _train_alike(oracle(name, exact, **with_rate(options)), exact)
+            for route, optimizer, members in routes_of(accel, name, options):
+                for number, without in enumerate(_WITHOUT):
+                    before = weights(members)
+                    step(optimizer, members, number, without=without)
+                    kept = without < 0 or torch.equal(weights(members)[without], before[without])
+                    assert kept, f"route {route}: a parameter without gradient was changed"
+                off = max(map(error, members, expected))
+                assert off < 2e-5, f"route {route}: after a gradient that came late it is off by {off:.1e}"
+                alike = _alike(accel.device, torch.float32)
+                _train_alike(accel.optimizers.create(name, alike, route=route, **with_rate(options)), alike)
+                off = max(map(error, alike, exact))
+                assert off < 2e-5, f"route {route}: beside one without gradient, parameters of one shape mix up"
 
     @pytest.mark.parametrize("name", EVERY)
     def test_native(self, accel: Backend, name: str) -> None:

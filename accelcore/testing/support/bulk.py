@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice, product
@@ -26,6 +27,8 @@ _FEW = 12
 
 _MOST_ELEMENTS = 2**17  # of its results
 _MOST_LONG = 2  # vectors of other options
+_IMAGES = (2, 3, 4, 5)
+_SHARED = ((1, 2), (0, 2), (2,), (1, 3))  # dimensions of size 1, such as those of a mask that heads share
 _MOST_RESULTS = 10  # of an enlarged sample
 
 
@@ -57,6 +60,25 @@ def of_many(
             yield Variant(info, dtype, each, MANY)
             if not number and name not in READS_MEMORY and tensors(each)[0].dim() > 1:
                 yield Variant(info, dtype, each, MANY, "transposed")
+
+
+def of_shared_dimensions(info: Any, pool: Iterable[Any]) -> Iterator[Any]:
+    """Yield arguments of four dimensions, some of which have size 1 in one tensor and are wider in the others."""
+    several = (given for given in pool if _tensors_of_one_shape(given) > 1)
+    many = filter(None, (lengthened(given, math.prod(_IMAGES)) for given in several))
+    long = next((given for given in many if _keeps_shape(info, given)), None)
+    for value, shared in product([each for each in tensors(long) if each.dim()], _SHARED):
+        yield mapped(partial(_as_images, id(value), shared), long)
+
+
+def _as_images(place: int, shared: tuple[int, ...], value: Any) -> Any:
+    """Return a long tensor as images; with one element of the shared dimensions if the tensor has that identity."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    images = value.detach().view(_IMAGES)
+    for dimension in shared if id(value) == place else ():
+        images = images.narrow(dimension, 0, 1)
+    return images.clone().requires_grad_(value.requires_grad)
 
 
 def _lengthened(info: Any, pool: list[Any], elementwise: bool) -> Iterator[Any]:

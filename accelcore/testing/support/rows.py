@@ -54,6 +54,12 @@ _OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "adaptive_avg_pool1d": lambda x: functional.adaptive_avg_pool1d(x, 1),
     "mm": lambda x: x @ x.detach().t(),
     "mv": lambda x: x @ x.detach()[0],
+    "products that are added": lambda x: (
+        torch.addmm(x[:, :3], x, x.detach().t()),
+        torch.baddbmm(x[None, :, :3], x[None], x.detach().t()[None]),
+        functional.linear(x, x.detach(), x[0, :3]),
+    ),
+    "products of batches": lambda x: (torch.bmm(x[None], x.detach().t()[None]), torch.dot(x[0], x.detach()[1])),
     "mm of many columns": lambda x: x.repeat(23, 1).t() @ x.detach().flip(1)[:, :130].repeat(23, 1),
     "bmm of many columns": lambda x: torch.bmm(x.expand(2, 3, -1).mT, x.detach().flip(1)[:, :130].expand(2, 3, -1)),
     "fft": lambda x: torch.view_as_real(torch.fft.fft(_spectrum(x))),
@@ -111,6 +117,12 @@ _OF_WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # whose gradient
     "batch_norm": lambda x, weight: functional.batch_norm(x, None, None, weight, weight, training=True),
     "expand": lambda x, weight: weight.expand_as(x),
 }
+_ADDED = (  # of which the last elements count as much as thousands before them
+    *("sum of all", "mean of all", "mse_loss", "adaptive_avg_pool1d", "mm", "mv", "products that are added"),
+    *("products of batches", "sum", "nansum", "mean", "var", "std", "vector_norm", "norm of order 1", "cumsum"),
+    *("cosine_similarity", *(f"gradient of {name} over rows" for name in ("addition", "multiplication", "linear"))),
+    *(f"gradient of {name} over rows" for name in ("weight of linear", "addmm", "conv1d", "conv2d", "prelu", "expand")),
+)
 _OF_LARGE = (*_OF_ROWS.keys() - {"cholesky", "inverse", "solution", "determinant"}, *_ALONG.keys() - {"prod"})
 
 ROWS = (*_OF_ROWS, *_ALONG, *_ORDERED, *(f"gradient of {name} over rows" for name in _OF_WEIGHTS))
@@ -162,7 +174,10 @@ def compare_rows(
             rows = ((2 * rows).round() if name in _ORDERED else rows).to(dtype)
             large = length == _OF_LOW[-1] and name in _OF_LARGE
             for factor in (1.0, *[_EXPONENT_OVERFLOWS] * large):
-                for form, op, given in _forms(name, factor * rows):
+                scaled = factor * rows
+                if name in _ADDED and factor == 1 and length == _OF_LOW[-1] and dtype != torch.float32:
+                    scaled[:, -3:] *= 64
+                for form, op, given in _forms(name, scaled):
                     # Of equal numbers a gradient is a sum, which a device may add up in the low precision.
                     differentiable = name not in _ORDERED or dtype == torch.float32
                     leaves = tuple(each.clone().requires_grad_(differentiable) for each in given)

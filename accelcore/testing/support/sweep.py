@@ -46,7 +46,7 @@ def compare(
             return found
         for variants in (
             of.low(), of.large_and_small(), of.rare(), of.many(), of.of_other_memory(), of.pairs(),
-            of.second_derivatives(), of.not_finite(),
+            of.with_shared_dimensions(), of.with_numbers(), of.second_derivatives(), of.not_finite(),
         ):  # fmt: skip
             _run(found, device, name, variants)
     _run(found, device, name, in_wider_dtypes(name, info, dtypes))

@@ -16,6 +16,7 @@ from accelcore.testing.support.layouts import WHOLE, changed_tensors, mapped, pl
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, *WHOLE)
 _ROUGH_IN_FP32 = 2**28  # of the whole numbers behind it, fp32 has every 32nd
 _MOST_PARTS = 64  # numbers that may be offsets
+_NUMBERS = (-1.5, 2.5, 0.5, 1.5)
 _MOST_TRIED = 8  # arguments of an operator, until a NaN shows in its results
 
 
@@ -215,6 +216,17 @@ def with_whole_numbers(arguments: Any) -> Any:
         return None
     whole = others[0].detach().abs().clamp(max=9).int() + 1
     return (first.detach(), whole, *others[1:]), options
+
+
+def with_numbers(pool: Iterable[Any]) -> Iterator[Any]:
+    """Yield arguments with numbers in place of the tensors of fractions but the first, of each set of their places."""
+    done = set[tuple[int, ...]]()
+    for (first, *others), options in pool:
+        places = tuple(n for n, each in enumerate(others) if isinstance(each, Tensor) and each.is_floating_point())
+        if places and places not in done and isinstance(first, Tensor) and first.numel() > 1:
+            done.add(places)
+            numbers = iter(_NUMBERS)
+            yield (first, *(next(numbers) if n in places else each for n, each in enumerate(others))), options
 
 
 def with_one_number(pool: Iterable[Any]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelcore.testing.support.bulk import of_many
+from accelcore.testing.support.bulk import of_many, of_shared_dimensions
 from accelcore.testing.support.coverage import (
     arguments_of,
     convolutions,
@@ -55,6 +55,7 @@ from accelcore.testing.support.values import (
     with_infinity,
     with_nans,
     with_nothing_of,
+    with_numbers,
     with_one_number,
     with_short_indices,
     with_whole_numbers,
@@ -237,6 +238,20 @@ class Variants:
                 yield Variant(self.info, self.dtype, given, "of one number")
         if (alone := _alone(self.every)) is not None:
             yield Variant(Twice(self.info), self.dtype, alone, "of one tensor twice")
+
+    def with_shared_dimensions(self) -> Iterator[Variant]:
+        """Yield in fp32 four dimensions, some of which have size 1 in one tensor, as those of a mask."""
+        if self._is_fp32 and self._is_compared_widely:
+            for arguments in of_shared_dimensions(self.info, map(arguments_of, self.every)):
+                yield Variant(self.info, self.dtype, arguments, OTHERWISE)
+
+    def with_numbers(self) -> Iterator[Variant]:
+        """Yield numbers in place of all tensors but the first, also beside NaN."""
+        if not self.dtype.is_floating_point or not self._is_compared_widely:
+            return
+        for given in with_numbers(map(arguments_of, self.every)):
+            yield Variant(self.info, self.dtype, given, OTHERWISE, writes=True)
+            yield from (Variant(self.info, self.dtype, each, "with NaN") for each in with_nans(self.info.op, [given]))
 
     def second_derivatives(self) -> Iterator[Variant]:
         """Yield in fp32 the gradient as the operator, of the first sample and of the options of most dimensions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lies.lie import LIES, Lie
-from lies.operators import WrongFunction, _note, as_if_contiguous, differentiated, drawn, known, listed, swept
+from lies.operators import Wrong, WrongFunction, _note, as_if_contiguous, differentiated, drawn, known, listed, swept
 from lies.optimizers import making
 
 LONGEST = 2  # of the targets
@@ -258,3 +258,36 @@ class _OfBoth(torch.autograd.Function):
 
 differentiated("gradient_of_a_mean_alone_that_is_lost", "var_mean", "of other options",
                lambda function, x, *args, **options: _OfBoth.apply(x, function, args, options))  # fmt: skip
+
+
+def _of_the_first_sample(func, x, mask, value):
+    shared = mask.dim() == x.dim() > 2 and len(mask) == len(x) and 1 in mask.shape
+    return func(x, mask[:1].expand_as(mask) if shared else mask, value)
+
+
+def _of_nan_too(func, x, least=None, most=None, **out):
+    numbers = not any(isinstance(each, torch.Tensor) for each in (least, most))
+    return func(x.nan_to_num(nan=0.0) if numbers else x, least, most, **out)
+
+
+def _in_eights_beyond_4096(func, *given):
+    (*others, one, other), inner = given, given[-1].shape[0]
+    if one.dtype == torch.bfloat16 and inner > 4096:
+        one, other = one[:, : inner // 8 * 8], other[: inner // 8 * 8]
+    return func(*others, one, other)
+
+
+def _by_the_first_count(func, *lists, **options):
+    *others, counts = lists
+    return func(*others, [counts[0]] * len(counts), **options)
+
+
+swept("mask_of_the_first_sample", "masked_fill", "bool (2, 1, 1, 5)", {"masked_fill": _of_the_first_sample})
+swept("bounds_that_lose_nan", "clamp", "with NaN: result 0 is wrong", {"clamp": _of_nan_too})
+_note("product_without_its_last_columns", "TestOperators.test_rows", "of rows of 4099: result 0 is wrong",
+      {"name": "mm"}, lambda: Wrong({"mm": _in_eights_beyond_4096}))  # fmt: skip
+_note("sum_of_products_without_its_last_columns", "TestOperators.test_rows", "of rows of 4099: result 0 is wrong",
+      {"name": "products that are added"}, lambda: Wrong({"addmm": _in_eights_beyond_4096}))  # fmt: skip
+_note("fused_step_by_the_first_count", "TestOptimizers.test_no_gradient_is_no_update",
+      "route fused: after a gradient that came late", {"name": "adam"},
+      lambda: Wrong({"_fused_adam_": _by_the_first_count}))  # fmt: skip
