@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 
 import pytest
 import torch
@@ -95,6 +96,21 @@ _FP32: dict[str, Operator] = {
     "mse_loss": lambda x: functional.mse_loss(x, x.flip(0)),
     "smooth_l1_loss": lambda x: functional.smooth_l1_loss(x, x.flip(0)),
     "binary_cross_entropy_with_logits": lambda x: functional.binary_cross_entropy_with_logits(x, _ones(x, 4, 4)),
+}
+_LOSSES: dict[str, Operator] = {
+    "l1_loss": lambda x: functional.l1_loss(x, x.flip(0)),
+    "huber_loss": lambda x: functional.huber_loss(x, x.flip(0)),
+    "kl_div": lambda x: functional.kl_div(x, x.flip(0), reduction="batchmean"),
+    "nll_loss": lambda x: functional.nll_loss(x, torch.arange(4, device=x.device)),
+    "nll_loss of images": lambda x: functional.nll_loss(_batch(x), torch.ones(1, 2, 4, device=x.device).long()),
+    "poisson_nll_loss": lambda x: functional.poisson_nll_loss(x, x.flip(0)),
+    "gaussian_nll_loss": lambda x: functional.gaussian_nll_loss(x, x.flip(0), x.square()),
+    "cosine_embedding_loss": lambda x: functional.cosine_embedding_loss(x, x.flip(0), _ones(x, 4)),
+    "hinge_embedding_loss": lambda x: functional.hinge_embedding_loss(x, -_ones(x, 4, 4), margin=3.0),
+    "margin_ranking_loss": lambda x: functional.margin_ranking_loss(x, x.flip(0), _ones(x, 4, 4)),
+    "multi_margin_loss": lambda x: functional.multi_margin_loss(x, torch.arange(4, device=x.device)),
+    "soft_margin_loss": lambda x: functional.soft_margin_loss(x, _ones(x, 4, 4)),
+    "triplet_margin_loss": lambda x: functional.triplet_margin_loss(x, x.flip(0), x.flip(1)),
 }
 _WIDEST: dict[str, Operator] = {
     "cat": lambda x: torch.cat([x, _wide(x)]),
@@ -193,6 +209,26 @@ class OpTables:
                     assert double.grad is not None
                     assert error(result, expected) < 1e-5, f"table O1 does not compute {name} in fp32"
                     assert error(leaf.grad, double.grad) < 2 * eps(low), f"under table O1 {name} has a wrong gradient"
+
+    @pytest.mark.parametrize("table", TABLES)
+    def test_fp32_stays_fp32(self, accel: Backend, table: str) -> None:
+        """Losses, norms, sums and powers of fp32 numbers are computed in fp32 under autocast, with their gradients."""
+        if table not in accel.capabilities.autocast_tables:
+            pytest.skip(f"not declared: table {table}")
+        kept = {name: run for name, run in (_FP32 | _LOSSES).items() if name != "linalg_vecdot"}  # torch's is a product
+        for (name, run), low in product(kept.items(), accel.capabilities.autocast_dtypes):
+            leaf = _values(accel.device, torch.float32)
+            with accel.autocast(low, table=table):
+                result = run(leaf)
+            exact = leaf.detach().cpu().double().requires_grad_()
+            expected = run(exact)
+            for each in (result, expected):
+                each.backward(torch.arange(1.0, 1 + each.numel()).sin().reshape(each.shape).to(each))
+            assert result.dtype == torch.float32, f"under autocast to {low} {name} of fp32 numbers is {result.dtype}"
+            for found, right in ((result, expected), (leaf.grad, exact.grad)):
+                assert found is not None
+                assert right is not None
+                assert error(found, right) < 1e-4, f"under autocast {name} of fp32 numbers loses digits in {low}"
 
     def test_torchs_fp32(self, accel: Backend) -> None:
         """By torch's table, too, a result that autocast makes fp32 was computed in fp32, whatever the low precision."""

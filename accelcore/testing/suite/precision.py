@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, conv2d, conv_transpose1d, cross_entropy, linear
+from torch.nn.functional import conv1d, conv2d, conv_transpose1d, linear
 
 from accelcore import Backend, UnsupportedError
 from accelcore.known_faults import SUMS_OF_ROWS
@@ -142,15 +142,6 @@ class TestPrecision(OpTables, ContextTests, DeviceTests):
                 result = OPERATORS[operator](row, torch.tensor([[1.0], [-1.0]], device=accel.device))
             assert result.dtype == dtype, f"under autocast to {name} it is {result.dtype}"
             assert result.item() == 0.0, f"it was computed in more precision than {name} has"
-
-    @pytest.mark.parametrize("name", LOW_PRECISION)
-    def test_autocast_keeps_losses_exact(self, accel: Backend, name: str) -> None:
-        """Softmax and loss of fp32 logits stay fp32 under autocast."""
-        with declared(name in accel.capabilities.autocast_dtypes, f"autocast to {name}"):
-            logits, classes = torch.linspace(-4, 4, 60).reshape(6, 10), torch.arange(6)
-            with accel.autocast(getattr(torch, name)):
-                loss = cross_entropy(logits.to(accel.device), classes.to(accel.device))
-            assert error(loss, cross_entropy(logits.double(), classes)) < 1e-5
 
     @pytest.mark.parametrize("name", LOW_PRECISION)
     def test_autocast_is_accurate(self, accel: Backend, name: str) -> None:
