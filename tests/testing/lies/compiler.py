@@ -8,6 +8,7 @@ import torch
 
 from accelcore.roles.compiler import Compiled
 from lies.lie import LIES, Lie, declaring, lie, replaced
+from lies.operators import WrongFunction
 
 
 def traced(backend):
@@ -321,6 +322,39 @@ def compiler_that_draws_once(backend):
 @lie("TestCompiler.test_compiled_draws_anew", says="does not draw by the seed")
 def compiler_that_seeds_itself(backend):
     return compiled_with_its_first_numbers(backend, seeded=False)
+
+
+def _under(wrong):
+    """A compiler whose graphs run under a mode that replaces functions."""
+
+    def compile(honest, module, options):
+        def run(rows):
+            with wrong():
+                return module(rows)
+
+        return Compiled(run, compiled=True)
+
+    return compile
+
+
+@lie("TestCompiler.test_compiled_is_the_same", says="computes something else")
+def compiler_that_stores_where_it_should_add(backend):
+    once = {"index_add": lambda function, x, dim, index, source: x.index_copy(dim, index, source)}
+    return replaced(backend, "compiler", compile=_under(lambda: WrongFunction(once)))
+
+
+@lie("TestCompiler.test_compiled_draws_anew", says="two layers of a compiled module draw the same numbers")
+def compiler_that_draws_one_mask_for_all_layers(backend):
+    def wrong():
+        state = torch.get_rng_state()
+
+        def again(function, *args, **options):
+            torch.set_rng_state(state)
+            return function(*args, **options)
+
+        return WrongFunction({"dropout": again})
+
+    return replaced(backend, "compiler", compile=_under(wrong))
 
 
 @lie("TestTraining.test_compile", says="error(")
