@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from accelcore import Backend, ConfigurationError, DistributedError
 from accelcore.jobs.launchers import Launch
-from accelcore.testing.support.declared import LOW_PRECISION, declared
+from accelcore.testing.support.calls_of_torch import CALLS
+from accelcore.testing.support.declared import LOW_PRECISION, declared, refused
 from accelcore.testing.support.job import three_ranks, two_ranks
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import eps
@@ -119,6 +120,15 @@ class TestCollectives(DeviceTests):
             for found, factor in zip(rank["strides"], (3, 2, 2, 2), strict=True):
                 expected = [[0.0, factor, 2 * factor], [3 * factor, 4 * factor, 5 * factor]]
                 assert found == expected, f"of matrices in two strides it makes {found}"
+
+    @pytest.mark.parametrize("call", CALLS)
+    def test_calls_of_torch(self, accel: Backend, call: str) -> None:
+        """torch's own collectives give each rank the rows that are its, also of unequal parts; some may be refused."""
+        for rank, numbers in zip(_job(accel), CALLS[call][1], strict=True):
+            found = rank["calls"][call]
+            if isinstance(found, str):
+                refused(found)
+            assert found == [[each, -each] for each in numbers], f"by {call} rank {rank['rank']} gets {found}"
 
     @pytest.mark.parametrize("dtype", EXACT)
     def test_every_digit(self, accel: Backend, dtype: str) -> None:

@@ -29,6 +29,7 @@ from torch import nn
 import accelcore
 from accelcore.devices import SHARDED
 from accelcore.optim.shards import is_sharded, to_local
+from accelcore.testing.support.calls_of_torch import called
 from accelcore.testing.support.declared import LOW_PRECISION
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
@@ -90,6 +91,7 @@ def _collectives(accel: accelcore.Backend, job: Any, folder: Path) -> dict[str, 
                 _gathered,
             )
         ],
+        "calls": called(accel.device, job.rank),
         "low": {name: _low(job, tensor(value, 6e4, dtype=getattr(torch, name))) for name in reduced(accel)},
         "views": {},
     }

@@ -20,12 +20,24 @@ def _from_the_first(broadcast, tensor, src=0, group=None):
     return broadcast(tensor, first, group)
 
 
+def _at_the_places_of_rows_sent(found, rows, received=None, sent=None, exchange=dist.all_to_all_single):
+    exchange(found, rows, received, sent)
+    parts, begin = found.clone().split(received or len(rows) // 2), 0
+    found.zero_()
+    for part, count in zip(parts, sent or map(len, parts), strict=True):
+        room = found[begin:][: len(part)]
+        room.copy_(part[: len(room)])
+        begin += count
+
+
 class _Disagreeing(TorchCollectives):
     """A fault for each kind of tensor, so that one run of the ranks tells them all."""
 
     def init(self, launch, *, timeout=None):
         super().init(launch)
         dist.broadcast = partial(_from_the_first, _broadcast)
+        if launch.world_size > 1:  # in a process that ends with the job
+            dist.all_to_all_single = _at_the_places_of_rows_sent
 
     def all_reduce(self, tensor, op="sum"):
         if tensor.dtype == torch.float64:
@@ -93,6 +105,12 @@ for _name, _test, _says, _arguments in (
     ("smallest_of_no_leaf", "test_views", "a leaf: it raises", {"operation": "min", "kind": "every other"}),
     ("broadcast_of_a_copy", "test_views", "another tensor", {"operation": "broadcast", "kind": "row"}),
     ("broadcast_of_neighbours", "test_views", "not what was asked", {"operation": "broadcast", "kind": "column"}),
+    (
+        "rows_at_the_places_of_those_sent",
+        "test_calls_of_torch",
+        "rank 1 gets",
+        {"call": "all_to_all_single of unequal parts"},
+    ),
     ("broadcast_always_from_zero", "test_broadcast", "another rank's tensor", {}),
     ("broadcast_in_groups_from_the_first", "test_groups", "broadcast from 2 in the group", {}),
     ("seeds_that_differ_by_rank", "test_random_numbers", "with one seed", {}),
