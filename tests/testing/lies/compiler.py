@@ -337,7 +337,7 @@ def _under(wrong):
     return compile
 
 
-@lie("TestCompiler.test_compiled_is_the_same", says="computes something else")
+@lie("TestCompiler.test_compiled_draws_anew", says="adds 32 ones at an index to")
 def compiler_that_stores_where_it_should_add(backend):
     once = {"index_add": lambda function, x, dim, index, source: x.index_copy(dim, index, source)}
     return replaced(backend, "compiler", compile=_under(lambda: WrongFunction(once)))
