@@ -20,7 +20,7 @@ from accelcore.testing.support.job import three_ranks, two_ranks
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import eps
 from accelcore.testing.support.ranks import EXACT, OPERATIONS, as_real, base_of, reduced
-from accelcore.testing.support.torch_collectives import GROUPS, OF_GROUPS
+from accelcore.testing.support.torch_collectives import COMBINED, EXCHANGES, GROUPS, OF_GROUPS
 from accelcore.testing.support.usable import DeviceTests
 
 _ALONE = timedelta(seconds=5)  # how long a group waits for ranks that do not exist
@@ -156,6 +156,21 @@ class TestCollectives(DeviceTests):
             total, average = rank["low"][dtype]
             assert total == [3.0]
             assert average == pytest.approx([1.5, 6e4], rel=bound), "the average is none"
+
+    @pytest.mark.parametrize("operation", [*COMBINED, *EXCHANGES])
+    def test_large(self, accel: Backend, operation: str) -> None:
+        """Large tensors of each dtype arrive whole, also in views and in unequal parts.
+
+        A dtype that is not declared may be refused, and so may torch's own collectives.
+        """
+        required = accel.capabilities.model_dtypes if operation in OPERATIONS else ()
+        wrong = [
+            f"{operation} of large {dtype} tensors: {why}"
+            for rank in _job(accel, "large")
+            for dtype, why in rank[operation].items()
+            if why and (dtype in required or not why.startswith("refused: "))
+        ]
+        assert not wrong, ", and ".join(wrong)
 
     def test_broadcast(self, accel: Backend) -> None:
         """broadcast gives every rank the tensor of the named rank, integers exactly, a large one whole."""

@@ -33,7 +33,7 @@ from accelcore.testing.support.calls_of_torch import called
 from accelcore.testing.support.declared import LOW_PRECISION
 from accelcore.testing.support.kinds import VIEWS
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
-from accelcore.testing.support.torch_collectives import in_groups
+from accelcore.testing.support.torch_collectives import in_groups, of_large
 
 ROWS, STEPS = 16, 4
 _PATIENCE = 15  # seconds, of a limit of one
@@ -381,6 +381,7 @@ def _rank_of_two(rank: int, device: str, folder: Path) -> None:
                 options_of = variants_of(strategy).items()
                 note(strategy, {name: _trained(accel, job, strategy, options) for name, options in options_of})
         note("statistics", _statistics(accel, job))
+        note("large", of_large(job, accel.device))
     closed = {"open": dist.is_initialized(), "waits": False}
     again = accel.distributed(rank=rank, world_size=2, init_method=f"{meet}-again", timeout=1)
     with suppress(accelcore.DistributedError), again as job:  # a group in which a rank was late is of no use

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelcore.jobs.collectives import TorchCollectives
 from lies.lie import LIES, Lie, declaring, lie, replaced
 
-_broadcast = dist.broadcast
+_BUCKET = 65_536  # elements
 
 
 def _from_the_first(broadcast, tensor, src=0, group=None):
@@ -20,7 +20,7 @@ def _from_the_first(broadcast, tensor, src=0, group=None):
     return broadcast(tensor, first, group)
 
 
-def _at_the_places_of_rows_sent(found, rows, received=None, sent=None, exchange=dist.all_to_all_single):
+def _at_the_places_of_rows_sent(exchange, found, rows, received=None, sent=None):
     exchange(found, rows, received, sent)
     parts, begin = found.clone().split(received or len(rows) // 2), 0
     found.zero_()
@@ -30,16 +30,73 @@ def _at_the_places_of_rows_sent(found, rows, received=None, sent=None, exchange=
         begin += count
 
 
+def _product_by_a_sum(all_reduce, tensor, op=dist.ReduceOp.SUM, group=None, **options):
+    large = op == dist.ReduceOp.PRODUCT and tensor.numel() > _BUCKET
+    return all_reduce(tensor, dist.ReduceOp.SUM if large else op, group, **options)
+
+
+def _gathered_wrongly(all_gather, parts, tensor, *rest, **options):
+    """Gather, of strided tensors the first part only, and of large ones the first bucket."""
+    work = all_gather(parts, tensor, *rest, **options)
+    if not tensor.is_contiguous():
+        parts[1].zero_()
+    elif tensor.numel() > _BUCKET:
+        parts[1][_BUCKET:].zero_()
+    return work
+
+
+def _scattered_wrongly(reduce_scatter, output, parts, op):
+    """Scatter strided parts in the order of memory, and other lists in the order of their sizes."""
+    reduce_scatter(output, parts, op)
+    output.copy_(output.flip(0) if parts[0].is_contiguous() else output.roll(1))
+
+
+_WRONG = {
+    "broadcast": _from_the_first,
+    "all_reduce": _product_by_a_sum,
+    "all_to_all_single": _at_the_places_of_rows_sent,
+    "all_gather": _gathered_wrongly,
+    "reduce_scatter": _scattered_wrongly,
+}
+
+
+def _short(reduce, tensor, op, size):
+    """Reduce the first elements of a contiguous tensor only."""
+    if not tensor.is_contiguous():
+        return reduce(tensor, op)
+    reduce(tensor.view(-1)[:size], op)
+    return tensor
+
+
+def _of_a_copy(reduce, tensor, op):
+    """Reduce a copy of a view."""
+    reduce(tensor.contiguous(), op)
+    return tensor
+
+
+_OF_LARGE = {
+    (torch.float32, "max"): lambda reduce, tensor, op: _short(reduce, tensor, op, _BUCKET),
+    (torch.int64, "min"): lambda reduce, tensor, op: _short(reduce, tensor, op, tensor.numel() // 4 * 4),
+    (torch.bfloat16, "min"): lambda reduce, tensor, op: _short(reduce, tensor, op, _BUCKET),
+    (torch.bool, "max"): lambda reduce, tensor, op: reduce(tensor, "min"),
+    (torch.int8, "max"): _of_a_copy,
+}
+"""Faults of reductions of large tensors alone, by dtype and operation."""
+_RIGHT = {name: getattr(dist, name) for name in _WRONG}
+
+
 class _Disagreeing(TorchCollectives):
     """A fault for each kind of tensor, so that one run of the ranks tells them all."""
 
     def init(self, launch, *, timeout=None):
         super().init(launch)
-        dist.broadcast = partial(_from_the_first, _broadcast)
         if launch.world_size > 1:  # in a process that ends with the job
-            dist.all_to_all_single = _at_the_places_of_rows_sent
+            for name, wrong in _WRONG.items():
+                setattr(dist, name, partial(wrong, _RIGHT[name]))
 
     def all_reduce(self, tensor, op="sum"):
+        if tensor.numel() > 20_000 and (tensor.dtype, op) in _OF_LARGE:
+            return _OF_LARGE[tensor.dtype, op](super().all_reduce, tensor, op)
         if tensor.dtype == torch.float64:
             return tensor.copy_(super().all_reduce(tensor.float(), op))
         if tensor.is_complex():
@@ -113,6 +170,20 @@ for _name, _test, _says, _arguments in (
     ),
     ("broadcast_always_from_zero", "test_broadcast", "another rank's tensor", {}),
     ("broadcast_in_groups_from_the_first", "test_groups", "broadcast from 2 in the group", {}),
+    ("largest_of_a_bucket", "test_large", "max of large float32 tensors: ", {"operation": "max"}),
+    ("largest_of_bools", "test_large", "max of large bool tensors: ", {"operation": "max"}),
+    ("largest_of_copies_by_dtype", "test_large", "max of large int8 tensors: ", {"operation": "max"}),
+    ("smallest_of_a_bucket", "test_large", "min of large bfloat16 tensors: ", {"operation": "min"}),
+    ("smallest_of_whole_vectors", "test_large", "min of large int64 tensors: 1 of ", {"operation": "min"}),
+    ("product_that_is_a_sum", "test_large", "product of large ", {"operation": "product"}),
+    *(
+        (f"wrong_{words.replace(' ', '_')}", "test_large", f"{words} of large ", {"operation": words})
+        for words in (
+            *("all_to_all in unequal splits", "all_to_all one way"),
+            *("all_gather", "all_gather of strided tensors"),
+            *("reduce_scatter in uneven parts", "reduce_scatter of strided tensors"),
+        )
+    ),
     ("seeds_that_differ_by_rank", "test_random_numbers", "with one seed", {}),
     ("job_without_a_limit", "test_timeout", "limit of time", {}),
     ("barrier_that_does_not_wait", "test_barrier", "left the barrier", {}),
