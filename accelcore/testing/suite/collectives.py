@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from accelcore import Backend, ConfigurationError, DistributedError
 from accelcore.jobs.launchers import Launch
-from accelcore.testing.support.calls_of_torch import CALLS
 from accelcore.testing.support.declared import LOW_PRECISION, declared, refused
 from accelcore.testing.support.job import three_ranks, two_ranks
 from accelcore.testing.support.kinds import VIEWS
+from accelcore.testing.support.large_collectives import COMBINED, EXCHANGES
 from accelcore.testing.support.oracles import eps
 from accelcore.testing.support.ranks import EXACT, OPERATIONS, as_real, base_of, reduced
-from accelcore.testing.support.torch_collectives import COMBINED, EXCHANGES, GROUPS, OF_GROUPS
+from accelcore.testing.support.torch_collectives import CALLS, GROUPS, OF_GROUPS
 from accelcore.testing.support.usable import DeviceTests
 
 _ALONE = timedelta(seconds=5)  # how long a group waits for ranks that do not exist

@@ -29,11 +29,11 @@ from torch import nn
 import accelcore
 from accelcore.devices import SHARDED
 from accelcore.optim.shards import is_sharded, to_local
-from accelcore.testing.support.calls_of_torch import called
 from accelcore.testing.support.declared import LOW_PRECISION
 from accelcore.testing.support.kinds import VIEWS
+from accelcore.testing.support.large_collectives import of_large
 from accelcore.testing.support.oracles import Stateful, batches, buffers, evaluated
-from accelcore.testing.support.torch_collectives import in_groups, of_large
+from accelcore.testing.support.torch_collectives import called, in_groups
 
 ROWS, STEPS = 16, 4
 _PATIENCE = 15  # seconds, of a limit of one
