@@ -26,6 +26,7 @@ _COUNTS = (300, 40, 20)  # numbers of one operand, of each of two and of three
 _RUNS = 6  # with rounding errors by chance
 _UNITS = {torch.float32: 8, torch.bfloat16: 2, torch.float16: 2}  # rounding errors of inputs and result
 _NEAR_END = 8  # part of the largest number: kernels multiply by small factors on the way
+_FLUSHED = 128  # times the smallest normal number: a factor of a larger result is above it
 _USUAL = (2.0**-6, 2.0**6)  # operands that the formula of a gradient may square in any precision
 
 _KEEPS_SIGNS = (
@@ -56,7 +57,7 @@ _IMPRECISE = (
     *("kl_div", "poisson_nll_loss", "binary_cross_entropy_with_logits"),
 )
 _OF_TWO_FACTORS = ("igamma", "igammac")  # as above
-_DIFFERENCES = ("lerp",)  # overflow on the way
+_ON_THE_WAY = ("lerp", "atan2")  # a difference overflows, a reciprocal is flushed to 0
 _COUNTS_UP, _LEAST = ("gamma", "zeta"), -100.0  # kernels take a step for each whole number below 0
 
 
@@ -82,7 +83,7 @@ def compare_numbers(
     for dtype in dtypes:
         for arguments in chosen if dtype in known and dtype in _UNITS else ():
             least = _LEAST if any(each in name for each in _COUNTS_UP) else -math.inf
-            given = _with_numbers(arguments, dtype, least, name in _DIFFERENCES)
+            given = _with_numbers(arguments, dtype, least, name in _ON_THE_WAY)
             where = f"{name}, {str(dtype).removeprefix('torch.')}, of numbers of every size"
             if not found.leaves_out(where):
                 _Numbers(found, where, info, dtype, given).compare(device)
@@ -283,8 +284,9 @@ class _Numbers:
                 if number >= _RUNS:  # what overflows on the way, or is no number then
                     is_open |= results[part].isfinite() != right.isfinite()
                     is_open |= results[part].isnan() != right.isnan()
-        # What is smaller than the normal numbers of 8 bits of exponent, a device may flush to 0.
-        least = limits.smallest_normal * (limits.eps if self._dtype == torch.float16 and not gradient else 1)
+        # Below the normal numbers of 8 bits of exponent a device may flush to 0, also what a small result is made of.
+        of_half = 1.0 if gradient else limits.eps
+        least = limits.smallest_normal * (of_half if self._dtype == torch.float16 else _FLUSHED)
         allowed = units * (limits.eps * size + spread) + least
         if self._info.name in _ABSOLUTE:
             allowed += _ABSOLUTE_UNITS * self._sizes[0].clamp(min=1)
