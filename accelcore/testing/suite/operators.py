@@ -12,9 +12,9 @@ import torch
 from accelcore import Backend
 from accelcore.testing.suite.lists import ListTests
 from accelcore.testing.suite.modules import ModuleTests
+from accelcore.testing.support.composed import is_composed
 from accelcore.testing.support.declared import refused
 from accelcore.testing.support.found import Found, is_refusal, known_faults
-from accelcore.testing.support.host_kernels import is_composed
 from accelcore.testing.support.known import KNOWN
 from accelcore.testing.support.rows import ROWS, compare_rows
 from accelcore.testing.support.samples import FRAGILE, SAMPLED, operators

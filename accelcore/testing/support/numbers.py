@@ -46,13 +46,8 @@ _BY_DTYPE = ("nextafter", "nan_to_num", "float_power", "fake_quantize", "cauchy"
 """Operators of which the result in float64 is another number, or is rounded to whole numbers."""
 
 _IMPRECISE = (
-    *(
-        "polynomial",
-        "airy",
-        "bessel",
-        "polygamma",
-        "mvlgamma",
-    ),  # kernels lose digits of large numbers, or take a step for each whole number
+    # Kernels lose digits of large numbers, or take a step for each whole number.
+    *("polynomial", "airy", "bessel", "polygamma", "mvlgamma"),
     *("round.decimals_3", "ldexp", "sinc", "isclose"),  # multiplied on the way, as in the next line
     *("kl_div", "poisson_nll_loss", "binary_cross_entropy_with_logits"),
 )
